@@ -12,10 +12,14 @@ import pyarrow.parquet
 import pytest
 
 import env
+from kit.config.load import load_config
 from kit.data.processor import TextProcessor
 from kit.extras import sft
 from kit.rollout.chat_template import ChatTemplate
-from tests.helpers.recipes import write_rows
+from kit.runs.launch import Stack
+from kit.runs.run_dir import Run
+from tests.helpers.recipes import CPU, RECIPE, metrics_of, tiny, write_chats, write_rows
+from tests.helpers.stack import SESSION
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +120,25 @@ def test_the_model_is_exported_after_the_workers_have_ended(monkeypatch):
     )
     sft.run_command(None, run, None)
     assert calls == ["workers ended: Rerun the same command to export the model", "export"]
+
+
+def test_the_command_learns_and_exports_the_model(stack, monkeypatch, capsys):
+    """It trains the shared actor."""
+    changes = [*write_chats(stack.workspace), "trainer.experiment_name=sft"]
+    changes += ["trainer.total_training_steps=20", "trainer.save_freq=10"]
+    config, _ = load_config(
+        [str(CPU), str(RECIPE), "sft"], tiny(stack.workspace, *SESSION, *changes)
+    )
+    inputs = sft.prepare_inputs(config)
+    stack.workers.actor.load_checkpoint(str(stack.fresh))
+    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Stack(stack.workers, None))
+    with Run(config, "sft") as run:
+        sft.run_command(config, run, inputs)
+    metrics = metrics_of(run.folder)
+    losses = [m["actor/loss"] for m in metrics if "actor/loss" in m]
+    assert len(losses) == 20 and losses[0] > 3 and losses[-1] < 0.3, losses
+    validation_losses = [m["val/loss"] for m in metrics if "val/loss" in m]
+    # before the first step, both losses are of the same rows and weights
+    assert validation_losses[0] == pytest.approx(losses[0], rel=1e-4)
+    assert (run.folder / "export" / "model.safetensors").is_file()
+    assert "path=runs/sft/export" in capsys.readouterr().out.replace("\n", "")

@@ -86,6 +86,16 @@ def write_task(folder: Path) -> None:
     write_rows(folder / "tools.jsonl", [make_counter_row(f"{word} one") for word in WORDS])
 
 
+def write_chats(folder: Path) -> list[str]:
+    """Write a file of conversations, whose answer is 7 -> the keys of `sft` that name it."""
+    rows = []
+    for word in ("say", "give") * 4:
+        question = {"role": "user", "content": f"{word} 7"}
+        rows.append({"messages": [question, {"role": "assistant", "content": "7"}]})
+    path = write_rows(folder / "chats.jsonl", rows)
+    return [f"env.train_files=[{path}]", f"env.val_files=[{path}]", "data.train_batch_size=8"]
+
+
 def tiny(workspace: Path, *changes: str) -> list[str]:
     """The key=value arguments of the tiny recipe, and further changes."""
     return [
