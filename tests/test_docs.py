@@ -8,20 +8,24 @@ If a block cannot run here, a comment on the line before it gives one of the rea
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kit.config.load import load_config
-from kit.extras.report import metric_docs
+from kit.extras.report import metric_docs, report_page
 from kit.gym.process_specs import START_KEYS
 from tests.helpers.pages import (
     PAGES,
+    call_command,
     dry_run,
     insert_above_main,
     make_clone,
@@ -136,31 +140,63 @@ def run_yaml_block(text: str, folder: Path, _) -> None:
 
 
 def run_bash_block(text: str, folder: Path, monkeypatch) -> None:
-    """Run each command of a bash block."""
+    """Run each command of a bash block. Those that import much run in this process."""
     text = re.sub(r"\.venv(-gpu)?/bin/", "", text)
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
-        if not words:
-            continue
-        program = words[0]
-        if program == "make":
-            done = subprocess.run(
-                ["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True
-            )
-        elif program == "python" and words[1] == "algorithm.py" and words[2] != "show":
+        if words[:3] == ["python", "algorithm.py", "show"]:
+            call_command(words[2:], folder, monkeypatch)
+        elif words[:2] == ["python", "algorithm.py"]:
             dry_run(words[2:], folder, monkeypatch)
-            continue
-        else:
-            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-            done = subprocess.run(
-                ["bash", "-c", line],
-                cwd=folder,
-                env=os.environ | {"PATH": path},
-                capture_output=True,
-                text=True,
-                timeout=60,
-            )
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        elif words[:3] == ["python", "-m", "kit.extras.report.report_page"]:
+            report_page.main(words[3:])
+        elif words[:4] == ["python", "-m", "pytest", "-q"]:
+            run_tests(folder / words[4], folder, monkeypatch)
+        elif words[:1] == ["python"] and words[1] != "env.py" and words[1].endswith(".py"):
+            run_file(folder / words[1], "__main__", monkeypatch)
+        elif words:
+            run_in_shell(line, folder)
+
+
+def run_in_shell(line: str, folder: Path) -> None:
+    """Run a command in a new process. `make` only prints what it would do."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    is_make = line.startswith("make ")
+    done = subprocess.run(
+        ["bash", "-c", line.replace("make ", "make -n ", 1) if is_make else line],
+        cwd=ROOT if is_make else folder,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+def run_tests(path: Path, folder: Path, monkeypatch) -> None:
+    """Call the test functions of a file or folder, as pytest would."""
+    files = [path] if path.is_file() else sorted(path.glob("test_*.py"))
+    assert files
+    for file in files:
+        for name, function in run_file(file, file.stem, monkeypatch).items():
+            if name.startswith("test_"):
+                needs_folder = "tmp_path" in inspect.signature(function).parameters
+                function(*[folder / "logs"] if needs_folder else [])
+
+
+def run_file(path: Path, name: str, monkeypatch) -> dict[str, Any]:
+    """Run a Python file, which may import others of its folder -> its globals."""
+    before = set(sys.modules)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(path.parent))
+        patch.setattr(sys, "argv", [str(path)])
+        try:
+            return runpy.run_path(str(path), run_name=name)
+        finally:
+            for module in set(sys.modules) - before:  # another page has files with these names
+                file = getattr(sys.modules[module], "__file__", None) or ""
+                if file.startswith(str(path.parent)):
+                    del sys.modules[module]
 
 
 def ignore_block(*_) -> None:
