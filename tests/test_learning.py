@@ -1,10 +1,14 @@
-"""Tests that the tiny model learns: from each kind of verifier, a tool, and a teacher."""
+"""Tests that the tiny model learns: from each kind of verifier, a tool, and a teacher.
+
+Tests marked `soak` need many steps. Other tests take one step of a game, with a tool and a judge.
+"""
 
 from __future__ import annotations
 
 import json
 
 import pandas
+import pytest
 
 import gym_client
 from kit.config import user_functions
@@ -68,6 +72,7 @@ def test_the_policy_learns_from_three_kinds_of_verifiers_together(stack):
         assert sum(means[:3]) / 3 + 0.1 < sum(means[-3:]) / 3, (name, means)
 
 
+@pytest.mark.soak
 def test_the_policy_learns_a_game_from_generated_rows(stack):
     """In templates/task.py, the policy guesses a number from 1 to 3, with one hint."""
     rows = "function: templates/task.py:rows, highest: 3, verifier: templates/task.py:Guess"
@@ -86,6 +91,7 @@ def test_the_policy_learns_a_game_from_generated_rows(stack):
     assert sum(rewards[-5:]) / 5 >= 0.3
 
 
+@pytest.mark.soak
 def test_the_policy_learns_from_a_judge(stack, tmp_path):
     """Gym's equivalence_llm_judge calls a stub, which accepts every answer with a 7."""
 
@@ -125,6 +131,7 @@ def test_the_policy_learns_from_a_judge(stack, tmp_path):
     assert sum(rewards[-3:]) / 3 >= 0.9
 
 
+@pytest.mark.soak
 def test_the_policy_learns_to_use_a_real_tool(stack):
     """Each episode has a separate counter. Exactly one call gives the reward 1.
 

@@ -22,7 +22,7 @@ from kit.runs.signals import Guard
 from tests.helpers.stack import AGREE, PATIENCE, UNTRAINED
 
 LONG_RESPONSES = [
-    "data.max_response_length=400",
+    "data.max_response_length=200",
     "actor_rollout_ref.rollout.n=2",
     "env.val_files=[]",
 ]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import dataclasses
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import ray
@@ -41,48 +42,44 @@ class BothServers(NamedTuple):
     sampling: Sampling
 
 
-@contextlib.contextmanager
-def both_servers(stack, *changes, urls: Any = None):
-    """Yield BothServers over the session's vLLM."""
+@pytest.fixture(scope="module")
+def both(stack) -> Iterator[BothServers]:
+    """BothServers over the session's vLLM. The server `gone` does not run."""
     name = "trainer.experiment_name=rollout_workers"
-    config, inputs = load(stack.workspace, *SESSION, *TWO_WORKERS, name, *changes)
+    changes = [*TWO_WORKERS, "gym.outage_budget_s=5", name]
+    config, inputs = load(stack.workspace, *SESSION, *changes)
     session = stack.servers
     context = make_sampler_context(config, session.context.client, inputs, 60.0)
-    workers = rollout_workers.RolloutWorkers(
-        config, context, urls or session.gym.gym.urls, inputs, stack.workspace
-    )
+    urls = session.gym.gym.urls | {"gone": f"http://127.0.0.1:{find_free_port('127.0.0.1')}"}
+    workers = rollout_workers.RolloutWorkers(config, context, urls, inputs, stack.workspace)
     arguments = (config, session.manager, None, context, session.gym, session.loop)
     without_workers = inference.Servers(*arguments)
     with_workers = inference.Servers(*arguments, workers)
-    try:
-        yield BothServers(
-            without_workers, with_workers, inputs.train, build_sampling_params(config, False)
-        )
-    finally:
-        for worker in workers.workers:
-            ray.kill(worker)
+    sampling = build_sampling_params(config, is_validation=False)
+    yield BothServers(without_workers, with_workers, inputs.train, sampling)
+    for worker in workers.workers:
+        ray.kill(worker)
 
 
-def test_tokens_are_the_same_with_and_without_workers(stack):
+def test_tokens_are_the_same_with_and_without_workers(both):
     done = []
-    with both_servers(stack) as both:
-        requests = repeat_per_group(both.tasks[:5], 4, "1")
-        expected = both.without_workers.rollout(requests, both.sampling)
-        actual = both.with_workers.rollout(requests, both.sampling, lambda *pair: done.append(pair))
-        assert {e.status for e in expected} == {"ok"}
-        assert len({tuple(e.response_ids) for e in expected}) > 5
-        for a, b in zip(expected, actual, strict=True):
-            assert (a.row_id, a.group_id) == (b.row_id, b.group_id)
-            assert (a.response_ids, a.reward) == (b.response_ids, b.reward)
-            assert b.policy_versions == a.policy_versions
-        assert sorted(index for index, _ in done) == list(range(20))
-        assert all(actual[index] is episode for index, episode in done)
-        # each of the two workers has a limit of at least one call
-        metrics = both.with_workers.rollout_workers.metrics()
-        assert metrics["verify/concurrency/reasoning_gym"] >= 2
-        # The tokens may differ: vLLM on a CPU ignores seeds if a batch also has greedy responses.
-        greedy = both.with_workers.rollout(requests, both.sampling, baselines=True)
-        assert {e.status for e in greedy} == {"ok"} and all(e.baseline is not None for e in greedy)
+    requests = repeat_per_group(both.tasks[:5], 4, "1")
+    expected = both.without_workers.rollout(requests, both.sampling)
+    actual = both.with_workers.rollout(requests, both.sampling, lambda *pair: done.append(pair))
+    assert {e.status for e in expected} == {"ok"}
+    assert len({tuple(e.response_ids) for e in expected}) > 5
+    for a, b in zip(expected, actual, strict=True):
+        assert (a.row_id, a.group_id) == (b.row_id, b.group_id)
+        assert (a.response_ids, a.reward) == (b.response_ids, b.reward)
+        assert b.policy_versions == a.policy_versions
+    assert sorted(index for index, _ in done) == list(range(20))
+    assert all(actual[index] is episode for index, episode in done)
+    # each of the two workers has a limit of at least one call
+    metrics = both.with_workers.rollout_workers.metrics()
+    assert metrics["verify/concurrency/reasoning_gym"] >= 2
+    # The tokens may differ: vLLM on a CPU ignores seeds if a batch also has greedy responses.
+    greedy = both.with_workers.rollout(requests, both.sampling, baselines=True)
+    assert {e.status for e in greedy} == {"ok"} and all(e.baseline is not None for e in greedy)
 
 
 def test_greedy_episodes_of_a_worker_count_as_ended(monkeypatch):
@@ -109,17 +106,14 @@ def test_greedy_episodes_of_a_worker_count_as_ended(monkeypatch):
     assert [episode for _, episode in ended] == episodes
 
 
-def test_an_error_of_a_worker_that_ends_the_run_keeps_its_type(stack):
+def test_an_error_of_a_worker_that_ends_the_run_keeps_its_type(both):
     """Ray would wrap the error in a RayTaskError."""
-    no_server = {"reasoning_gym": f"http://127.0.0.1:{find_free_port('127.0.0.1')}"}
-    with both_servers(stack, "gym.outage_budget_s=1", urls=no_server) as both:
-        requests = repeat_per_group(both.tasks[:2], 2, "1")
-        with pytest.raises(RunError, match="reasoning_gym"):
-            both.with_workers.rollout(requests, both.sampling)
-    with both_servers(stack) as both:
-        both.with_workers.rollout_workers.set_policy_version(1000)
-        with pytest.raises(RunError, match="samples from the weights of step"):
-            both.with_workers.rollout(requests, both.sampling)
+    tasks = [dataclasses.replace(task, server="gone") for task in both.tasks[:2]]
+    with pytest.raises(RunError, match="gone"):
+        both.with_workers.rollout(repeat_per_group(tasks, 2, "1"), both.sampling)
+    both.with_workers.rollout_workers.set_policy_version(1000)
+    with pytest.raises(RunError, match="samples from the weights of step"):
+        both.with_workers.rollout(repeat_per_group(both.tasks[:2], 2, "1"), both.sampling)
 
 
 def test_workers_share_the_limits_of_the_recipe(workspace):

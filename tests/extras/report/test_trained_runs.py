@@ -1,4 +1,7 @@
-"""The report of short training runs: one that learns, and four with a problem."""
+"""The files and the report of short training runs: one that learns, and four with a problem.
+
+test_diagnosis.py has the rules of the report.
+"""
 
 from __future__ import annotations
 
@@ -39,42 +42,17 @@ def train(stack, name: str, *changes: str, before=lambda trainer: None, **others
     return trainer.run.folder
 
 
-# --- a run that learns ---------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def healthy(stack) -> Path:
-    """The directory of a run that learns, with an evaluation before and after the steps."""
-    changes = ("trainer.total_training_steps=24", "data.max_response_length=16")
-    with stack.trainer("healthy", *changes) as trainer:
+def test_every_file_of_a_run_is_described(stack):
+    """Other commands write more files."""
+    with stack.trainer("described", "trainer.total_training_steps=2") as trainer:
         trainer.evaluate()
-        for _ in range(24):
+        for _ in range(2):
             trainer.step_or_skip()
-    return trainer.run.folder
-
-
-def test_a_run_that_learns_has_no_problem(healthy):
-    run = RunData(healthy)
-    problems = [finding.problem for finding in diagnosis.find_problems(run)]
-    # The policy started random and has not learned yet to end each response.
-    assert [text for text in problems if "are truncated at" not in text] == []
-    summary = diagnosis.summarize(run)
-    reward = run.steps["rollout/reward/mean"].dropna()
-    assert "24/24 steps" in summary, summary
-    assert reward.iloc[-3:].mean() > 3 * reward.iloc[:3].mean(), summary
-
-
-def test_every_file_of_a_run_is_described(healthy):
-    """The files are those of the healthy run. Other commands write more files."""
+    folder = trainer.run.folder
     described = {name.replace("_N", "_*") for name in FILES}
     folders = {name.partition("/")[0] for name in described}
-    paths = [path.relative_to(healthy) for path in healthy.rglob("*") if "ray" not in path.parts]
-    expected = {
-        "report.html",
-        "metrics.jsonl",
-        "advantages/step_24.npz",
-        "rollouts/val_0.jsonl",
-    }
+    paths = [path.relative_to(folder) for path in folder.rglob("*") if "ray" not in path.parts]
+    expected = {"report.html", "metrics.jsonl", "advantages/step_2.npz", "rollouts/val_0.jsonl"}
     assert expected <= {str(path) for path in paths}
 
     def is_described(path: Path) -> bool:
@@ -83,6 +61,22 @@ def test_every_file_of_a_run_is_described(healthy):
         return is_folder or any(path.match(name) or name in parents for name in described)
 
     assert [path for path in paths if not is_described(path)] == []
+
+
+@pytest.mark.soak
+def test_a_run_that_learns_has_no_problem(stack):
+    changes = ("trainer.total_training_steps=24", "data.max_response_length=16")
+    with stack.trainer("healthy", *changes) as trainer:
+        for _ in range(24):
+            trainer.step_or_skip()
+    run = RunData(trainer.run.folder)
+    problems = [finding.problem for finding in diagnosis.find_problems(run)]
+    # The policy started random and has not learned yet to end each response.
+    assert [text for text in problems if "are truncated at" not in text] == []
+    summary = diagnosis.summarize(run)
+    reward = run.steps["rollout/reward/mean"].dropna()
+    assert "24/24 steps" in summary, summary
+    assert reward.iloc[-3:].mean() > 3 * reward.iloc[:3].mean(), summary
 
 
 # --- runs that are broken ------------------------------------------------------------------------
@@ -130,6 +124,7 @@ def gym_with_verifier(stack, handler):
             loop.run(gym.__aexit__(None, None, None))
 
 
+@pytest.mark.soak
 def test_an_outage_of_the_verifier_for_a_third_of_the_steps_is_found(stack):
     def set_outage(trainer):
         VerifierWithOutage.is_down = trainer.state.step in (3, 4, 5)
@@ -146,6 +141,7 @@ def test_an_outage_of_the_verifier_for_a_third_of_the_steps_is_found(stack):
     assert "logs/gym_" in finding.next_step
 
 
+@pytest.mark.soak
 def test_a_learning_rate_that_is_a_hundred_times_too_high_is_found(stack):
     """The policy collapses into one response, which earns little."""
     rate = "actor_rollout_ref.actor.optim.lr=0.5"
@@ -163,6 +159,7 @@ def test_a_learning_rate_that_is_a_hundred_times_too_high_is_found(stack):
     assert "actor/entropy" in finding.evidence and "optim.lr" in finding.next_step
 
 
+@pytest.mark.soak
 def test_responses_that_are_truncated_at_the_limit_are_found(stack):
     rows = [row(f"{word} it", "7777777777") for word in WORDS]
     path = write_rows(stack.workspace / "long.jsonl", rows)
@@ -178,6 +175,7 @@ def test_responses_that_are_truncated_at_the_limit_are_found(stack):
     assert "raise data.max_response_length" in finding.next_step
 
 
+@pytest.mark.soak
 def test_a_task_that_is_too_hard_is_found(stack):
     rows = [row(f"{word} it", "q9x8z7k6") for word in WORDS]
     path = write_rows(stack.workspace / "hard.jsonl", rows)
