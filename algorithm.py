@@ -52,13 +52,13 @@ from pathlib import Path
 from typing import Any
 
 try:
-    from omegaconf import DictConfig
+    import omegaconf  # noqa: F401
 except ModuleNotFoundError as error:  # another Python than this project's
     raise SystemExit(f"error: {error}. Run `source .venv/bin/activate` first.") from None
 
 import env
+from kit.config.recipe import Recipe
 from kit.config.schedule import POSITION
-from kit.config.user_functions import needs, needs_reference
 from kit.data.episode import Episode
 from kit.data.metrics import (
     compute_component_means,
@@ -81,7 +81,7 @@ from kit.runs.checkpoints import LoopState
 class Trainer:
     """The training loop over started processes. `train` makes a Trainer; `fit` runs all steps."""
 
-    config: DictConfig
+    recipe: Recipe
     inputs: RunInputs
     run: Any  # kit.runs.run_dir.Run
     workers: Any  # training.Workers
@@ -93,20 +93,20 @@ class Trainer:
     def __post_init__(self) -> None:
         import training
 
-        filter_groups = self.config.algorithm.filter_groups
+        filter_groups = self.recipe.algorithm.filter_groups
         # the most batches of prompts for one step
         self.max_gen_batches = filter_groups.max_num_gen_batches if filter_groups.enable else 1
-        self.kl_controller = training.make_kl_controller(self.config, self.state.kl_coef)
+        self.kl_controller = training.make_kl_controller(self.recipe, self.state.kl_coef)
         self.saved_state = self.state  # `state` at the workers' last update
 
     @property
     def updates_actor(self) -> bool:
         """Whether this step trains the actor: the first trainer.critic_warmup steps do not."""
-        return bool(self.state.step > self.config.trainer.critic_warmup)
+        return bool(self.state.step > self.recipe.trainer.critic_warmup)
 
     def fit(self) -> None:
         """Train to the last step; evaluate and save as the recipe says."""
-        if self.config.trainer.val_before_train:
+        if self.recipe.trainer.val_before_train:
             self.evaluate()
         self.run.log(self.state.step, self.run.timings())
         while self.state.step < self.run.last:
@@ -125,7 +125,7 @@ class Trainer:
             self.step()
         except SkippedStep as skipped:
             self.skip(skipped)
-        if self.run.is_due(self.state.step, self.config.trainer.test_freq):
+        if self.run.is_due(self.state.step, self.recipe.trainer.test_freq):
             self.evaluate()
         return self.metrics
 
@@ -150,14 +150,14 @@ class Trainer:
                 self.servers.sleep()
             self.start_next_rollout()
             self.shape_rewards(episodes)
-            batch = training.to_batch(episodes, self.inputs, self.config)
+            batch = training.to_batch(episodes, self.inputs, self.recipe)
             self.compute_log_probs(batch)  # 5
             self.compute_advantages(batch)  # 6
             self.run.write_advantages(self.state.step, episodes, batch.batch)
             self.update(batch)  # 7
             self.save_if_due()  # 8
             self.update_weights()
-        self.metrics |= training.compute_step_metrics(batch, self.run.timing, self.config)
+        self.metrics |= training.compute_step_metrics(batch, self.run.timing, self.recipe)
         self.run.nonfinite_steps = 0
         self.log_step(episodes)
 
@@ -166,8 +166,8 @@ class Trainer:
 
         Raises SkippedStep if no group is left after max_gen_batches.
         """
-        size = self.config.data.train_batch_size
-        min_group = 2 if needs(self.config, "index") else 1  # index: it compares a group
+        size = self.recipe.data.train_batch_size
+        min_group = 2 if "index" in self.recipe.arguments else 1  # index: it compares a group
         episodes: list[Episode] = []
         kept: list[Episode] = []
         filtered = Counter[str]()
@@ -180,7 +180,7 @@ class Trainer:
                 new = self.rollout(tasks, f"step_{self.state.step}", before=episodes)
                 rates = self.state.pass_rates | update_pass_rates(new, self.state.pass_rates)
                 self.state = replace(self.state, pass_rates=rates)
-                trainable, dropped = select_trainable(new, min_group, self.inputs.filters)
+                trainable, dropped = select_trainable(new, min_group, self.recipe.functions.filters)
                 episodes = episodes + new
                 kept = take_groups(kept + trainable, size)
                 filtered.update(dropped)
@@ -194,10 +194,10 @@ class Trainer:
 
     def take_tasks(self, batch: int) -> list[env.Task]:
         """The prompts of a batch, by its number."""
-        size = self.config.data.train_batch_size
+        size = self.recipe.data.train_batch_size
         tasks = self.inputs.source.batch(batch, size, self.state.pass_rates)
         if self.max_gen_batches > 1:  # `collect` drops surplus rows at the end: mix the files
-            random.Random(f"{self.config.data.seed} {batch}").shuffle(tasks)
+            random.Random(f"{self.recipe.data.seed} {batch}").shuffle(tasks)
         return tasks
 
     def rollout(
@@ -212,24 +212,24 @@ class Trainer:
         from kit.rollout.sampler import make_rollout_args
 
         batch_name = name if validate else str(self.state.batches)
-        args = make_rollout_args(self.config, tasks, batch_name, validate)
+        args = make_rollout_args(self.recipe, tasks, batch_name, validate)
         count = len(args.requests) + (len(tasks) if args.baselines else 0)
         on_done = self.run.count_episodes(count)
         episodes = self.servers.rollout(args.requests, args.sampling, on_done, args.baselines)
         file_tasks = self.inputs.validation if validate else self.inputs.train
         assign_record_indices(episodes, file_tasks, before)
         self.run.write_episodes(name, episodes, file_tasks, before)
-        check_failures(episodes, self.config.gym.max_failed_frac)
+        check_failures(episodes, self.recipe.gym.max_failed_frac)
         return episodes
 
     def start_next_rollout(self) -> None:
         """With trainer.one_step_off, sample the next batch while this one is trained on."""
         from kit.rollout.sampler import make_rollout_args
 
-        if self.config.trainer.one_step_off and self.state.step < self.run.last:
+        if self.recipe.kit.one_step_off and self.state.step < self.run.last:
             batch = self.state.batches + 1
             tasks = self.take_tasks(batch)
-            self.servers.start_rollout(*make_rollout_args(self.config, tasks, str(batch), False))
+            self.servers.start_rollout(*make_rollout_args(self.recipe, tasks, str(batch), False))
 
     def shape_rewards(self, episodes: Sequence[Episode]) -> None:
         """Set `shaped_reward`: the verifier's reward, or what env.reward makes of the episode."""
@@ -238,28 +238,28 @@ class Trainer:
         if self.workers.reward_model:
             with self.run.stage("reward_model"):
                 model = self.workers.reward_model
-                training.add_reward_model_scores(model, episodes, self.inputs, self.config)
+                training.add_reward_model_scores(model, episodes, self.inputs, self.recipe)
             self.metrics = compute_component_means(episodes) | self.metrics
         for episode in episodes:
-            episode.shaped_reward = self.inputs.reward(episode)
+            episode.shaped_reward = self.recipe.functions.reward(episode)
 
     def compute_log_probs(self, batch: Any) -> None:
         """Add log-probs of trainer and reference, and values, each [B, R], before the update."""
         import training
 
         workers = self.workers
-        if self.config.algorithm.rollout_correction.bypass_mode:  # the rollout engine is pi_old
+        if self.recipe.algorithm.rollout_correction.bypass_mode:  # the rollout engine is pi_old
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        elif not (self.updates_actor and training.is_on_policy(self.config)):
+        elif not (self.updates_actor and self.recipe.is_on_policy):
             with self.run.stage("old_log_prob"):
-                self.metrics |= training.add_old_log_probs(self.workers.actor, batch, self.config)
-        if needs_reference(self.config):
+                self.metrics |= training.add_old_log_probs(self.workers.actor, batch, self.recipe)
+        if self.recipe.has_reference:
             with self.run.stage("ref"):
-                log_probs = training.compute_ref_log_probs(workers, batch, self.config)
+                log_probs = training.compute_ref_log_probs(workers, batch, self.recipe)
                 batch.batch["ref_log_prob"] = log_probs
         if workers.critic:
             with self.run.stage("values"):
-                values = training.compute_values(workers.critic, batch, self.config)
+                values = training.compute_values(workers.critic, batch, self.recipe)
                 batch.batch["values"] = values
         self.raise_if_nonfinite(batch)
 
@@ -271,18 +271,18 @@ class Trainer:
         """
         import training
 
-        correction = self.config.algorithm.rollout_correction
+        correction = self.recipe.algorithm.rollout_correction
         with self.run.stage("adv"):
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-            if self.config.algorithm.use_kl_in_reward:
-                self.metrics |= training.apply_kl_penalty(batch, self.kl_controller, self.config)
+            if self.recipe.algorithm.use_kl_in_reward:
+                self.metrics |= training.apply_kl_penalty(batch, self.kl_controller, self.recipe)
                 self.state = replace(self.state, kl_coef=float(self.kl_controller.value))
             # with bypass_mode, the loss applies the correction
             if "old_log_probs" in batch.batch and not correction.bypass_mode:
-                self.metrics |= training.apply_rollout_correction(batch, self.config)
+                self.metrics |= training.apply_rollout_correction(batch, self.recipe)
             if not batch.batch["response_mask"].any():
                 raise SkippedStep("algorithm.rollout_correction.rollout_rs rejected every token")
-            training.compute_advantages(batch, self.config)
+            training.compute_advantages(batch, self.recipe)
         self.raise_if_nonfinite(batch)
 
     def update(self, batch: Any) -> None:
@@ -296,13 +296,13 @@ class Trainer:
         if self.workers.critic:
             batch.meta_info[POSITION] = done
             with self.run.stage("update_critic"):
-                self.metrics |= training.update_critic(self.workers.critic, batch, self.config)
-        if self.updates_actor and training.lacks_signal(batch, self.config):
+                self.metrics |= training.update_critic(self.workers.critic, batch, self.recipe)
+        if self.updates_actor and training.lacks_signal(batch, self.recipe):
             self.run.say(f"step {self.state.step} changes no weights: all advantages are 0")
         elif self.updates_actor:
-            batch.meta_info[POSITION] = done - self.config.trainer.critic_warmup
+            batch.meta_info[POSITION] = done - self.recipe.trainer.critic_warmup
             with self.run.stage("update_actor"):
-                self.metrics |= training.update_actor(self.workers.actor, batch, self.config)
+                self.metrics |= training.update_actor(self.workers.actor, batch, self.recipe)
         self.saved_state = self.state
         # verl skips a mini-batch with a non-finite gradient, and only its metrics show that
         self.raise_if_nonfinite(batch, is_updated=True)
@@ -318,7 +318,7 @@ class Trainer:
         """Raise NonFiniteStep for NaN, infinity, or samples from other weights."""
         from kit.runs import finite_check
 
-        if reason := finite_check.find_reason_to_skip(batch, self.metrics, self.config):
+        if reason := finite_check.find_reason_to_skip(batch, self.metrics, self.recipe):
             raise NonFiniteStep(reason, batch, is_updated)
 
     def skip(self, skipped: SkippedStep) -> None:
@@ -338,7 +338,7 @@ class Trainer:
 
     def save_if_due(self) -> None:
         """Save after every trainer.save_freq steps, and after the last one."""
-        if self.run.is_due(self.state.step, self.config.trainer.save_freq):
+        if self.run.is_due(self.state.step, self.recipe.trainer.save_freq):
             self.save()
 
     def save(self) -> Path | None:
@@ -352,7 +352,7 @@ class Trainer:
         step = self.state.step
         with self.run.stage("testing"):
             episodes = self.rollout(self.inputs.validation, f"val_{step}", validate=True)
-            n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+            n = self.recipe.rollout.val_kwargs.n
             self.scores = compute_validation_metrics(episodes, n)
             warn_about_failures(self.scores, self.run.say)
             self.run.log_evaluation(step, self.scores, episodes)
@@ -362,7 +362,7 @@ class Trainer:
     def log_step(self, episodes: Sequence[Episode]) -> None:
         """Write the step's metrics to metrics.jsonl and the console."""
         step = self.state.step
-        prompts = self.state.batches * self.config.data.train_batch_size
+        prompts = self.state.batches * self.recipe.data.train_batch_size
         self.metrics |= self.run.timings() | {"training/global_step": step}
         self.metrics["training/epoch"] = prompts / self.inputs.per_epoch
         self.run.log(step, self.metrics)
@@ -377,7 +377,7 @@ def train(plan: cli.Plan) -> Iterator[Trainer]:
     """
     from kit.runs.run_dir import Run
 
-    with Run(plan.config, "train", plan.resume_from) as run:
+    with Run(plan.recipe, plan.resume_from) as run:
         with contextlib.ExitStack() as stack:
             trainer = start_trainer(plan, run, stack)
             with run.save_on_stop(trainer.save):
@@ -403,7 +403,7 @@ def start_trainer(plan: cli.Plan, run: Any, stack: contextlib.ExitStack) -> Trai
         with run.stage("load_checkpoint"):
             state = checkpoints.load(workers, plan.resume_from)
         run.say(f"Resumed from {plan.resume_from}")
-    trainer = Trainer(plan.config, plan.inputs, run, workers, servers, state)
+    trainer = Trainer(plan.recipe, plan.inputs, run, workers, servers, state)
     trainer.update_weights()
     return trainer
 

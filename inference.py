@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import logging
 import time
 import traceback
@@ -29,7 +28,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import ray
-from omegaconf import DictConfig
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout import llm_server
@@ -39,6 +37,7 @@ import env
 import gym_client
 from env import Task
 from gym_client import RUNS_EPISODES, EpisodeIndex, Gym, GymError, ServerDownError, Session
+from kit.config.recipe import Recipe
 from kit.data.episode import Episode, PolicyVersion, append_tokens, from_output_items, gc_paused
 from kit.errors import RunError
 from kit.rollout import chat
@@ -507,17 +506,17 @@ async def rollout_with_baselines(
 # --- the vLLM servers ----------------------------------------------------------------------------
 
 
-async def start_servers(config: DictConfig, actor: Any) -> LLMServerManager:
+async def start_servers(recipe: Recipe, actor: Any) -> LLMServerManager:
     """Load the actor's models and start its vLLM servers, concurrently where that is safe.
 
     The servers are on the actor's GPUs, or on others (rollout.nnodes). vLLM measures the free
     memory to choose the size of its KV cache. If models load on the same GPU during this, the size
     is wrong. If engine_kwargs.vllm.kv_cache_memory_bytes sets the size, vLLM does not measure.
     """
-    rollout = config.actor_rollout_ref.rollout
+    rollout = recipe.rollout
     has_fixed_cache = (rollout.engine_kwargs.get("vllm") or {}).get("kv_cache_memory_bytes")
     worker_group = None if rollout.nnodes else actor
-    manager = LLMServerManager(config, worker_group=worker_group)  # type: ignore[arg-type]
+    manager = LLMServerManager(recipe.for_verl(), worker_group=worker_group)  # type: ignore[arg-type]
     if not rollout.nnodes and not has_fixed_cache:
         await asyncio.to_thread(actor.init_model)
         await manager._initialize_llm_servers()
@@ -530,12 +529,12 @@ async def start_servers(config: DictConfig, actor: Any) -> LLMServerManager:
     return manager
 
 
-async def start_standalone_servers(config: DictConfig, start_rank: int = 0) -> LLMServerManager:
+async def start_standalone_servers(recipe: Recipe, start_rank: int = 0) -> LLMServerManager:
     """Start vLLM servers with the weights of the model folder, to sample without training.
 
     start_rank: the number of the first replica.
     """
-    config = copy.deepcopy(config)
+    config = recipe.for_verl()
     rollout = config.actor_rollout_ref.rollout
     rollout.load_format = "auto"
     rollout.nnodes = rollout.nnodes or config.trainer.nnodes
@@ -555,7 +554,7 @@ class Servers:
 
     def __init__(
         self,
-        config: DictConfig,
+        recipe: Recipe,
         manager: LLMServerManager,
         actor: Any,
         context: SamplerContext,
@@ -570,7 +569,7 @@ class Servers:
         self.rollout_workers = rollout_workers
         self.is_asleep = False
         self.checkpoint_manager: CheckpointEngineManager | None = None
-        settings = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
+        settings = omega_conf_to_dataclass(recipe.rollout.checkpoint_engine)
         replicas = manager.get_replicas()
         if actor:
             self.checkpoint_manager = CheckpointEngineManager(

@@ -45,11 +45,10 @@ from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-from kit.config.resources import all_gpus, gpus_per_node, model_parallel_size
+from kit.config.recipe import Recipe
 from kit.config.user_functions import (
     is_user_function,
     make_loss_config,
-    needs,
     select_arguments,
 )
 from kit.data import token_rewards
@@ -79,32 +78,32 @@ class Workers(NamedTuple):
 # `values`. The update reads `advantages` (actor) and `returns` (critic).
 
 
-def make_kl_controller(config: DictConfig, kl_coef: float) -> Any:
+def make_kl_controller(recipe: Recipe, kl_coef: float) -> Any:
     """Make verl's KL controller. kl_coef: the checkpoint's coefficient, or 0 in a new run."""
-    controller = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
-    if config.algorithm.kl_ctrl.type == "adaptive" and kl_coef:
+    controller = core_algos.get_kl_controller(recipe.algorithm.kl_ctrl)
+    if recipe.algorithm.kl_ctrl.type == "adaptive" and kl_coef:
         controller.value = kl_coef
     return controller
 
 
-def apply_kl_penalty(batch: DataProto, controller: Any, config: DictConfig) -> dict[str, float]:
+def apply_kl_penalty(batch: DataProto, controller: Any, recipe: Recipe) -> dict[str, float]:
     """Set `token_level_rewards` [B, R] to the scores minus verl's KL penalty -> metrics."""
-    _, metrics = ray_trainer.apply_kl_penalty(batch, controller, config.algorithm.kl_penalty)
+    _, metrics = ray_trainer.apply_kl_penalty(batch, controller, recipe.algorithm.kl_penalty)
     return dict(metrics)
 
 
-def apply_rollout_correction(batch: DataProto, config: DictConfig) -> dict[str, float]:
+def apply_rollout_correction(batch: DataProto, recipe: Recipe) -> dict[str, float]:
     """Correct for differences between rollout engine and trainer -> metrics of the differences.
 
     With algorithm.rollout_correction, this adds importance weights `rollout_is_weights` [B, R] and
     removes rejected tokens from `response_mask`. Source: verl's rollout_corr_helper.
     """
-    settings = config.algorithm.rollout_correction
+    settings = recipe.algorithm.rollout_correction
     _, metrics = compute_rollout_correction_and_add_to_batch(batch, settings)
     return dict(metrics)
 
 
-def compute_advantages(batch: DataProto, config: DictConfig) -> None:
+def compute_advantages(batch: DataProto, recipe: Recipe) -> None:
     """Add `advantages` and `returns` [B, R], with verl's compute_advantage or a custom function.
 
     The estimator gets the batch's `token_level_rewards`, with those of masked tokens on trained
@@ -112,7 +111,7 @@ def compute_advantages(batch: DataProto, config: DictConfig) -> None:
     function gets the arguments that it names (kit/config/user_functions.py: ESTIMATOR). Raises
     SkippedStep if the estimator normalizes over tokens, and only one is trained.
     """
-    settings = config.algorithm
+    settings = recipe.algorithm
     name = settings.adv_estimator
     mask = batch.batch["response_mask"]  # [B, R]
     if name in token_rewards.WHITENS and mask.sum() < 2:
@@ -197,29 +196,29 @@ def call_custom_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tenso
     return advantages, returns
 
 
-def lacks_signal(batch: DataProto, config: DictConfig) -> bool:
+def lacks_signal(batch: DataProto, recipe: Recipe) -> bool:
     """Whether an update of the actor would have no gradient, since all advantages are 0.
 
     AdamW would still move the weights, by its momentum and its weight decay.
     """
-    actor = config.actor_rollout_ref.actor
+    actor = recipe.actor
     has_kl_term = actor.use_kl_loss and actor.kl_loss_coef != 0.0
     if has_kl_term or actor.entropy_coeff != 0.0:
         return False
     is_zero = not (batch.batch["advantages"] * batch.batch["response_mask"]).any()
-    return is_zero and not has_gradient_without_advantages(config)
+    return is_zero and not has_gradient_without_advantages(recipe)
 
 
-def has_gradient_without_advantages(config: DictConfig) -> bool:
+def has_gradient_without_advantages(recipe: Recipe) -> bool:
     """Whether the policy loss has a gradient where all advantages are 0: a term of another kind.
 
     The loss is tried on two responses whose log-probs are those of the old policy, as at the first
     optimizer step of a batch. In bypass mode the old policy is the rollout engine, which differs.
     """
     mask = torch.ones(2, 3, dtype=torch.bool)  # [B, R]
-    actor = make_loss_config(config, mask)
+    actor = make_loss_config(recipe.actor, mask)
     old_log_prob = torch.full((2, 3), -1.0)  # [B, R]
-    difference = 0.1 if config.algorithm.rollout_correction.bypass_mode else 0.0
+    difference = 0.1 if recipe.algorithm.rollout_correction.bypass_mode else 0.0
     log_prob = (old_log_prob + difference).requires_grad_()  # [B, R]
     loss_function: Any = core_algos.get_policy_loss_fn(actor.policy_loss.loss_mode)
     loss, _ = loss_function(
@@ -238,24 +237,24 @@ def has_gradient_without_advantages(config: DictConfig) -> bool:
 
 
 def compute_step_metrics(
-    batch: DataProto, timing: dict[str, float], config: DictConfig
+    batch: DataProto, timing: dict[str, float], recipe: Recipe
 ) -> dict[str, float]:
     """Compute verl's metrics of a trained step: rewards, lengths, advantages, times, throughput."""
     data_metrics = metric_utils.compute_data_metrics(batch, use_critic="values" in batch.batch)
     timing_metrics = metric_utils.compute_timing_metrics(batch, timing)
-    throughput = metric_utils.compute_throughout_metrics(batch, timing, n_gpus=all_gpus(config))
+    throughput = metric_utils.compute_throughout_metrics(batch, timing, n_gpus=recipe.all_gpus)
     return data_metrics | timing_metrics | throughput
 
 
 # --- batches: add here the tensors that a custom advantage reads ---------------------------------
 
 
-def to_batch(episodes: Sequence[Episode], inputs: RunInputs, config: DictConfig) -> DataProto:
+def to_batch(episodes: Sequence[Episode], inputs: RunInputs, recipe: Recipe) -> DataProto:
     """Make verl's batch from episodes, with the model inputs of their images.
 
     The trainer divides its logits by the temperature of sampling, as the rollout engine does.
     """
-    temperature = config.actor_rollout_ref.rollout.temperature
+    temperature = recipe.rollout.temperature
     batch = build_batch(episodes, inputs.tokenizer.pad_token_id, temperature)
     inputs.processor.add_images(batch, episodes)
     return batch
@@ -342,16 +341,6 @@ def pad_rows(rows: Sequence[Any], is_filled: torch.Tensor, padding: float) -> to
 # --- TRY NOT TO MODIFY: rows in the order of the workers -----------------------------------------
 
 
-def world_size(config: DictConfig, role: str = "actor") -> int:
-    """The number of GPUs of a role on all nodes."""
-    return gpus_per_node(config, role) * int(config.trainer.nnodes)
-
-
-def data_parallel_size(config: DictConfig, role: str = "actor") -> int:
-    """The number of ranks with different rows: a role's GPUs / the GPUs that share each row."""
-    return world_size(config, role) // model_parallel_size(config)
-
-
 class WorkerRows(NamedTuple):
     """The rows of a batch that the workers get, in their order."""
 
@@ -430,23 +419,23 @@ def run_forward(
 
 
 def compute_log_probs(
-    actor: WorkerGroup, batch: DataProto, config: DictConfig
+    actor: WorkerGroup, batch: DataProto, recipe: Recipe
 ) -> dict[str, torch.Tensor]:
     """Compute, at the actor's weights, `log_probs` of the response tokens and `entropy`, [B, R].
 
     If the advantage needs it, also `sum_pi_squared`: the sum of p^2 over the vocabulary.
     """
     names = ["log_probs", "entropy"]
-    if needs(config, "sum_pi_squared"):
+    if "sum_pi_squared" in recipe.arguments:
         names.append("sum_pi_squared")
     flags = {"calculate_entropy": True, "calculate_sum_pi_squared": "sum_pi_squared" in names}
-    result = run_forward(actor.compute_log_prob, batch, data_parallel_size(config), **flags)
+    result = run_forward(actor.compute_log_prob, batch, recipe.data_parallel_size(), **flags)
     return {name: result.to_padded(name) for name in names}
 
 
-def add_old_log_probs(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
+def add_old_log_probs(actor: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict[str, float]:
     """Add `old_log_probs` [B, R] to the batch -> metrics of set_old_log_probs."""
-    return set_old_log_probs(batch, **compute_log_probs(actor, batch, config))
+    return set_old_log_probs(batch, **compute_log_probs(actor, batch, recipe))
 
 
 def set_old_log_probs(
@@ -466,7 +455,7 @@ def set_old_log_probs(
     return {"actor/entropy": mean_entropy, **calculate_debug_metrics(batch)}
 
 
-def compute_ref_log_probs(workers: Workers, batch: DataProto, config: DictConfig) -> torch.Tensor:
+def compute_ref_log_probs(workers: Workers, batch: DataProto, recipe: Recipe) -> torch.Tensor:
     """Compute log-probs [B, R] of the response tokens by the teacher or the frozen reference.
 
     With LoRA the reference is the actor without its adapter, or with the one that it started from.
@@ -474,23 +463,23 @@ def compute_ref_log_probs(workers: Workers, batch: DataProto, config: DictConfig
     flags = {"calculate_entropy": False}
     if workers.ref:
         call = workers.ref.compute_ref_log_prob
-    elif config.actor_rollout_ref.model.lora_rank > 0:
+    elif recipe.model.lora_rank > 0:
         call = workers.actor.compute_log_prob
         flags["no_lora_adapter"] = True
     else:
         call = workers.actor.compute_ref_log_prob
-    ranks = data_parallel_size(config, "ref" if workers.ref else "actor")
+    ranks = recipe.data_parallel_size("ref" if workers.ref else "actor")
     return run_forward(call, batch, ranks, **flags).to_padded("log_probs")
 
 
-def compute_values(critic: WorkerGroup, batch: DataProto, config: DictConfig) -> torch.Tensor:
+def compute_values(critic: WorkerGroup, batch: DataProto, recipe: Recipe) -> torch.Tensor:
     """Compute the critic's values [B, R], each of the state before a response token."""
-    ranks = data_parallel_size(config, "critic")
+    ranks = recipe.data_parallel_size("critic")
     return run_forward(critic.infer_batch, batch, ranks).to_padded("values")
 
 
 def add_reward_model_scores(
-    reward_model: WorkerGroup, episodes: Sequence[Episode], inputs: RunInputs, config: DictConfig
+    reward_model: WorkerGroup, episodes: Sequence[Episode], inputs: RunInputs, recipe: Recipe
 ) -> None:
     """Give each episode the reward component `reward_model`: the head's output at the last token.
 
@@ -504,7 +493,7 @@ def add_reward_model_scores(
                 "of the reward model's. Rename it in the verifier."
             )
     batch = build_batch(episodes, inputs.tokenizer.pad_token_id, temperature=1.0)
-    ranks = data_parallel_size(config, "reward_model")
+    ranks = recipe.data_parallel_size("reward_model")
     result = run_forward(reward_model.infer_batch, batch, ranks)
     values = tu.get(result.output, "values")  # nested [S, t]
     scores = values.values()[values.offsets()[1:] - 1]  # [S]
@@ -522,33 +511,33 @@ OTHER_METRICS = ("training/", "rollout_corr/")
 NON_TENSOR_KEYS = ("multi_modal_inputs",)  # sent to the workers, though not a tensor
 
 
-def update_actor(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
+def update_actor(actor: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict[str, float]:
     """Train the actor for ppo_epochs over mini-batches of the batch -> verl's metrics.
 
     A mini-batch has actor.ppo_mini_batch_size prompts, fewer if episodes were dropped. Raises the
     exceptions of the workers. Source: verl 0.9.1, RayPPOTrainer._update_actor.
     """
-    settings = config.actor_rollout_ref.actor
+    settings = recipe.actor
     data = make_update_data(
         batch,
-        data_parallel_size(config),
-        config.data.train_batch_size // settings.ppo_mini_batch_size,
+        recipe.data_parallel_size(),
+        recipe.data.train_batch_size // settings.ppo_mini_batch_size,
         settings,
-        calculate_entropy=bool(is_entropy_in_loss(settings) or is_on_policy(config)),
+        calculate_entropy=bool(is_entropy_in_loss(settings) or recipe.is_on_policy),
         compute_loss=True,
         distillation_use_topk=False,
         distillation_only=False,
     )
-    return collect_metrics(wait_for_output(actor.update_actor(data)), config, "actor")
+    return collect_metrics(wait_for_output(actor.update_actor(data)), recipe, "actor")
 
 
-def update_critic(critic: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
+def update_critic(critic: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict[str, float]:
     """Train the critic with the clipped value loss -> metrics (verl 0.9.1, _update_critic)."""
-    settings = config.critic
-    mini_batches = config.data.train_batch_size // settings.ppo_mini_batch_size
-    ranks = data_parallel_size(config, "critic")
+    settings = recipe.verl.critic
+    mini_batches = recipe.data.train_batch_size // settings.ppo_mini_batch_size
+    ranks = recipe.data_parallel_size("critic")
     data = make_update_data(batch, ranks, mini_batches, settings, compute_loss=True)
-    return collect_metrics(wait_for_output(critic.train_mini_batch(data)), config, "critic")
+    return collect_metrics(wait_for_output(critic.train_mini_batch(data)), recipe, "critic")
 
 
 def make_update_data(
@@ -595,11 +584,11 @@ def select_worker_data(batch: DataProto) -> DataProto:
     return batch.select(keys, NON_TENSOR_KEYS)
 
 
-def collect_metrics(output: TensorDict, config: DictConfig, role: str) -> dict[str, float]:
+def collect_metrics(output: TensorDict, recipe: Recipe, role: str) -> dict[str, float]:
     """Average an update's metrics over micro-batches and ranks. Each gets its role as a prefix."""
     named = {}
     for name, value in reduce_metrics(dict(tu.get(output, "metrics"))).items():
-        if name == "mfu" and config.trainer.device == "cpu":  # verl has no peak FLOPS of a CPU
+        if name == "mfu" and recipe.trainer.device == "cpu":  # verl has no peak FLOPS of a CPU
             continue
         if name == "mfu":
             name = f"perf/mfu/{role}"
@@ -617,45 +606,19 @@ def is_entropy_in_loss(settings: Any) -> bool:
     return bool(settings.calculate_entropy or settings.entropy_coeff != 0.0)
 
 
-def is_on_policy(config: DictConfig) -> bool:
-    """Whether the update takes its own log-probs as the old ones.
-
-    If one optimizer step uses the whole batch, its forward pass runs at the weights from before the
-    update, so that a separate pass for the old log-probs would give the same. It runs only if an
-    earlier stage reads its results. This saves 4 to 6 s of a step of 30 s on a CPU with AMX
-    (docs/performance.md).
-    """
-    actor = config.actor_rollout_ref.actor
-    is_whole_batch = actor.ppo_mini_batch_size == config.data.train_batch_size
-    if not is_whole_batch or actor.ppo_epochs != 1:
-        return False
-    correction = config.algorithm.rollout_correction
-    is_needed_before = (
-        config.algorithm.recompute_old_log_probs
-        or config.algorithm.use_kl_in_reward
-        or correction.bypass_mode
-        or correction.rollout_is
-        or correction.rollout_rs
-        or needs(config, "old_log_probs")
-        or needs(config, "rollout_log_probs")  # the pass fills those that the engine does not have
-        or needs(config, "sum_pi_squared")
-    )
-    return not is_needed_before
-
-
-def set_policy_loss(actor: WorkerGroup, config: DictConfig) -> None:
-    """Send the recipe's loss, with the coefficients that `config` has now, to the workers.
+def set_policy_loss(actor: WorkerGroup, recipe: Recipe) -> None:
+    """Send the recipe's loss, with the coefficients that `recipe` has now, to the workers.
 
     user_functions.register_in_verl registers a custom loss only in this process. In the workers,
     compute_custom_loss registers it.
     """
-    settings = config.actor_rollout_ref.actor
+    settings = recipe.actor
     name = settings.policy_loss.loss_mode
     loss: Callable[..., Any] = ppo_loss
     if is_user_function(name):
         function = core_algos.POLICY_LOSS_REGISTRY[name]
         loss = functools.partial(compute_custom_loss, name, function)
-    if is_on_policy(config):
+    if recipe.is_on_policy:
         loss = functools.partial(compute_on_policy_loss, loss)
     actor.set_loss_fn(functools.partial(loss, omega_conf_to_dataclass(settings)))
 

@@ -43,6 +43,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 import inference
 from env import Task
 from kit.config.load import load_config
+from kit.config.recipe import freeze
 from kit.data.processor import TextProcessor
 from kit.extras import one_step_off
 from kit.rollout.chat_template import ChatTemplate
@@ -192,7 +193,7 @@ class Gpus:
 
 def make_servers(case: Case, gpus: Gpus, loop: Any) -> Any:
     """Return the kit's Servers over the simulated GPUs, without Ray, vLLM and Gym."""
-    config, _ = load_config(["math"], [f"trainer.one_step_off={case.one_step_off}"])
+    recipe = freeze(*load_config(["math"], [f"trainer.one_step_off={case.one_step_off}"]))
     processor = TextProcessor(make_tokenizer(""))
     inputs: Any = SimpleNamespace(
         tokenizer=processor.tokenizer,
@@ -201,8 +202,8 @@ def make_servers(case: Case, gpus: Gpus, loop: Any) -> Any:
         stop_ids={STOP_ID},
         model=SimpleNamespace(vocab_size=100),
     )
-    client = Client(config, {"stub": None}, is_one_step_off=bool(case.one_step_off))
-    context = make_sampler_context(config, client, inputs, timeout_s=1e6)
+    client = Client(recipe, {"stub": None}, is_one_step_off=bool(case.one_step_off))
+    context = make_sampler_context(recipe, client, inputs, timeout_s=1e6)
     context.max_response_length = MAX_TOKENS
     context.policy_version = 0
 

@@ -41,7 +41,6 @@ os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.pla
 import numpy as np
 import torch
 from measure import machine
-from omegaconf import DictConfig
 from verl.utils import tensordict_utils as tu
 
 import gym_client
@@ -49,6 +48,7 @@ import inference
 import training
 from env import Task
 from kit.config.load import load_config
+from kit.config.recipe import Recipe, freeze
 from kit.data import metrics, rollout_files, selection
 from kit.data.episode import Episode
 from kit.data.processor import TextProcessor
@@ -133,7 +133,7 @@ def measure_stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
     seconds[name] = time.process_time() - begin
 
 
-def make_config(count: int) -> DictConfig:
+def make_recipe(count: int) -> Recipe:
     """Return configs/math.yaml for one step of `count` episodes on eight ranks."""
     prompts = count // GROUP_SIZE
     changes = [
@@ -144,7 +144,7 @@ def make_config(count: int) -> DictConfig:
         # Otherwise update_actor fetches the old log-probs from the workers, which are a stub.
         "algorithm.recompute_old_log_probs=true",
     ]
-    return load_config(["math"], changes)[0]
+    return freeze(*load_config(["math"], changes))
 
 
 def make_tasks(count: int) -> list[Task]:
@@ -159,7 +159,7 @@ def make_tasks(count: int) -> list[Task]:
     return [Task(f"rows:{i}", row, "stub", messages, list(prompt_ids)) for i in range(count)]
 
 
-def make_context(config: DictConfig, sampler: Sampler, count: int, tokens: int) -> SamplerContext:
+def make_context(recipe: Recipe, sampler: Sampler, count: int, tokens: int) -> SamplerContext:
     """Return the context of a rollout in which all `count` episodes run concurrently."""
     processor = TextProcessor(make_tokenizer(RESPONSE_TEXT))
     inputs: Any = SimpleNamespace(
@@ -169,7 +169,7 @@ def make_context(config: DictConfig, sampler: Sampler, count: int, tokens: int) 
         stop_ids={STOP_ID},
         model=SimpleNamespace(vocab_size=VOCABULARY),
     )
-    context = make_sampler_context(config, sampler, inputs, timeout_s=600.0)
+    context = make_sampler_context(recipe, sampler, inputs, timeout_s=600.0)
     context.max_response_length = tokens
     context.episode_slots = asyncio.Semaphore(count)
     return context
@@ -200,12 +200,12 @@ def measure(count: int, tokens: int, rate: float) -> dict[str, float]:
     Returns the CPU seconds of each stage, and `stall`, the longest delay of the event loop in
     seconds.
     """
-    config = make_config(count)
+    recipe = make_recipe(count)
     sampler = Sampler(count, tokens, rate)
-    context = make_context(config, sampler, count, tokens)
+    context = make_context(recipe, sampler, count, tokens)
     tasks = make_tasks(count // GROUP_SIZE)
     requests = repeat_per_group(tasks, GROUP_SIZE, "1")
-    run = Run(config)
+    run = Run(recipe)
     (run.folder / "rollouts").mkdir(parents=True, exist_ok=True)
     seconds: dict[str, float] = {}
     delays_s: list[float] = []
@@ -227,7 +227,7 @@ def measure(count: int, tokens: int, rate: float) -> dict[str, float]:
     batch.batch["advantages"] = batch.batch["token_level_scores"]
     workers: Any = SimpleNamespace(update_actor=return_metrics)
     with measure_stage("pack", seconds):
-        training.update_actor(workers, batch, config)
+        training.update_actor(workers, batch, recipe)
     assert len(kept) == count and batch.batch["responses"].shape == torch.Size([count, tokens])
     return seconds | {"stall": max(delays_s, default=0.0)}
 

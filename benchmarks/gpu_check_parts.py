@@ -248,11 +248,11 @@ def check_recipe(name: str, files: list[str], folder: Path, gpus: int) -> str:
     command = "sft" if name == "sft" else "train"
     try:
         planned = cli.plan(files, make_changes(name, files, folder, gpus), command)
-        text = cli.describe_plan(planned, command, is_dry_run=True)
+        text = cli.describe_plan(planned, is_dry_run=True)
         if "nothing was started" not in text:
             return "the dry run did not print its last line"
-        if planned.config.actor_rollout_ref.rollout.name == "vllm" and command == "train":
-            parse_engine_arguments(planned.config)
+        if planned.recipe.verl.actor_rollout_ref.rollout.name == "vllm" and command == "train":
+            parse_engine_arguments(planned.recipe.verl)
     except (Exception, SystemExit) as error:
         return describe(error)
     return ""

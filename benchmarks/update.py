@@ -83,21 +83,21 @@ def main() -> None:
     parser.add_argument("changes", nargs="*", metavar="key=value", help="changes of the recipe")
     args = parser.parse_args()
     settings = ["trainer.experiment_name=bench-update", "env.val_files=[]", *args.changes]
-    config, _ = load_config(["math_cpu", "cpu"], settings)
+    config, defaults = load_config(["math_cpu", "cpu"], settings)
     cli.begin_imports(config)
-    inputs = prepare.prepare(config)
+    recipe, inputs = prepare.prepare(config, defaults)
     import training
 
     episodes = load_replay(args.rollouts, inputs.train)[0]
     seconds = []
-    with Run(config) as run, contextlib.ExitStack() as stack:
+    with Run(recipe) as run, contextlib.ExitStack() as stack:
         workers = launch.start(run, inputs, stack, samples=False).workers
         pid = ray.get(workers.actor.workers[0].__ray_call__.remote(get_pid))
         for i in range(args.rounds + 1):
-            batch = training.to_batch(episodes, inputs, config)
+            batch = training.to_batch(episodes, inputs, recipe)
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-            training.compute_advantages(batch, config)
-            update = functools.partial(training.update_actor, workers.actor, batch, config)
+            training.compute_advantages(batch, recipe)
+            update = functools.partial(training.update_actor, workers.actor, batch, recipe)
             update_s = measure_update(update, pid, "update" if i else "first ")
             if i:
                 seconds.append(update_s)

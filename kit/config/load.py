@@ -110,6 +110,22 @@ def load_config(
     return config, defaults
 
 
+def override(config: DictConfig, defaults: DictConfig, arguments: Sequence[str]) -> DictConfig:
+    """Copy a configuration, with values of key=value arguments. Raises ConfigError."""
+    overlays, messages = read_overlays([], arguments)
+    base = copy.deepcopy(config)
+    OmegaConf.set_readonly(base, False)
+    base_values: Any = OmegaConf.to_container(base)
+    for overlay in overlays:
+        messages += remove_misplaced(overlay.content, base_values)
+    changed = merge(base, overlays)
+    unknown = list(unknown_keys(overlays, defaults, changed.model_engine))
+    messages += [message for _, message in unknown]
+    messages += reset_invalid_keys(changed, base, [key for key, _ in unknown])
+    raise_all([ConfigError(message) for message in messages])
+    return changed
+
+
 def raise_all(problems: Sequence[Exception]) -> None:
     """Raise one problem as it is, or several as one ConfigError that lists them."""
     if len(problems) == 1:

@@ -17,7 +17,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from omegaconf import DictConfig, OmegaConf
 
 from kit.config.load import MODEL
-from kit.config.user_functions import TEACHER, needs, teacher_model
+from kit.config.recipe import Recipe
+from kit.config.user_functions import TEACHER
 from kit.errors import ConfigError, RunError
 
 REWARD_MODEL = "reward.reward_model.model_path"
@@ -119,33 +120,32 @@ def expert_count(text_config: Any) -> int:
 # --- download ------------------------------------------------------------------------------------
 
 
-def download_models(config: DictConfig, command: str, say: Callable[[str], None]) -> None:
+def download_models(recipe: Recipe, say: Callable[[str], None]) -> dict[str, str]:
     """Download the models that a recipe names, unless they are folders or already here.
 
-    Sets HF_HUB_OFFLINE for the workers, unless they are on a cluster or may need other files of the
-    hub: code that a model names, or attention kernels. Raises RunError.
+    Returns environment variables for the workers: HF_HUB_OFFLINE, unless they are on a cluster or
+    may need other files of the hub: code that a model names, or attention kernels. Raises RunError.
     """
-    for name in list_hub_models(config, command):
+    for name in list_hub_models(recipe):
         say(f"Downloading {name} from the hub, if it is not here")
         download_model(name)
-    is_cluster = bool(config.ray_kwargs.ray_init.get("address"))
-    uses_code = config.actor_rollout_ref.model.trust_remote_code
+    is_cluster = bool(recipe.verl.ray_kwargs.ray_init.get("address"))
+    uses_code = recipe.model.trust_remote_code
     if is_cluster or uses_code or importlib.util.find_spec("kernels"):
-        return
-    variables = config.ray_kwargs.ray_init.runtime_env.env_vars
-    OmegaConf.update(variables, OFFLINE, "1", force_add=True)
+        return {}
+    return {OFFLINE: "1"}
 
 
-def list_hub_models(config: DictConfig, command: str) -> list[str]:
+def list_hub_models(recipe: Recipe) -> list[str]:
     """The models of the hub that the workers of a command load."""
     keys = [f"{MODEL}.path"]
-    if command == "train" and needs(config, "values"):
+    if recipe.has_critic:
         keys.append("critic.model.path")
-    if command == "train" and config.reward.reward_model.enable:
+    if recipe.has_reward_model:
         keys.append(REWARD_MODEL)
-    if command == "train" and teacher_model(config):
+    if recipe.teacher:
         keys.append(TEACHER)
-    names = [str(OmegaConf.select(config, key)) for key in keys]
+    names = [str(recipe.get(key)) for key in keys]
     return [name for name in dict.fromkeys(names) if not Path(name).expanduser().is_dir()]
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import DictConfig
-
 from kit.config.keys import select_nested
+from kit.config.recipe import Recipe
 
 # {key of actor_rollout_ref.rollout: the values with which the engine samples like the trainer}
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -37,11 +36,10 @@ def find_distortions(rollout: Mapping[str, Any]) -> dict[str, Any]:
     return distortions
 
 
-def requires_same_probs(config: DictConfig) -> bool:
+def requires_same_probs(recipe: Recipe) -> bool:
     """Return whether the rollout engine and the trainer should compute the same probabilities.
 
     With top_p, a penalty and others, the engine changes its probabilities before it samples. With
     one_step_off, it has older weights by design.
     """
-    distortions = find_distortions(config.actor_rollout_ref.rollout)
-    return not (distortions or config.trainer.one_step_off)
+    return not (find_distortions(recipe.rollout) or recipe.kit.one_step_off)

@@ -127,14 +127,19 @@ def is_user_function(name: str) -> bool:
     return ".py:" in name
 
 
-def needs(config: DictConfig, name: str) -> bool:
-    """Whether the advantage has the argument `name`, one of ESTIMATOR. Raises UserFunctionError."""
+def estimator_arguments(config: DictConfig) -> list[str]:
+    """The names of the advantage's arguments. Raises UserFunctionError."""
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
     estimator = config.algorithm.adv_estimator
     is_custom = is_user_function(estimator)
     function = load_function(estimator, ADVANTAGE) if is_custom else get_adv_estimator_fn(estimator)
-    return name in inspect.signature(function).parameters
+    return list(inspect.signature(function).parameters)
+
+
+def needs(config: DictConfig, name: str) -> bool:
+    """Whether the advantage has the argument `name`, one of ESTIMATOR. Raises UserFunctionError."""
+    return name in estimator_arguments(config)
 
 
 def needs_reference(config: DictConfig) -> bool:
@@ -161,14 +166,15 @@ def select_arguments(estimator: Callable[..., Any], available: Mapping[str, Any]
     return {name: value for name, value in available.items() if takes_all or name in parameters}
 
 
-def make_loss_config(config: DictConfig, response_mask: Any) -> Any:
+def make_loss_config(settings: DictConfig, response_mask: Any) -> Any:
     """Make the argument `config` of a policy loss, for a batch of one micro-batch.
 
-    response_mask: [B, R]. Source: verl 0.9.1, workers/utils/losses.py, ppo_loss.
+    settings: actor_rollout_ref.actor. response_mask: [B, R]. Source: verl 0.9.1,
+    workers/utils/losses.py, ppo_loss.
     """
     from verl.utils.config import omega_conf_to_dataclass
 
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    actor = omega_conf_to_dataclass(settings)
     actor.global_batch_info.update(
         dp_size=1,
         batch_num_tokens=int(response_mask.sum()),

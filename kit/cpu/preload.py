@@ -26,7 +26,7 @@ def begin_imports(config: DictConfig) -> None:
 def before_ray(launch: Any) -> None:
     """Make Ray start its workers through the process. launch: kit.runs.launch.Launch."""
     running = fork_server.running(os.environ[VARIABLE], launch.logs / "fork.log")
-    with isolation.show_logical_gpus(launch.config):  # it may start only now
+    with isolation.show_logical_gpus(launch.recipe.verl):  # it may start only now
         server = launch.stack.enter_context(running)
     if launch.run.guard.monitor:
         launch.run.guard.monitor.register_folder(os.path.dirname(server.python))

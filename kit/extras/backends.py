@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from kit.config.load import MODEL, ROLLOUT, base_configs
 from kit.config.model_files import expert_count
+from kit.config.recipe import Recipe
 from kit.errors import ConfigError
 
 ENGINES = ("vllm", "hf", "sglang")
@@ -130,9 +131,9 @@ def set_sizes(config: DictConfig, hf_config: Any, command: str) -> None:
         )
 
 
-def check_model(config: DictConfig, hf_config: Any, command: str) -> Iterator[str]:
+def check_model(recipe: Recipe, hf_config: Any) -> Iterator[str]:
     """fp8 rollouts fit the device and the widths of the model."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout = recipe.rollout
     if not rollout.quantization:
         return
     if rollout.quantization != "fp8" or rollout.name == "hf":
@@ -140,7 +141,7 @@ def check_model(config: DictConfig, hf_config: Any, command: str) -> Iterator[st
             f"{QUANTIZATION}={rollout.quantization} is not supported: only fp8 is, with vLLM and "
             "SGLang. Set that, or remove it."
         )
-    elif config.trainer.device == "cpu":
+    elif recipe.trainer.device == "cpu":
         cpuinfo = Path("/proc/cpuinfo")
         has_amx = "amx_tile" in (cpuinfo.read_text() if cpuinfo.is_file() else "")
         reason = "verl's weight sync does not quantize on a CPU"

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import ray
 import yaml
-from omegaconf import DictConfig
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from kit.config.keys import ROOT
 from kit.config.load import ROLLOUT
+from kit.config.recipe import Recipe
 from kit.errors import RunError
 from kit.gym.network import HOST as LOCAL
 from kit.gym.network import FetchError, fetch
@@ -51,9 +51,9 @@ ALERTS = ROOT / "docs" / "monitoring" / "alerts.yml"
 PAGE_TIMEOUT_S = 5.0  # for one page
 
 
-def check_recipe(config: DictConfig, command: str) -> Iterator[str]:
+def check_recipe(recipe: Recipe, command: str) -> Iterator[str]:
     """Yield a problem if vLLM does not publish the metrics that Prometheus reads."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout = recipe.rollout
     if rollout.prometheus.enable and rollout.disable_log_stats:
         yield (
             f"{ROLLOUT}.prometheus.enable needs {ROLLOUT}.disable_log_stats=false "
@@ -66,7 +66,7 @@ def after_start(launch: Any, addresses: Sequence[str]) -> None:
 
     launch: kit.runs.launch.Launch. addresses: of vLLM's pages; empty if nothing is sampled.
     """
-    rollout = launch.config.actor_rollout_ref.rollout
+    rollout = launch.recipe.rollout
     engine_kwargs = rollout.engine_kwargs.get("vllm") or {}
     if addresses and engine_kwargs.get("speculative_config"):
         launch.run.gauges.append(track_draft_acceptance(addresses))
@@ -155,7 +155,7 @@ def serve_metrics(run: Run, host: str, servers: Sequence[str], stack: contextlib
 
     Raises RunError if the file cannot be written.
     """
-    settings = run.config.actor_rollout_ref.rollout.prometheus
+    settings = run.recipe.rollout.prometheus
     registry = CollectorRegistry()
     registry.register(RunCollector(run))
     server, thread = start_http_server(0, host, registry)
@@ -164,7 +164,7 @@ def serve_metrics(run: Run, host: str, servers: Sequence[str], stack: contextlib
     stack.callback(server.shutdown)
     address = f"{host}:{server.server_port}"
     file = Path(settings.file)
-    write_scrape_file(file, run.config.trainer.experiment_name, address, servers)
+    write_scrape_file(file, run.recipe.trainer.experiment_name, address, servers)
     run.say(f"Prometheus metrics: http://{address}/metrics. {reload_prometheus(settings, file)}")
 
 

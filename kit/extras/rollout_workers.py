@@ -10,7 +10,6 @@ node, since the Gym servers listen on its loopback address only.
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,13 +17,13 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import ray
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import inference
 from gym_client import GymError
 from inference import OnDone
-from kit.config.keys import to_plain
+from kit.config.recipe import Recipe
 from kit.config.resources import cores
 from kit.data.episode import Episode
 from kit.errors import RunError
@@ -41,27 +40,27 @@ def start_rollout_workers(
     launch: Any, context: SamplerContext, urls: Mapping[str, str]
 ) -> RolloutWorkers:
     """Start the workers: the hook of kit/runs/launch.py."""
-    return RolloutWorkers(launch.config, context, urls, launch.inputs, launch.logs)
+    return RolloutWorkers(launch.recipe, context, urls, launch.inputs, launch.logs)
 
 
-def split_limits(config: DictConfig, count: int) -> DictConfig:
+def split_limits(recipe: Recipe, count: int) -> Recipe:
     """Return the recipe of one of `count` workers: each limit is divided by `count`, rounded up.
 
     The limits are those of calls to a server, verifier processes and concurrent responses.
     """
-    config = copy.deepcopy(config)
+    config = recipe.for_verl()
     rollout = config.actor_rollout_ref.rollout
-    pool = config.env.verifier_pool
-    limits = to_plain(config.gym.concurrency)
+    limits = recipe.gym.concurrency
     if not isinstance(limits, dict):
         limits = {"default": limits}
     for name, limit in limits.items():
         if limit != "auto":
             limits[name] = divide_up(limit, count)
     OmegaConf.update(config, "gym.concurrency", limits, merge=False)
+    pool = config.env.verifier_pool
     pool.processes = divide_up(pool.processes or cores(), count)
     rollout.max_num_seqs = divide_up(rollout.max_num_seqs, count)
-    return config
+    return recipe.with_config(config)
 
 
 def divide_up(number: int, divisor: int) -> int:
@@ -85,18 +84,18 @@ class RolloutWorker:
 
     def __init__(
         self,
-        config: DictConfig,
+        recipe: Recipe,
         servers: dict[str, Any],
         urls: Mapping[str, str],
         inputs: RunInputs,
         timeout_s: float,
         logs: Path,
     ):
-        client = Client(config, servers, bool(config.trainer.one_step_off))
-        self.context = make_sampler_context(config, client, inputs, timeout_s)
-        count = config.actor_rollout_ref.rollout.agent.num_workers
-        pools = make_pools(config, inputs.verifiers.specs, logs)
-        self.verifiers, self.limits = make_verifiers(config, urls, inputs.tokenizer, pools, count)
+        client = Client(recipe, servers, bool(recipe.kit.one_step_off))
+        self.context = make_sampler_context(recipe, client, inputs, timeout_s)
+        count = recipe.rollout.agent.num_workers
+        pools = make_pools(recipe, inputs.verifiers.specs, logs)
+        self.verifiers, self.limits = make_verifiers(recipe, urls, inputs.tokenizer, pools, count)
 
     async def open(self) -> None:
         """Open the client of the Gym servers, in the actor's event loop."""
@@ -138,13 +137,13 @@ class RolloutWorkers:
 
     def __init__(
         self,
-        config: DictConfig,
+        recipe: Recipe,
         context: SamplerContext,
         urls: Mapping[str, str],
         inputs: RunInputs,
         logs: Path,
     ):
-        count = config.actor_rollout_ref.rollout.agent.num_workers
+        count = recipe.rollout.agent.num_workers
         this_node = ray.get_runtime_context().get_node_id()
         worker_class = ray.remote(RolloutWorker).options(
             num_cpus=0,
@@ -160,7 +159,7 @@ class RolloutWorkers:
             verifiers=inputs.verifiers,
         )
         arguments = (
-            split_limits(config, count),
+            split_limits(recipe, count),
             context.client.servers,
             urls,
             worker_inputs,

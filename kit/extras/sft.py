@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 
 import env
 from gym_client import GymError
-from kit.config.keys import to_plain
+from kit.config.recipe import Recipe
 from kit.config.schedule import POSITION
 from kit.data.episode import Episode
 from kit.data.row_files import parse_object, read_raw_rows, report_progress
@@ -35,9 +35,10 @@ from kit.data.verl_rows import parse_messages
 from kit.errors import ConfigError
 from kit.rollout.chat_template import ChatTemplate, RenderError
 from kit.rollout.inputs import RunInputs
-from kit.runs import checkpoints, prepare
+from kit.runs import checkpoints
 from kit.runs.checkpoints import LoopState
 from kit.runs.console import format_value, say
+from kit.runs.prepare import Prepared, check_recipe, set_steps
 from kit.runs.run_dir import Run
 
 if TYPE_CHECKING:  # verl takes 7 s to import
@@ -165,22 +166,23 @@ def check_messages(row: Mapping[str, Any], row_id: str) -> list[dict[str, Any]]:
 # --- the command ---------------------------------------------------------------------------------
 
 
-def prepare_inputs(config: DictConfig) -> RunInputs:
+def prepare(config: DictConfig, defaults: DictConfig) -> Prepared:
     """Check a recipe and load its conversations, as kit.runs.prepare.prepare does for tasks.
 
     An entry of env.train_files or env.val_files is a path, or {path, weight}. Rows over the
     recipe's lengths are dropped. Raises env.DataError, and ConfigError, also if fewer rows are left
     than a batch needs.
     """
-    inputs = prepare.check_recipe(config, "sft")
+    recipe, inputs = check_recipe(config, defaults, "sft")
     if inputs.processor.reads_images:
         raise ConfigError(
             "`sft` does not support models that read images. Use another model, or train it from "
             "rewards."
         )
-    inputs.train = load_examples(config, inputs, "train_files")[: config.env.max_rows]
-    inputs.validation = load_examples(config, inputs, "val_files")[: config.env.val_max_rows]
-    limits = config.data
+    env_keys = recipe.env
+    inputs.train = load_examples(recipe, inputs, env_keys.train_files)[: env_keys.max_rows]
+    inputs.validation = load_examples(recipe, inputs, env_keys.val_files)[: env_keys.val_max_rows]
+    limits = recipe.data
     if len(inputs.train) < limits.train_batch_size:
         raise ConfigError(
             f"env.train_files have {len(inputs.train)} usable rows, fewer than "
@@ -188,16 +190,16 @@ def prepare_inputs(config: DictConfig) -> RunInputs:
             f"data.max_prompt_length={limits.max_prompt_length}, max_response_length="
             f"{limits.max_response_length} tokens. Add rows, or change these."
         )
-    prepare.set_steps(config, "sft", len(inputs.train) // limits.train_batch_size)
+    set_steps(config, "sft", len(inputs.train) // limits.train_batch_size)
     inputs.per_epoch = len(inputs.train)
-    return inputs
+    return Prepared(recipe.with_config(config), inputs)
 
 
-def load_examples(config: DictConfig, inputs: RunInputs, key: str) -> list[Example]:
+def load_examples(recipe: Recipe, inputs: RunInputs, entries: Sequence[Any]) -> list[Example]:
     """The conversations of env.train_files or env.val_files that fit the recipe's lengths."""
-    limits = config.data
+    limits = recipe.data
     examples = []
-    for entry in parse_entries([select_keys(entry) for entry in to_plain(config.env[key])]):
+    for entry in parse_entries([select_keys(entry) for entry in entries]):
         for row_id, row in report_progress(read_entry(entry, limits.prompt_key), entry.name, say):
             example = tokenize(row, inputs.template, row_id)
             example.file = entry.name
@@ -223,18 +225,18 @@ def read_entry(entry: FileEntry, prompt_key: str) -> Iterator[tuple[str, dict[st
         yield from read_conversations(file.path, prompt_key, file.name)
 
 
-def run_command(config: DictConfig, run: Run, inputs: RunInputs) -> None:
+def run_command(recipe: Recipe, run: Run, inputs: RunInputs) -> None:
     """Train to trainer.total_training_steps, from the checkpoint that `run` resumes from."""
     from kit.runs import launch
 
     with contextlib.ExitStack() as stack:
         workers = launch.start(run, inputs, stack, samples=False).workers
-        set_loss(config, workers)
+        set_loss(recipe, workers)
         state = LoopState(command="sft")
         if run.checkpoint:
             with run.stage("load_checkpoint"):
                 state = checkpoints.load(workers, run.checkpoint)
-        trainer = Trainer(config, run, inputs, workers, state)
+        trainer = Trainer(recipe, run, inputs, workers, state)
         with run.save_on_stop(trainer.save):
             trainer.fit()
         run.guard.pending_export = "Rerun the same command to export the model"
@@ -247,7 +249,7 @@ def run_command(config: DictConfig, run: Run, inputs: RunInputs) -> None:
 class Trainer:
     """The loop of supervised fine-tuning."""
 
-    config: DictConfig
+    recipe: Recipe
     run: Run
     inputs: RunInputs
     workers: Any  # training.Workers
@@ -266,7 +268,7 @@ class Trainer:
         from kit.runs import finite_check
 
         run = self.run
-        data = self.config.data
+        data = self.recipe.data
         step = self.state.step + 1
         run.begin_step(step)
         with run.stage("update_actor"):
@@ -275,16 +277,16 @@ class Trainer:
             )
             batch = training.build_batch(rows, self.inputs.tokenizer.pad_token_id, temperature=1.0)
             batch.meta_info[POSITION] = step - 1  # of the learning rate
-            metrics = update_sft(self.workers.actor, batch, self.config)
+            metrics = update_sft(self.workers.actor, batch, self.recipe)
             self.state = replace(self.state, step=step)
-        reason = finite_check.find_reason_to_skip(batch, metrics, self.config)
+        reason = finite_check.find_reason_to_skip(batch, metrics, self.recipe)
         if reason:
             run.say(f"step {step} skipped: {run.keep_nonfinite(step, reason, batch)}")
         else:
             run.nonfinite_steps = 0
-        if run.is_due(step, self.config.trainer.save_freq):
+        if run.is_due(step, self.recipe.trainer.save_freq):
             self.save()
-        if run.is_due(step, self.config.trainer.test_freq):
+        if run.is_due(step, self.recipe.trainer.test_freq):
             with run.stage("testing"):
                 metrics |= self.compute_validation_loss()
         run.log(step, metrics | run.timings())
@@ -298,12 +300,12 @@ class Trainer:
 
         total = 0.0
         tokens = 0.0
-        size = self.config.data.train_batch_size
+        size = self.recipe.data.train_batch_size
         for start in range(0, len(self.inputs.validation), size):
             rows = self.inputs.validation[start : start + size]
             batch = training.build_batch(rows, self.inputs.tokenizer.pad_token_id, temperature=1.0)
             mask = batch.batch["response_mask"]  # [B, R]
-            result = training.compute_log_probs(self.workers.actor, batch, self.config)
+            result = training.compute_log_probs(self.workers.actor, batch, self.recipe)
             total -= float((result["log_probs"] * mask).sum())
             tokens += float(mask.sum())
         return {"val/loss": total / tokens} if tokens else {}
@@ -313,24 +315,24 @@ class Trainer:
         return self.run.save(self.workers, self.state)
 
 
-def set_loss(config: DictConfig, workers: Any) -> None:
+def set_loss(recipe: Recipe, workers: Any) -> None:
     """Give the workers verl's sft_loss."""
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.utils.losses import sft_loss
 
-    settings = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    settings = omega_conf_to_dataclass(recipe.actor)
     workers.actor.set_loss_fn(functools.partial(sft_loss, settings))
 
 
-def update_sft(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict[str, float]:
+def update_sft(actor: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict[str, float]:
     """Take one optimizer step on verl's sft_loss: mean cross entropy of the response tokens."""
     import training
 
     data = training.make_update_data(
         batch,
-        training.data_parallel_size(config),
+        recipe.data_parallel_size(),
         1,
-        config.actor_rollout_ref.actor,
+        recipe.actor,
         epochs=1,
         calculate_entropy=False,
         compute_loss=True,
@@ -338,7 +340,7 @@ def update_sft(actor: WorkerGroup, batch: DataProto, config: DictConfig) -> dict
     )
     set_loss_mask(data)
     output = training.wait_for_output(actor.update_actor(data))
-    return training.collect_metrics(output, config, "actor")
+    return training.collect_metrics(output, recipe, "actor")
 
 
 def set_loss_mask(data: TensorDict) -> None:

@@ -10,11 +10,10 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig
-
 import gym_client
 from gym_client import FIRST, EpisodeIndex, Json
 from kit.config.keys import to_plain
+from kit.config.recipe import Recipe
 from kit.gym.concurrency import ConcurrencyLimits
 from kit.gym.python_verifiers.pool import Pool
 
@@ -65,7 +64,7 @@ class VerifierRouter:
 
 
 def make_verifiers(
-    config: DictConfig,
+    recipe: Recipe,
     urls: Mapping[str, str],
     tokenizer: Any,
     pools: Mapping[str, Pool],
@@ -77,7 +76,7 @@ def make_verifiers(
     pools: {name: pool} of the Python verifiers.
     share: the number of processes that share the limits. This process gets one part.
     """
-    settings = config.gym
+    settings = recipe.gym
     limits = ConcurrencyLimits(share)
     gym = gym_client.Gym(
         urls,

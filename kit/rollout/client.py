@@ -6,10 +6,10 @@ import asyncio
 import zlib
 from typing import Any
 
-from omegaconf import DictConfig
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+from kit.config.recipe import Recipe
 from kit.data.episode import ABORTED, PolicyVersion, PolicyVersions
 
 RESUME_PAUSE_S = 0.1  # before the rest of an aborted response is requested
@@ -26,11 +26,11 @@ class Client(LLMServerClient):
     the same, but it records only the first and the last version of the weights.
     """
 
-    def __init__(self, config: DictConfig, servers: dict[str, Any], is_one_step_off: bool = False):
-        super().__init__(config)
+    def __init__(self, recipe: Recipe, servers: dict[str, Any], is_one_step_off: bool = False):
+        super().__init__(recipe.for_verl())
         self.servers = servers
         self.is_one_step_off = is_one_step_off
-        is_deterministic = config.actor_rollout_ref.rollout.full_determinism
+        is_deterministic = recipe.rollout.full_determinism
         self.router = GlobalRequestLoadBalancer(servers, full_determinism=is_deterministic)
 
     async def _acquire_server(self, request_id: str, **_: Any) -> tuple[str, Any]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import env
-from kit.data.episode import Episode
 from kit.data.processor import TextProcessor
 from kit.data.tasks import RowSource
 from kit.gym.python_verifiers.settings import PythonVerifiers
@@ -17,7 +15,7 @@ from kit.rollout.chat_template import ChatTemplate
 
 @dataclasses.dataclass
 class RunInputs:
-    """All that a run needs besides its configuration: tasks, tokenizer, functions."""
+    """All that a run needs besides its configuration: tasks and the model's files."""
 
     train: list[Any]  # env.Task, or examples for supervised training
     validation: list[Any]
@@ -26,9 +24,6 @@ class RunInputs:
     processor: TextProcessor  # or the one of a model that reads images
     template: ChatTemplate
     stop_ids: set[int]  # ids that end a response
-    reward: Callable[[Episode], float]  # the reward to train on
-    filters: list[Callable[[list[Episode]], list[Episode]]]  # env.filters, then filter_groups
-    sampler: Callable[..., list[env.Task]]  # (tasks, size, batch, seed, pass_rates) -> tasks
     source: RowSource  # the tasks of each batch
     model: Any  # the Hugging Face configuration of the model's text part
     verifiers: PythonVerifiers

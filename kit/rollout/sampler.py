@@ -10,12 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig
-
 from env import Task
 from gym_client import EpisodeIndex, GymError
-from kit.config.resources import rollout_gpus
-from kit.config.user_functions import needs
+from kit.config.recipe import Recipe
 from kit.data.episode import ABORTED, PolicyVersion, PolicyVersions
 from kit.data.processor import TextProcessor
 from kit.errors import RunError
@@ -68,24 +65,24 @@ class SampledResponse(NamedTuple):
 
 
 def make_sampler_context(
-    config: DictConfig, client: Any, inputs: RunInputs, timeout_s: float
+    recipe: Recipe, client: Any, inputs: RunInputs, timeout_s: float
 ) -> SamplerContext:
     """Make the context from verl's keys: data.max_*_length, rollout.multi_turn.* and others.
 
     Each engine runs rollout.max_num_seqs sequences concurrently. There is one episode slot for each
     of them.
     """
-    rollout = config.actor_rollout_ref.rollout
+    rollout = recipe.rollout
     turns = rollout.multi_turn
-    engines = rollout_gpus(config) // rollout.tensor_model_parallel_size
+    engines = recipe.rollout_gpus // rollout.tensor_model_parallel_size
     return SamplerContext(
         client=client,
         tokenizer=inputs.tokenizer,
         processor=inputs.processor,
         template=inputs.template,
         stop_ids=inputs.stop_ids,
-        max_prompt_length=config.data.max_prompt_length,
-        max_response_length=config.data.max_response_length,
+        max_prompt_length=recipe.data.max_prompt_length,
+        max_response_length=recipe.data.max_response_length,
         max_turns=turns.max_assistant_turns,
         max_tool_chars=turns.max_tool_response_length,
         tool_format=turns.format,
@@ -93,13 +90,13 @@ def make_sampler_context(
         vocab_size=inputs.model.vocab_size,
         seed=rollout.seed if rollout.full_determinism else None,
         episode_slots=asyncio.Semaphore(engines * rollout.max_num_seqs),
-        max_staleness=config.trainer.one_step_off,
+        max_staleness=recipe.kit.one_step_off,
     )
 
 
-def build_sampling_params(config: DictConfig, is_validation: bool) -> Sampling:
+def build_sampling_params(recipe: Recipe, is_validation: bool) -> Sampling:
     """Return vLLM's parameters from rollout.*, or for validation from rollout.val_kwargs.*."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout = recipe.rollout
     source = rollout.val_kwargs if is_validation else rollout
     sampling = {
         "temperature": source.temperature if source.do_sample else 0.0,
@@ -236,13 +233,13 @@ class RolloutArgs(NamedTuple):
 
 
 def make_rollout_args(
-    config: DictConfig, tasks: Sequence[Task], batch_name: str, is_validation: bool
+    recipe: Recipe, tasks: Sequence[Task], batch_name: str, is_validation: bool
 ) -> RolloutArgs:
     """Make the requests of a batch, and choose how to sample. batch_name: unique in the run."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout = recipe.rollout
     n = rollout.val_kwargs.n if is_validation else rollout.n
     return RolloutArgs(
         repeat_per_group(tasks, n, batch_name),
-        build_sampling_params(config, is_validation),
-        baselines=not is_validation and needs(config, "reward_baselines"),
+        build_sampling_params(recipe, is_validation),
+        baselines=not is_validation and "reward_baselines" in recipe.arguments,
     )

@@ -1,8 +1,8 @@
 """Save, find, check and load checkpoints, in verl's layout.
 
-    save(workers, folder, state, config)    <folder>/global_step_<N>/{actor,critic,data.pt,...}
+    save(workers, folder, state, recipe)    <folder>/global_step_<N>/{actor,critic,data.pt,...}
     find_newest(folder)                     the last complete one
-    check(checkpoint, config, command)      whether this recipe can resume from it
+    check(checkpoint, recipe)               whether this recipe can resume from it
     load(workers, checkpoint)               restore the workers, return the state of the loop
 
 A checkpoint is written to a folder saving_<N>, which is then renamed. The manifest (the size of
@@ -28,8 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from kit import extras
 from kit.config.keys import KEYS, flatten
+from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
-from kit.config.user_functions import needs
 from kit.errors import ConfigError, RunError
 from kit.runs import files
 
@@ -79,7 +79,7 @@ class LoopState:
     kl_coef: float = 0.0  # the adaptive coefficient of the KL penalty
 
 
-def save(workers: Any, folder: Path, state: LoopState, config: DictConfig) -> Path:
+def save(workers: Any, folder: Path, state: LoopState, recipe: Recipe) -> Path:
     """Write a checkpoint, and delete old ones beyond trainer.max_actor_ckpt_to_keep.
 
     workers: training.Workers.
@@ -90,7 +90,7 @@ def save(workers: Any, folder: Path, state: LoopState, config: DictConfig) -> Pa
     # left by a run that was killed while it saved, maybe with more ranks
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        write(workers, partial, state, config)
+        write(workers, partial, state, recipe)
     except Exception as error:  # a partial checkpoint must not keep the disk full
         shutil.rmtree(partial, ignore_errors=True)
         cause = str(getattr(error, "cause", None) or error).strip() or repr(error)
@@ -106,11 +106,11 @@ def save(workers: Any, folder: Path, state: LoopState, config: DictConfig) -> Pa
         os.replace(partial, target)
     with files.replace_atomically(folder / POINTER) as pointer:
         pointer.write_text(str(state.step))
-    delete_old(folder, target, config.trainer.max_actor_ckpt_to_keep)
+    delete_old(folder, target, recipe.trainer.max_actor_ckpt_to_keep)
     return target
 
 
-def write(workers: Any, partial: Path, state: LoopState, config: DictConfig) -> None:
+def write(workers: Any, partial: Path, state: LoopState, recipe: Recipe) -> None:
     """Write all files of a checkpoint. Raises OSError and the exceptions of the workers."""
     import torch  # takes a second, which a refused recipe need not wait for
 
@@ -118,14 +118,14 @@ def write(workers: Any, partial: Path, state: LoopState, config: DictConfig) -> 
         if group is None:
             continue
         group.save_checkpoint(str((partial / name).absolute()), None, state.step, None)
-        missing = find_missing_shards(partial / name, group.world_size, config)
+        missing = find_missing_shards(partial / name, group.world_size, recipe)
         if missing:
             raise OSError(
                 f"{len(missing)} shards of {group.world_size} ranks are not there, as on a file "
                 f"system that the nodes do not share: {missing[0]}, ..."
             )
     partial.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(redacted(config), partial / "config.yaml")
+    OmegaConf.save(redacted(recipe.verl), partial / "config.yaml")
     torch.save(dataclasses.asdict(state), partial / "data.pt")
     write_manifest(partial)
 
@@ -140,11 +140,11 @@ def delete_old(folder: Path, newest: Path, keep: int | None) -> None:
             shutil.rmtree(old)
 
 
-def find_missing_shards(folder: Path, ranks: int, config: DictConfig) -> list[str]:
+def find_missing_shards(folder: Path, ranks: int, recipe: Recipe) -> list[str]:
     """List the ranks' files that are missing in `folder` (actor or critic)."""
     section = "actor_rollout_ref.actor" if folder.name == "actor" else "critic"
-    contents = OmegaConf.select(config, f"{section}.checkpoint.save_contents") or list(SHARDS)
-    names = extras.first("checkpoint_files", config, "train", config, contents, ranks)
+    contents = recipe.get(f"{section}.checkpoint.save_contents") or list(SHARDS)
+    names = extras.first("checkpoint_files", recipe.verl, "train", recipe.verl, contents, ranks)
     if names is None:
         prefixes = [prefix for kind, prefix in SHARDS.items() if kind in contents]
         names = []
@@ -237,7 +237,7 @@ class NothingLeftError(ConfigError):
     """The run that this recipe would resume is finished."""
 
 
-def find_resume_point(config: DictConfig) -> tuple[Path | None, list[str]]:
+def find_resume_point(recipe: Recipe) -> tuple[Path | None, list[str]]:
     """(the checkpoint to resume from, lines to print), by verl's trainer.resume_mode.
 
     resume_mode: auto, disable or resume_path. Raises NothingLeftError, and ConfigError if there are
@@ -245,8 +245,8 @@ def find_resume_point(config: DictConfig) -> tuple[Path | None, list[str]]:
     """
     checkpoint: Path | None = None
     notes: list[str] = []
-    if config.trainer.resume_mode == "resume_path":
-        checkpoint = Path(config.trainer.resume_from_path or "nowhere")
+    if recipe.trainer.resume_mode == "resume_path":
+        checkpoint = Path(recipe.trainer.resume_from_path or "nowhere")
         damage = find_damage(checkpoint)
         if damage:
             raise ConfigError(
@@ -254,18 +254,18 @@ def find_resume_point(config: DictConfig) -> tuple[Path | None, list[str]]:
                 "Give another, or let trainer.resume_mode=auto find the newest. "
                 'See docs/troubleshooting.md, "Resume".'
             )
-    elif config.trainer.resume_mode == "auto":
-        folder = Path(config.trainer.default_local_dir)
+    elif recipe.trainer.resume_mode == "auto":
+        folder = Path(recipe.trainer.default_local_dir)
         checkpoint, notes = find_newest(folder)
         if notes and not checkpoint and (folder / POINTER).is_file():
             raise ConfigError(
                 f"{notes[0]}. There is no other. Set trainer.resume_mode=disable to start at step "
                 "0."
             )
-    total = config.trainer.total_training_steps
+    total = recipe.trainer.total_training_steps
     if not checkpoint or step_of(checkpoint) < total:
         return checkpoint, notes
-    if step_of(checkpoint) == total and not is_exported(config, total):
+    if step_of(checkpoint) == total and not is_exported(recipe, total):
         notes.append(f"All {total} steps are done. The last evaluation and the export remain.")
         return checkpoint, notes
     raise NothingLeftError(
@@ -274,9 +274,9 @@ def find_resume_point(config: DictConfig) -> tuple[Path | None, list[str]]:
     )
 
 
-def is_exported(config: DictConfig, step: int) -> bool:
+def is_exported(recipe: Recipe, step: int) -> bool:
     """Whether the run's export holds the weights of a step."""
-    path = Path("runs") / config.trainer.experiment_name / "export" / EXPORTED
+    path = Path("runs") / recipe.trainer.experiment_name / "export" / EXPORTED
     return path.is_file() and path.read_text().strip() == str(step)
 
 
@@ -324,28 +324,30 @@ def find_replay_checkpoint(config: DictConfig, rollouts: Path, step: int) -> Pat
 # --- check ---------------------------------------------------------------------------------------
 
 
-def check(checkpoint: Path, config: DictConfig, command: str) -> list[str]:
+def check(checkpoint: Path, recipe: Recipe) -> list[str]:
     """Check that this recipe can resume from a checkpoint -> lines to print.
 
     Raises RunError for a checkpoint of another model, command or layout, or with other contents
     than tensors and plain values.
     """
     saved_command = read(checkpoint / "data.pt").get("command")
-    if saved_command != command:
-        raise RunError(f"{checkpoint} is of `{saved_command}`, not of `{command}`. {NEW_NAME}.")
+    if saved_command != recipe.command:
+        raise RunError(
+            f"{checkpoint} is of `{saved_command}`, not of `{recipe.command}`. {NEW_NAME}."
+        )
     before = rename_keys(flatten(OmegaConf.load(checkpoint / "config.yaml")))
-    now = flatten(redacted(config))
+    now = flatten(redacted(recipe.verl))
     keys = [key for key in before | now if before.get(key) != now.get(key)]
     changes = {
         key: f"{key} {before.get(key)} -> {now.get(key)}"
         for key in keys
         if not UNREPORTED_KEY.match(key)
     }
-    fixed = find_fixed_keys(config, list(changes), before, now)
+    fixed = find_fixed_keys(recipe, list(changes), before, now)
     allowed = [text for key, text in changes.items() if key not in fixed]
     notes = [f"Changed since {checkpoint}: {', '.join(allowed)}"] if allowed else []
     refused = [f"{changes[key]} ({reason})" for key, reason in fixed.items()]
-    needs_critic = command == "train" and needs(config, "values")
+    needs_critic = recipe.has_critic
     if needs_critic and not (checkpoint / "critic").is_dir():
         refused.append("a critic, which that run did not have")
     if refused:
@@ -358,8 +360,8 @@ def check(checkpoint: Path, config: DictConfig, command: str) -> list[str]:
     for path in sorted(checkpoint.glob("*/*.pt")):
         tensors = read(path)
         if path.parent.name == "actor" and path.name.startswith("model_"):
-            check_shapes(path, tensors, Path(config.actor_rollout_ref.model.path))
-    if config.model_engine == "megatron":
+            check_shapes(path, tensors, Path(recipe.model.path))
+    if recipe.verl.model_engine == "megatron":
         notes.append(
             f"Megatron reads {checkpoint} by pickle, which runs code in it. Resume only from your "
             "checkpoints."
@@ -379,11 +381,11 @@ def rename_keys(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_fixed_keys(
-    config: DictConfig, keys: list[str], before: dict[str, Any], now: dict[str, Any]
+    recipe: Recipe, keys: list[str], before: dict[str, Any], now: dict[str, Any]
 ) -> dict[str, str]:
     """Return {key: reason} for the changed `keys` that must not change."""
     fixed_keys = dict(FIXED_KEYS)
-    layout_keys = extras.first("layout_keys", config, "train", default=[])
+    layout_keys = extras.first("layout_keys", recipe.verl, "train", default=[])
     fixed_keys |= dict.fromkeys(layout_keys, LAYOUT)
     if math.prod(before[key] for key in RANKS) == math.prod(now[key] for key in RANKS):
         for key in RANKS:  # the same number of ranks, on another number of nodes
@@ -392,7 +394,7 @@ def find_fixed_keys(
         match = OPTIMIZER_KEY.match(key)
         if match:
             contents_key = f"{match[1]}.checkpoint.load_contents"
-            contents = OmegaConf.select(config, contents_key) or ["optimizer"]
+            contents = recipe.get(contents_key) or ["optimizer"]
             if "optimizer" in contents:
                 fixed_keys[key] = (
                     f"the saved optimizer has its value; {contents_key}=[model] starts a new one"

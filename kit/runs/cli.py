@@ -20,6 +20,7 @@ import env
 import gym_client
 from kit import extras
 from kit.config.load import load_config
+from kit.config.recipe import Recipe
 from kit.data.episode import Episode
 from kit.errors import ConfigError, RunError, Stop, UserFunctionError
 from kit.gym import network
@@ -49,8 +50,7 @@ EXAMPLES = """commands, with an example each:
 class Plan(NamedTuple):
     """A recipe that passed every check."""
 
-    config: DictConfig
-    defaults: DictConfig  # verl's, with the kit's keys
+    recipe: Recipe
     inputs: RunInputs
     resume_from: Path | None  # a checkpoint
     replayed: list[list[Episode]]  # with --replay: the step's episodes, a list per batch of prompts
@@ -89,19 +89,19 @@ def plan(
     problems: list[Exception] = []
     config, defaults = load_config(recipe_files, overrides, problems)
     if problems:
-        prepare.check_recipe(config, command, problems)  # raises these, and those that it finds
+        prepare.check_recipe(config, defaults, command, problems)  # raises these, and its own
     on_merged(config)
     resume_from: Path | None = None
     notes: list[str] = []
     if replay:
         resume_from = checkpoints.prepare_replay(config, Path(replay).expanduser())
     if command == "sft":
-        inputs = extras.load_command("sft").prepare_inputs(config)
+        recipe, inputs = extras.load_command("sft").prepare(config, defaults)
     else:
-        inputs = prepare.prepare(config, command)
-    if command in ("train", "sft") and not replay:  # only now: the rows may set the number of steps
+        recipe, inputs = prepare.prepare(config, defaults, command)
+    if recipe.trains and not replay:  # only now: the rows may set the number of steps
         try:
-            resume_from, notes = checkpoints.find_resume_point(config)
+            resume_from, notes = checkpoints.find_resume_point(recipe)
         except checkpoints.NothingLeftError as error:
             if not is_dry_run:
                 raise
@@ -112,11 +112,11 @@ def plan(
 
         replayed = load_replay(Path(replay).expanduser(), inputs.train)
     if resume_from:
-        notes += checkpoints.check(resume_from, config, command)
+        notes += checkpoints.check(resume_from, recipe)
         notes.append(f"resume      from {resume_from}")
     if command == "train":
-        trial.try_functions(config, inputs)
-    return Plan(config, defaults, inputs, resume_from, replayed, notes)
+        trial.try_functions(recipe, inputs)
+    return Plan(recipe, inputs, resume_from, replayed, notes)
 
 
 def silence_libraries() -> None:
@@ -206,7 +206,7 @@ def run(args: argparse.Namespace, train: Callable[[Plan], AbstractContextManager
         raise ConfigError(f"--replay repeats an update of `train`. Remove `{command}`.")
     on_merged = do_nothing if args.dry_run else begin_imports
     planned = plan(args.config, overrides, command, args.replay, on_merged, args.dry_run)
-    text = describe_plan(planned, command, args.dry_run)
+    text = describe_plan(planned, args.dry_run)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     if args.dry_run:
         return
@@ -216,12 +216,12 @@ def run(args: argparse.Namespace, train: Callable[[Plan], AbstractContextManager
         run_other(planned, command)
 
 
-def describe_plan(planned: Plan, command: str, is_dry_run: bool) -> str:
+def describe_plan(planned: Plan, is_dry_run: bool) -> str:
     """Return what a command prints before it runs. A dry run prints no more than that."""
-    texts = [summary.summarize(planned.config, planned.inputs, command), *planned.notes]
+    texts = [summary.summarize(planned.recipe, planned.inputs), *planned.notes]
     if is_dry_run:  # the summary comes after the long list of changes
-        texts.insert(0, summary.describe_changes(planned.config, planned.defaults, command))
-        texts.append(summary.describe_dry_run(planned.config, planned.inputs, command))
+        texts.insert(0, summary.describe_changes(planned.recipe))
+        texts.append(summary.describe_dry_run(planned.recipe, planned.inputs))
     return remove_control_characters("\n".join(texts))
 
 
@@ -254,8 +254,8 @@ def run_other(planned: Plan, command: str) -> None:
     from kit.runs.run_dir import Run
 
     module = extras.load_command("sft") if command == "sft" else collect
-    with Run(planned.config, command, planned.resume_from) as run_folder:
-        module.run_command(planned.config, run_folder, planned.inputs)
+    with Run(planned.recipe, planned.resume_from) as run_folder:
+        module.run_command(planned.recipe, run_folder, planned.inputs)
 
 
 def exit_with(message: str) -> NoReturn:

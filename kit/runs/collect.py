@@ -25,11 +25,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
-
 import env
-from kit.config.keys import to_plain
 from kit.config.load import MODEL, ROLLOUT
+from kit.config.recipe import Recipe
 from kit.data import metrics as episode_metrics
 from kit.data import rollout_files
 from kit.data.episode import Episode, RecordIndex
@@ -69,9 +67,9 @@ class Collector:
     validate: True for `evaluate`, False for `rollout`.
     """
 
-    def __init__(self, config: DictConfig, run: Run, inputs: RunInputs, validate: bool):
-        rollout = config.actor_rollout_ref.rollout
-        self.config = config
+    def __init__(self, recipe: Recipe, run: Run, inputs: RunInputs, validate: bool):
+        rollout = recipe.rollout
+        self.recipe = recipe
         self.run = run
         self.inputs = inputs
         self.validate = validate
@@ -80,7 +78,7 @@ class Collector:
         name = "evaluation" if validate else "rollouts"
         self.path = run.folder / f"{name}.jsonl"
         self.done = read_collected(self.path, self.tasks)
-        check_settings(self.path, describe_settings(config, validate), bool(self.done))
+        check_settings(self.path, describe_settings(recipe, validate), bool(self.done))
         pairs = itertools.product(range(len(self.tasks)), range(self.n))
         indices = itertools.starmap(RecordIndex, pairs)
         self.missing = [index for index in indices if index not in self.done]
@@ -93,7 +91,7 @@ class Collector:
         """Sample the missing episodes, and write each when it ends."""
         on_done = self.run.count_episodes(len(self.missing))
         requests = [(self.tasks[row], f"{row}/{k}") for row, k in self.missing]
-        sampling = build_sampling_params(self.config, self.validate)
+        sampling = build_sampling_params(self.recipe, self.validate)
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(self.path.open("ab"))
             failures_path = self.run.folder / "failures.jsonl"
@@ -152,7 +150,7 @@ class Collector:
         return flatten_numbers(agent_metrics, f"val-gym/{server}/")
 
 
-def run_command(config: DictConfig, run: Run, inputs: RunInputs) -> None:
+def run_command(recipe: Recipe, run: Run, inputs: RunInputs) -> None:
     """Collect the missing episodes and print their scores.
 
     Raises ConfigError if the file holds episodes of other rows or of another policy, and RunError
@@ -160,7 +158,7 @@ def run_command(config: DictConfig, run: Run, inputs: RunInputs) -> None:
     """
     from kit.runs import launch
 
-    collector = Collector(config, run, inputs, validate=run.command == "evaluate")
+    collector = Collector(recipe, run, inputs, validate=run.command == "evaluate")
     collector.report_count()
     with contextlib.ExitStack() as stack:
         servers = launch.start(run, inputs, stack).servers
@@ -175,7 +173,7 @@ def run_command(config: DictConfig, run: Run, inputs: RunInputs) -> None:
         run.log(0, metrics)
     print_examples([item.episode for item in collector.done.values()], PRINTED_EXAMPLES)
     collector.report_count()
-    check_failures(episodes, config.gym.max_failed_frac)
+    check_failures(episodes, recipe.gym.max_failed_frac)
 
 
 def name_scores(episode: Episode, validate: bool) -> str:
@@ -222,17 +220,17 @@ def read_collected(path: Path, tasks: Sequence[env.Task]) -> dict[RecordIndex, C
     return collected
 
 
-def describe_settings(config: DictConfig, validate: bool) -> dict[str, Any]:
+def describe_settings(recipe: Recipe, validate: bool) -> dict[str, Any]:
     """The settings that all episodes of a file share: {name: value}, values as in JSON.
 
     A folder may get other weights under the same path, as an export does when training resumes. So
     the time at which the weights were written is one of the settings.
     """
-    settings = {key: to_plain(OmegaConf.select(config, key)) for key in POLICY_KEYS}
+    settings = {key: recipe.get(key) for key in POLICY_KEYS}
     section = f"{ROLLOUT}.val_kwargs" if validate else ROLLOUT
-    sampling = build_sampling_params(config, validate)
+    sampling = build_sampling_params(recipe, validate)
     settings |= {f"{section}.{name}": value for name, value in sampling.items()}
-    folder = Path(config.actor_rollout_ref.model.path)
+    folder = Path(recipe.model.path)
     times: list[float] = []
     for pattern in WEIGHT_FILES:
         times += [path.stat().st_mtime for path in folder.glob(pattern)]

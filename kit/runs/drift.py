@@ -14,9 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from omegaconf import DictConfig
-
 from kit.config.neutral_sampling import requires_same_probs
+from kit.config.recipe import Recipe
 from kit.data.json_lines import read_metrics
 
 METRIC = "training/rollout_probs_diff_mean"
@@ -46,8 +45,8 @@ def find_drift(values: Sequence[float]) -> Drift | None:
 class DriftWatch:
     """Reads the metrics of each step of a run, and warns once. say: prints a line."""
 
-    def __init__(self, config: DictConfig, folder: Path, say: Callable[[str], None]):
-        self.is_active = requires_same_probs(config)
+    def __init__(self, recipe: Recipe, folder: Path, say: Callable[[str], None]):
+        self.is_active = requires_same_probs(recipe)
         self.metrics_file = folder / "metrics.jsonl"
         self.say = say
         self.values: dict[int, float] = {}  # {step: difference}

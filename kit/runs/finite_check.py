@@ -9,9 +9,9 @@ from typing import Any
 
 import ray
 import torch
-from omegaconf import DictConfig
 
 from kit.config.neutral_sampling import requires_same_probs
+from kit.config.recipe import Recipe
 
 # Mean difference between the token probabilities of the rollout engine and the trainer.
 # Above it, the engine samples from different weights.
@@ -27,7 +27,7 @@ CHECKED_TENSORS = (  # of verl's DataProto, each [B, R]
 )
 
 
-def find_reason_to_skip(batch: Any, metrics: Mapping[str, float], config: DictConfig) -> str:
+def find_reason_to_skip(batch: Any, metrics: Mapping[str, float], recipe: Recipe) -> str:
     """Return all reasons not to use a batch or its update; "" if there is none.
 
     batch: verl's DataProto.
@@ -41,7 +41,7 @@ def find_reason_to_skip(batch: Any, metrics: Mapping[str, float], config: DictCo
         if name.startswith(("actor/", "critic/")) and not math.isfinite(value):
             reasons.append(f"{name} is {value}")
     diff = metrics.get("training/rollout_probs_diff_mean", 0.0)
-    if diff > MAX_PROBS_DIFF and requires_same_probs(config):
+    if diff > MAX_PROBS_DIFF and requires_same_probs(recipe):
         reasons.append(
             f"the rollout engine's probabilities differ from the trainer's by {diff:.2f} on "
             "average, so it has different weights"

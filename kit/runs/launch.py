@@ -6,10 +6,10 @@ import them late, while Ray starts. Optional features take part through these ho
 
     before_ray(launch)                       processes or settings that Ray or the Gym servers need
     after_ray(launch, raylet_pid)            raylet_pid: of a local Ray, or None
-    import_engine(config)                    modules of another rollout engine, while Ray starts
-    make_loop(config)                        -> an event loop to use in place of make_runner's
+    import_engine(recipe)                    modules of another rollout engine, while Ray starts
+    make_loop(recipe)                        -> an event loop to use in place of make_runner's
     start_rollout_workers(launch, context, urls)    -> processes that run the episodes
-    servers_class(config)                    -> a class to use in place of inference.Servers
+    servers_class(recipe)                    -> a class to use in place of inference.Servers
     after_start(launch, addresses)           addresses: of the rollout engine's HTTP servers
 """
 
@@ -28,13 +28,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from omegaconf import DictConfig
 
 from kit import extras
 from kit.config import user_functions
 from kit.config.keys import to_plain
 from kit.config.model_files import download_models
-from kit.config.resources import all_gpus, rollout_gpus
+from kit.config.recipe import Recipe
 from kit.errors import RunError
 from kit.gym import network
 from kit.gym.python_verifiers.pool import make_pools
@@ -85,13 +84,14 @@ class Launch:
     gym_process_names: list[str] = dataclasses.field(default_factory=list)
     serves_policy: bool = False  # whether a feature calls the policy endpoint
     python: str = sys.executable  # the interpreter of Ray's workers
+    worker_variables: dict[str, str] = dataclasses.field(default_factory=dict)  # environment
     # values that a feature keeps between its hooks
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def config(self) -> DictConfig:
-        """The recipe."""
-        return self.run.config
+    def recipe(self) -> Recipe:
+        """The recipe of the run."""
+        return self.run.recipe
 
     @property
     def logs(self) -> Path:
@@ -100,11 +100,11 @@ class Launch:
 
     def call(self, hook: str, *args: Any) -> None:
         """Call a hook of every active feature with this launch."""
-        extras.call(hook, self.config, self.run.command, self, *args)
+        extras.call(hook, self.recipe.verl, self.recipe.command, self, *args)
 
     def first(self, hook: str, *args: Any, default: Any = None) -> Any:
         """The result of the first active feature that has a hook, or `default`."""
-        return extras.first(hook, self.config, self.run.command, *args, default=default)
+        return extras.first(hook, self.recipe.verl, self.recipe.command, *args, default=default)
 
 
 def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: bool = True) -> Stack:
@@ -113,26 +113,26 @@ def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: boo
     samples: False to train without sampling. Then no Gym server and no rollout engine starts.
     `stack` stops all processes.
     """
-    config = run.config
-    endpoint = make_policy_endpoint(config)
+    recipe = run.recipe
+    endpoint = make_policy_endpoint(recipe)
     launch = Launch(run, inputs, stack, endpoint.as_server() if samples else None)
     with run.stage("start"), explain_start_errors():
-        node_checks.check_node(config, run.command)
-        download_models(config, run.command, run.say)
+        node_checks.check_node(recipe)
+        launch.worker_variables |= download_models(recipe, run.say)
         urls = start_servers_and_ray(launch)
-        loop = stack.enter_context(launch.first("make_loop", config) or make_runner())
+        loop = stack.enter_context(launch.first("make_loop", recipe) or make_runner())
         run.guard.loop = loop
         stack.callback(run.guard.begin_shutdown)  # runs before the loop is closed
         engine_note = " and the rollout engine (about 1 min)" if samples else ""
         run.say(f"Starting training workers{engine_note}")
         user_functions.register_in_verl(
-            config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode
+            recipe.algorithm.adv_estimator, recipe.actor.policy_loss.loss_mode
         )
         workers: Any = None
         if run.trains:  # their models are loaded while the rollout engine starts
             from kit.runs.workers import start_workers
 
-            workers = start_workers(config, run.command)
+            workers = start_workers(recipe)
         if not samples:
             workers.actor.init_model()
             finish_workers(launch, workers)
@@ -178,15 +178,15 @@ def start_sampling(
     from kit.rollout import openai_server
 
     run = launch.run
-    config = launch.config
-    pools = make_pools(config, launch.inputs.verifiers.specs, launch.logs)
-    verifiers, limits = make_verifiers(config, urls, launch.inputs.tokenizer, pools)
+    recipe = launch.recipe
+    pools = make_pools(recipe, launch.inputs.verifiers.specs, launch.logs)
+    verifiers, limits = make_verifiers(recipe, urls, launch.inputs.tokenizer, pools)
     enter(verifiers, loop, launch.stack)
     actor = workers.actor if workers else None
     if actor:
-        manager = loop.run(inference.start_servers(config, actor))
+        manager = loop.run(inference.start_servers(recipe, actor))
     else:
-        manager = loop.run(inference.start_standalone_servers(config))
+        manager = loop.run(inference.start_standalone_servers(recipe))
     context = connect_to_engine(launch, manager)
     if serves_agents(launch):
         server = openai_server.serve(context, endpoint.host, endpoint.port, endpoint.api_key)
@@ -202,13 +202,13 @@ def start_sampling(
         run.on_restart = verifiers.gym.mark_restarted
         run.gauges.append(limits.metrics)
     launch.call("after_start", manager.server_addresses)
-    servers_class = launch.first("servers_class", config, default=inference.Servers)
-    return servers_class(config, manager, actor, context, verifiers, loop, rollout_workers)
+    servers_class = launch.first("servers_class", recipe, default=inference.Servers)
+    return servers_class(recipe, manager, actor, context, verifiers, loop, rollout_workers)
 
 
-def make_policy_endpoint(config: DictConfig) -> PolicyEndpoint:
+def make_policy_endpoint(recipe: Recipe) -> PolicyEndpoint:
     """The address and key of the policy endpoint. If unset, a free port and a new key are used."""
-    settings = config.gym.policy_endpoint
+    settings = recipe.gym.policy_endpoint
     port = settings.port or network.find_free_port(settings.host)
     key = os.environ.get("POLICY_API_KEY") or secrets.token_hex(16)
     return PolicyEndpoint(settings.host, port, key)
@@ -216,9 +216,8 @@ def make_policy_endpoint(config: DictConfig) -> PolicyEndpoint:
 
 def serves_agents(launch: Launch) -> bool:
     """Whether anything calls the policy endpoint: an agent, a feature, or the user's client."""
-    settings = launch.config.gym
-    starts = [server.get("start") or {} for server in settings.servers.values()]
-    has_agent = any(start.get("agent") for start in starts)
+    settings = launch.recipe.gym
+    has_agent = any(server.start and server.start.agent for server in settings.servers.values())
     return bool(has_agent or launch.serves_policy or settings.policy_endpoint.port)
 
 
@@ -226,19 +225,19 @@ def connect_to_engine(launch: Launch, manager: Any) -> Any:
     """The client of the rollout engine, with its timeouts."""
     from kit.rollout.client import Client
 
-    config = launch.config
+    recipe = launch.recipe
     addresses = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
-    one_step_off = launch.run.command == "train" and config.trainer.one_step_off == 1
-    client = Client(config, addresses, one_step_off)
-    timeout_s = max(MIN_RESPONSE_S, TOKEN_S * config.data.max_response_length)
-    return sampler.make_sampler_context(config, client, launch.inputs, timeout_s)
+    one_step_off = recipe.command == "train" and recipe.kit.one_step_off == 1
+    client = Client(recipe, addresses, one_step_off)
+    timeout_s = max(MIN_RESPONSE_S, TOKEN_S * recipe.data.max_response_length)
+    return sampler.make_sampler_context(recipe, client, launch.inputs, timeout_s)
 
 
 def finish_workers(launch: Launch, workers: Any) -> None:
     """Send the loss to the workers and mask image placeholders. Their models must be loaded."""
     import training
 
-    training.set_policy_loss(workers.actor, launch.config)
+    training.set_policy_loss(workers.actor, launch.recipe)
     launch.inputs.processor.mask_placeholders(workers)
 
 
@@ -248,13 +247,13 @@ def finish_workers(launch: Launch, workers: Any) -> None:
 def start_servers_and_ray(launch: Launch) -> Mapping[str, str]:
     """Start the Gym servers, and Ray while they import their packages -> {server: url}."""
     run = launch.run
-    config = launch.config
-    servers = to_plain(config.gym.servers) if launch.policy else {}
+    recipe = launch.recipe
+    servers = recipe.get("gym.servers") if launch.policy else {}
     tmpdir = launch.stack.enter_context(isolation.use_own_tmpdir())
     launch.call("before_ray")
     if run.guard.monitor:
         run.guard.monitor.register_folder(tmpdir)
-    if not config.ray_kwargs.ray_init.get("address"):
+    if not recipe.verl.ray_kwargs.ray_init.get("address"):
         launch.stack.enter_context(isolation.set_ray_token())
     launch.stack.callback(ray.shutdown)
     launch.stack.callback(run.guard.begin_shutdown)
@@ -283,7 +282,7 @@ def start_ray(launch: Launch) -> None:
     with ThreadPoolExecutor(1) as imports:
         importing = imports.submit(import_engine, launch)
         settings = ray_settings(launch)
-        with isolation.show_logical_gpus(launch.config):
+        with isolation.show_logical_gpus(launch.recipe.verl):
             session = init_ray(settings).address_info["session_dir"]
         processes = ray._private.worker._global_node.all_processes  # type: ignore[attr-defined]
         raylets = processes.get("raylet")  # of a Ray that this process started
@@ -294,7 +293,7 @@ def start_ray(launch: Launch) -> None:
         link.unlink(missing_ok=True)
         link.symlink_to(Path(session) / "logs")
         importing.result()
-    wait_for_resources(launch.config, run.command, 0.0 if raylets else JOIN_S)
+    wait_for_resources(launch.recipe, 0.0 if raylets else JOIN_S)
 
 
 def init_ray(settings: dict[str, Any]) -> Any:
@@ -321,14 +320,16 @@ def init_ray(settings: dict[str, Any]) -> Any:
 
 def ray_settings(launch: Launch) -> dict[str, Any]:
     """The arguments of ray.init."""
-    settings = to_plain(launch.config.ray_kwargs.ray_init)
+    settings = to_plain(launch.recipe.verl.ray_kwargs.ray_init)
     if settings.get("address"):
         # `ray start` has set these
         return {name: settings[name] for name in settings if name not in ("num_cpus", "num_gpus")}
     settings["_temp_dir"] = isolation.make_ray_folder(settings.get("_temp_dir"))
     settings["address"] = "local"  # otherwise Ray joins any cluster that runs on this machine
     python = shlex.quote(launch.python)  # Ray starts its workers through a shell
-    settings["runtime_env"] = {**settings["runtime_env"], "py_executable": python}
+    environment = settings["runtime_env"]
+    variables = environment["env_vars"] | launch.worker_variables
+    settings["runtime_env"] = {**environment, "env_vars": variables, "py_executable": python}
     return settings
 
 
@@ -341,15 +342,15 @@ def import_engine(launch: Launch) -> None:
     if launch.policy:
         import inference  # noqa: F401
 
-        launch.first("import_engine", launch.config)
-        get_rollout_replica_class(launch.config.actor_rollout_ref.rollout.name)
+        launch.first("import_engine", launch.recipe)
+        get_rollout_replica_class(launch.recipe.rollout.name)
 
 
-def wait_for_resources(config: DictConfig, command: str, patience_s: float) -> None:
+def wait_for_resources(recipe: Recipe, patience_s: float) -> None:
     """Wait until Ray has the GPUs and CPUs that the workers need. Raises RunError."""
     deadline = time.monotonic() + patience_s
     while True:
-        problem = find_missing_resources(config, ray.cluster_resources(), command)
+        problem = find_missing_resources(recipe, ray.cluster_resources())
         if not problem:
             return
         if time.monotonic() >= deadline:
@@ -357,24 +358,23 @@ def wait_for_resources(config: DictConfig, command: str, patience_s: float) -> N
         time.sleep(1.0)
 
 
-def find_missing_resources(config: DictConfig, resources: Mapping[str, float], command: str) -> str:
+def find_missing_resources(recipe: Recipe, resources: Mapping[str, float]) -> str:
     """Describe the resources that Ray lacks. Empty if it lacks none.
 
     The workers would wait for them forever. resources: {"GPU": count, "CPU": count} of the cluster.
     """
     gpus = resources.get("GPU", 0)
-    needed = all_gpus(config, command)
+    needed = recipe.all_gpus
     if gpus < needed:
         return (
             f"Config needs {needed} GPUs (trainer.n_gpus_per_node * nnodes, and separate pools), "
             f"Ray has {gpus:g}. Lower trainer.n_gpus_per_node, join more nodes (`ray start`, "
             "ray_kwargs.ray_init.address=auto), or add --config cpu."
         )
-    samples_only = command in ("rollout", "evaluate")
     processes = needed
     note = ""
-    if samples_only or (config.actor_rollout_ref.rollout.nnodes and command != "sft"):
-        processes += rollout_gpus(config)
+    if not recipe.trains or (recipe.rollout.nnodes and recipe.command != "sft"):
+        processes += recipe.rollout_gpus
         note = ", two where the rollout engine is alone"
     cpus = resources.get("CPU", 0)
     if cpus < processes:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import resource
 
-from omegaconf import DictConfig
-
-from kit.config.resources import all_gpus
+from kit.config.recipe import Recipe
 from kit.errors import RunError
 from kit.runs import isolation
 
@@ -17,11 +15,11 @@ MAX_OPEN_FILES = 65536  # as in Ray; with more, programs that close every possib
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
-def check_node(config: DictConfig, command: str) -> None:
+def check_node(recipe: Recipe) -> None:
     """Raise RunError for a limit or a setting of this machine with which the run cannot start."""
     check_limits()
-    if config.trainer.device == "cuda" and not config.ray_kwargs.ray_init.get("address"):
-        check_visible_gpus(all_gpus(config, command))
+    if recipe.trainer.device == "cuda" and not recipe.verl.ray_kwargs.ray_init.get("address"):
+        check_visible_gpus(recipe.all_gpus)
 
 
 def check_limits() -> None:
@@ -54,7 +52,7 @@ def check_visible_gpus(needed: int) -> None:
     count = count_entries(value)
     if count < needed:
         raise RunError(
-            f"{VISIBLE_GPUS}={value!r} shows {count} GPUs to the run, and its config needs "
+            f"{VISIBLE_GPUS}={value!r} shows {count} GPUs to the run, and its recipe needs "
             f"{needed} (trainer.n_gpus_per_node). Unset it, list more GPUs, or add --config cpu."
         )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -17,7 +18,8 @@ from kit import extras
 from kit.config import adapters, checks, model_files, trackers, user_functions
 from kit.config.keys import to_plain
 from kit.config.load import ACTOR, FSDP, MICRO_BATCH_TOKENS, MODEL, ROLLOUT, raise_all
-from kit.config.resources import sequence_parallel_size
+from kit.config.recipe import Parallelism, Recipe, freeze
+from kit.config.resources import model_parallel_size, sequence_parallel_size
 from kit.data import generated_rows
 from kit.data.row_files import find_files, read_raw_rows
 from kit.data.tasks import FileRows, TaskLoader, is_function
@@ -45,21 +47,30 @@ FILES = {  # {command: the keys that it reads}; the first key must be set
 }
 
 
-def prepare(config: DictConfig, command: str = "train") -> RunInputs:
-    """Check a recipe against its model, files and servers, and load its tasks.
+class Prepared(NamedTuple):
+    """A recipe that passed every check, and what was loaded for it."""
 
-    Fills in the values of `config` that follow from them. command: train, rollout or evaluate
-    (kit/extras/sft.py prepares its own). Raises ConfigError, UserFunctionError, env.DataError,
-    gym_client.GymError or network.GymStartError, before any worker starts.
+    recipe: Recipe
+    inputs: RunInputs
+
+
+def prepare(config: DictConfig, defaults: DictConfig, command: str = "train") -> Prepared:
+    """Check a configuration against its model, files and servers, and load its tasks.
+
+    Fills in the values of `config` that follow from them, and makes a recipe of it. command: train,
+    rollout or evaluate (kit/extras/sft.py has another function). Raises ConfigError,
+    UserFunctionError, env.DataError, gym_client.GymError or network.GymStartError, before any
+    worker starts.
     """
-    inputs = check_recipe(config, command)
+    checked = check_recipe(config, defaults, command)
+    inputs = checked.inputs
     servers: Mapping[str, str] = {}
     agents: Mapping[str, str] = {}
     if config.gym.head_server:
         servers, agents = network.discover_servers(config.gym.head_server)
     names = {name: name for name in (*servers, *config.gym.servers)}
     aliases = {agent: server for agent, server in agents.items() if server in servers}
-    load_rows(config, command, inputs, aliases | names)
+    load_rows(config, command, inputs, aliases | names, checked.recipe.functions.sampler)
     custom = inputs.verifiers.specs
     check_code_execution(config, inputs)
     check_turns(config, inputs)
@@ -73,13 +84,19 @@ def prepare(config: DictConfig, command: str = "train") -> RunInputs:
         if server.get("url"):
             process_specs.check_server(name, server)
     inputs.processor.check(config, inputs.tasks, command)
-    extras.call("check_inputs", config, command, config, inputs, command)
-    inputs.trials = try_verifiers(custom, inputs.tasks, config, inputs.tokenizer)
-    return inputs
+    recipe = checked.recipe.with_config(copy.deepcopy(config))
+    extras.call("check_inputs", recipe.verl, command, recipe, inputs)
+    inputs.trials = try_verifiers(custom, inputs.tasks, recipe, inputs.tokenizer)
+    return Prepared(recipe, inputs)
 
 
-def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception] = ()) -> RunInputs:
-    """The checks of every command, cheap ones first -> RunInputs without rows.
+def check_recipe(
+    config: DictConfig,
+    defaults: DictConfig,
+    command: str,
+    problems: Sequence[Exception] = (),
+) -> Prepared:
+    """The checks of every command, cheap ones first -> a recipe and inputs without rows.
 
     There are three groups of checks. The first takes no time. The second needs verl, which takes
     7 s to import. The third loads the model's files, maybe from the hub. problems: errors of
@@ -107,11 +124,10 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
     if config.model_engine == FSDP:
         adapters.check_adapter(config, files.hf_config)
     set_sizes(config, files.hf_config, command)
-    model_problems = extras.collect(
-        "check_model", config, command, config, files.hf_config, command
-    )
+    recipe = freeze(config, defaults, command, functions, read_parallelism(config))
+    model_problems = extras.collect("check_model", config, command, recipe, files.hf_config)
     raise_all([as_error(problem) for problem in model_problems])
-    return RunInputs(
+    inputs = RunInputs(
         train=[],
         validation=[],
         dropped=[],
@@ -119,13 +135,16 @@ def check_recipe(config: DictConfig, command: str, problems: Sequence[Exception]
         processor=processor,
         template=template,
         stop_ids=files.stop_ids,
-        reward=functions.reward,
-        filters=functions.filters,
-        sampler=functions.sampler,
         source=FileRows([], functions.sampler, config.data.seed),  # load_rows sets it
         model=files.hf_config.get_text_config(),
         verifiers=verifiers,
     )
+    return Prepared(recipe, inputs)
+
+
+def read_parallelism(config: DictConfig) -> Parallelism:
+    """How the GPUs of the training engine share a model and its rows."""
+    return Parallelism(model_parallel_size(config), sequence_parallel_size(config))
 
 
 def check_early(config: DictConfig, command: str, problems: Sequence[Exception]) -> PythonVerifiers:
@@ -313,11 +332,16 @@ def check_server_entry(
 
 
 def load_rows(
-    config: DictConfig, command: str, inputs: RunInputs, aliases: Mapping[str, str]
+    config: DictConfig,
+    command: str,
+    inputs: RunInputs,
+    aliases: Mapping[str, str],
+    sampler: Callable[..., list[env.Task]],
 ) -> None:
     """Load the tasks of a command into `inputs`, and set the number of training steps.
 
-    aliases: {agent or server: server}. Raises ConfigError, UserFunctionError, env.DataError.
+    aliases: {agent or server: server}. sampler: of the rows. Raises ConfigError, UserFunctionError,
+    env.DataError.
     """
     loader = TaskLoader(
         template=inputs.template,
@@ -341,7 +365,7 @@ def load_rows(
     inputs.train = [*train.tasks, *generated][: config.env.max_rows]
     check_any_rows(config, command, inputs)
 
-    inputs.source = FileRows(inputs.train, inputs.sampler, config.data.seed)
+    inputs.source = FileRows(inputs.train, sampler, config.data.seed)
     if command == "train":
         inputs.source = generated_rows.make_row_source(config, train_entries, inputs.source, loader)
     size = config.data.train_batch_size

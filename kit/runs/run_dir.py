@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from safetensors import SafetensorError
 
 from env import Task
 from kit import extras
 from kit.config import trackers
+from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
 from kit.data import json_lines
 from kit.data.episode import Episode
@@ -41,19 +42,19 @@ REPORT_SHARE = 20  # report.html takes at most 1/20 of the time
 
 
 class Run:
-    """A run's folder, its stages and its console. Use as `with Run(config) as run`.
+    """A run's folder, its stages and its console. Use as `with Run(recipe) as run`.
 
-    command: train, rollout, evaluate or sft. resume_from: the checkpoint to resume from. The
+    resume_from: the checkpoint to resume from. The
     attribute `last` is the number of the last step.
     """
 
-    def __init__(self, config: DictConfig, command: str = "train", resume_from: Path | None = None):
-        self.config = config
-        self.command = command
-        self.folder = Path("runs") / config.trainer.experiment_name
+    def __init__(self, recipe: Recipe, resume_from: Path | None = None):
+        self.recipe = recipe
+        self.command = recipe.command
+        self.folder = Path("runs") / recipe.trainer.experiment_name
         self.checkpoint = resume_from  # the last one
-        self.last: int = config.trainer.total_training_steps
-        self.trains = command in ("train", "sft")
+        self.last: int = recipe.trainer.total_training_steps
+        self.trains = recipe.trains
         self.started_at = time.monotonic()
         self.first_episode_s = 0.0  # seconds from the start; 0: there was none yet
         self.report_written_at = 0.0
@@ -68,14 +69,14 @@ class Run:
         # functions that get every line of metrics.jsonl
         self.log_readers: list[Callable[[int, dict[str, float]], None]] = []
         completed = checkpoints.step_of(resume_from) if resume_from else 0
-        self.display = Display(command, self.last if self.trains else 1, completed)
-        self.guard = Guard(config, self.folder / "logs", say, self.display.show_stage)
+        self.display = Display(recipe.command, self.last if self.trains else 1, completed)
+        self.guard = Guard(recipe, self.folder / "logs", say, self.display.show_stage)
         self.stage = self.guard.stage
         self.save_on_stop = self.guard.save_on_stop
         self.timing = self.guard.timing  # seconds by stage, of the current step
         self.say = say
-        if command == "train":
-            self.log_readers.append(DriftWatch(config, self.folder, say).record)
+        if recipe.command == "train":
+            self.log_readers.append(DriftWatch(recipe, self.folder, say).record)
 
     def __enter__(self) -> Run:
         try:
@@ -105,7 +106,7 @@ class Run:
             for name in ("rollouts", "logs"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
         self.lock(self.folder)
-        checkpoint_folder = Path(self.config.trainer.default_local_dir)
+        checkpoint_folder = Path(self.recipe.trainer.default_local_dir)
         is_inside = checkpoint_folder.absolute().is_relative_to(self.folder.absolute())
         if self.trains and not is_inside:
             with files.explain_write_errors(checkpoint_folder):
@@ -117,7 +118,7 @@ class Run:
                     self.say(f"Removed the incomplete last line of {path}. All other lines stay.")
         name = "config" if self.trains else self.command
         with files.replace_atomically(self.folder / f"{name}.yaml") as partial:
-            OmegaConf.save(redacted(self.config), partial)
+            OmegaConf.save(redacted(self.recipe.verl), partial)
         if self.trains:
             first = checkpoints.step_of(self.checkpoint) if self.checkpoint else 0
             for note in checkpoints.set_aside(checkpoint_folder, first):
@@ -149,7 +150,7 @@ class Run:
         """Open the recipe's trackers (trainer.logger), if there are any."""
         self.set_env(TENSORBOARD_DIR=self.folder / "tensorboard", WANDB_DIR=self.folder)
         self.set_env(VERL_FILE_LOGGER_PATH=self.folder / "tracking.jsonl")
-        self.trackers = trackers.list_names(self.config)
+        self.trackers = trackers.list_names(self.recipe.verl)
         self.tracking = self.make_tracking() if self.trackers else None
 
     def make_tracking(self) -> Any:
@@ -163,9 +164,9 @@ class Run:
         # takes 10 s, so only runs with a tracker import it
         from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
-        settings = self.config.trainer
+        settings = self.recipe.trainer
         self.tables = ValidationGenerationsLogger(settings.project_name, settings.experiment_name)
-        recipe = OmegaConf.to_container(redacted(self.config), resolve=False)
+        recipe = OmegaConf.to_container(redacted(self.recipe.verl), resolve=False)
         try:
             return Tracking(settings.project_name, settings.experiment_name, self.trackers, recipe)
         except Exception as error:  # each tracker has its own classes, for example for a wrong key
@@ -246,8 +247,8 @@ class Run:
                     'See docs/troubleshooting.md, "Learning".'
                 )
             else:
-                folder = Path(self.config.trainer.default_local_dir)
-                self.checkpoint = checkpoints.save(workers, folder, state, self.config)
+                folder = Path(self.recipe.trainer.default_local_dir)
+                self.checkpoint = checkpoints.save(workers, folder, state, self.recipe)
         return self.checkpoint
 
     # --- files ---
@@ -284,7 +285,7 @@ class Run:
         text = ", ".join(f"{name} {score:.3f}" for name, score in select_scores(scores).items())
         result = text or "no score, because every episode failed"
         self.say(f"held-out rows, step {step}/{self.last}: {result}")
-        count = self.config.trainer.log_val_generations
+        count = self.recipe.trainer.log_val_generations
         if self.tracking and count > 0:
             rows = [[e.question, e.transcript, e.reward] for e in episodes[:count]]
             self.tables.log(self.trackers, rows, step)
@@ -312,8 +313,8 @@ class Run:
                 write_record(out, record)
                 if episode.status != "ok":
                     write_record(failures, {"rollout": name, **record["_episode"]})
-        if self.config.env.keep_rollouts:
-            self.delete_rollouts(self.config.env.keep_rollouts)
+        if self.recipe.env.keep_rollouts:
+            self.delete_rollouts(self.recipe.env.keep_rollouts)
 
     @contextlib.contextmanager
     def open_rollouts(self, name: str, appends: bool) -> Iterator[IO[bytes]]:
@@ -374,7 +375,7 @@ class Run:
         with files.replace_atomically(path) as partial, partial.open("wb") as out:
             torch.save({"reason": reason, "uid": group_ids, **tensors}, out)
         # Megatron's optimizer applies such a step; verl's other engines skip it
-        limit = 1 if self.config.model_engine == "megatron" else MAX_NONFINITE_STEPS
+        limit = 1 if self.recipe.verl.model_engine == "megatron" else MAX_NONFINITE_STEPS
         if self.nonfinite_steps == limit:
             raise RunError(
                 f"{self.nonfinite_steps} non-finite steps in a row, the last: {reason}. Inspect "
@@ -428,7 +429,7 @@ class Run:
             return
         begin = time.monotonic()
         try:
-            extras.call("write_report", self.config, self.command, self.folder)
+            extras.call("write_report", self.recipe.verl, self.command, self.folder)
         except Exception as error:
             log = self.folder / "logs" / "report.log"
             self.say(f"report.html was not written ({error!r:.200}). See {log}")
@@ -442,9 +443,9 @@ class Run:
 
     def print_step(self, step: int, metrics: dict[str, Any], episodes: Sequence[Episode]) -> None:
         """Print a step's line, and its best and worst episode every print_samples_every steps."""
-        is_shaped = bool(self.config.env.reward or self.config.algorithm.use_kl_in_reward)
+        is_shaped = bool(self.recipe.env.reward or self.recipe.algorithm.use_kl_in_reward)
         self.display.print_step(step, step_values(metrics, is_shaped), self.timing)
-        interval = self.config.trainer.print_samples_every
+        interval = self.recipe.kit.print_samples_every
         if episodes and interval > 0 and step % interval == 0:
             print_examples(episodes, 1)
 

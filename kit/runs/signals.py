@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
+from kit.config.recipe import Recipe
 from kit.errors import RunError, Stop
 from kit.runs import log_files, processes
 from kit.runs.event_loops import get_running_loop
@@ -51,12 +50,12 @@ class Guard:
 
     def __init__(
         self,
-        config: DictConfig,
+        recipe: Recipe,
         logs: Path,
         say: Callable[[str], None],
         show: Callable[[str], None],
     ):
-        self.config = config
+        self.recipe = recipe
         self.logs = logs
         self.say = say
         self.show = show
@@ -185,7 +184,7 @@ class Guard:
                 self.lost_process = ""  # else the stage that saves would raise it again
             return Stop(message, save=can_save)
         return Stop(
-            f"Stage '{stage}' made no progress for {self.config.trainer.stage_timeout_s:g} s "
+            f"Stage '{stage}' made no progress for {self.recipe.kit.stage_timeout_s:g} s "
             "(trainer.stage_timeout_s). Raise it if the stage is just slow. "
             f'{log_files.read_newest_log_tail(self.logs)}. See docs/troubleshooting.md, "Ray".'
         )
@@ -214,7 +213,7 @@ class Guard:
         """Restart the timeout of the current stage (trainer.stage_timeout_s)."""
         self.last_progress_at = time.monotonic()
         if self.current_stage and not self.loop_stop:
-            self._set_alarm(max(1, round(self.config.trainer.stage_timeout_s)))
+            self._set_alarm(max(1, round(self.recipe.kit.stage_timeout_s)))
             # Another thread may call this, while the main thread stops the loop.
             if self.loop_stop:
                 self._set_alarm(BLOCKED_LOOP_S)

@@ -9,16 +9,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from kit import extras
 from kit.config import checks
-from kit.config.keys import find_changes, is_below, to_plain
+from kit.config.keys import find_changes, is_below
 from kit.config.load import FSDP
 from kit.config.neutral_sampling import find_distortions
+from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
-from kit.config.resources import rollout_gpus
-from kit.config.user_functions import needs
 from kit.gym.python_verifiers.settings import count_processes
 from kit.rollout import template_trial
 from kit.rollout.chat_template import TURNS
@@ -29,100 +28,100 @@ ENGINES = {"vllm": "vLLM", "hf": "transformers", "sglang": "SGLang"}
 MAX_DROPPED = 5  # dropped rows that the summary names
 
 
-def summarize(config: DictConfig, inputs: RunInputs, command: str) -> str:
+def summarize(recipe: Recipe, inputs: RunInputs) -> str:
     """The sizes that follow from a recipe, and its warnings."""
     lines = [
-        *describe_rows(config, inputs, command),
-        *describe_work(config, inputs, command),
-        *extras.collect("summary_lines", config, command, config, inputs, command),
-        *describe_verifiers(config, inputs),
+        *describe_rows(recipe, inputs),
+        *describe_work(recipe, inputs),
+        *extras.collect("summary_lines", recipe.verl, recipe.command, recipe, inputs),
+        *describe_verifiers(recipe, inputs),
     ]
-    if command != "sft":
-        lines.append(describe_devices(config, command))
-    warnings = [f"WARNING     {text}" for text in list_warnings(config, inputs, command)]
+    if recipe.command != "sft":
+        lines.append(describe_devices(recipe))
+    warnings = [f"WARNING     {text}" for text in list_warnings(recipe, inputs)]
     return "\n".join([*lines, *warnings])
 
 
-def describe_length(config: DictConfig) -> str:
+def describe_length(recipe: Recipe) -> str:
     """The longest episode."""
-    return f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens"
+    return f"{recipe.data.max_prompt_length} + {recipe.data.max_response_length} tokens"
 
 
-def describe_rows(config: DictConfig, inputs: RunInputs, command: str) -> list[str]:
+def describe_rows(recipe: Recipe, inputs: RunInputs) -> list[str]:
     """The model, the rows and their servers."""
-    reason = f"prompt over {config.data.max_prompt_length} tokens"
-    if command == "sft":
-        reason = f"over {describe_length(config)}"
+    reason = f"prompt over {recipe.data.max_prompt_length} tokens"
+    if recipe.command == "sft":
+        reason = f"over {describe_length(recipe)}"
     generated = Counter(task.file for task in inputs.generated)
     counts = [f"{count} of each batch from {name}" for name, count in generated.items()]
     if inputs.train or not generated:
         counts.insert(0, f"{len(inputs.train)} for training")
     lines = [
-        f"model       {config.actor_rollout_ref.model.path}",
+        f"model       {recipe.model.path}",
         f"rows        {', '.join(counts)}, {len(inputs.validation)} held out, "
         f"{len(inputs.dropped)} dropped ({reason})",
     ]
     lines += [f"            dropped {row}" for row in inputs.dropped[:MAX_DROPPED]]
-    if command != "sft":
+    if recipe.command != "sft":
         servers = Counter(task.server for task in inputs.tasks)
         names = [f"{name} ({count} rows)" for name, count in servers.items()]
         lines.append(f"servers     {', '.join(names)}")
     return lines
 
 
-def describe_work(config: DictConfig, inputs: RunInputs, command: str) -> list[str]:
+def describe_work(recipe: Recipe, inputs: RunInputs) -> list[str]:
     """The work of one step, and the number of steps."""
-    rollout = config.actor_rollout_ref.rollout
-    longest = describe_length(config)
-    if command == "sft":
-        prompts = config.data.train_batch_size
+    rollout = recipe.rollout
+    longest = describe_length(recipe)
+    if recipe.command == "sft":
+        prompts = recipe.data.train_batch_size
         return [
             f"step        {prompts} conversations of at most {longest}, one optimizer step",
-            describe_training(config, inputs),
+            describe_training(recipe, inputs),
         ]
-    if command == "rollout":
+    if recipe.command == "rollout":
         return [f"rollout     {len(inputs.train)} rows x {rollout.n} episodes of at most {longest}"]
-    if command == "evaluate":
+    if recipe.command == "evaluate":
         rows = len(inputs.validation)
         return [f"evaluate    {rows} rows x {rollout.val_kwargs.n} episodes of at most {longest}"]
     return [
-        *describe_functions(config),
-        describe_step(config),
-        describe_training(config, inputs)
-        + f"; {config.algorithm.adv_estimator}, "
-        + f"{config.actor_rollout_ref.actor.policy_loss.loss_mode} loss; micro-batches of "
-        + f"{config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu} tokens",
+        *describe_functions(recipe),
+        describe_step(recipe),
+        describe_training(recipe, inputs)
+        + f"; {recipe.algorithm.adv_estimator}, "
+        + f"{recipe.actor.policy_loss.loss_mode} loss; micro-batches of "
+        + f"{recipe.actor.ppo_max_token_len_per_gpu} tokens",
     ]
 
 
-def describe_step(config: DictConfig) -> str:
+def describe_step(recipe: Recipe) -> str:
     """The episodes and optimizer steps of one training step."""
-    prompts = config.data.train_batch_size
-    n = config.actor_rollout_ref.rollout.n
-    actor = config.actor_rollout_ref.actor
+    prompts = recipe.data.train_batch_size
+    n = recipe.rollout.n
+    actor = recipe.actor
     updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
     plural = "" if updates == 1 else "s"
     return (
         f"step        {prompts} prompts x {n} responses = {prompts * n} episodes of at most "
-        f"{describe_length(config)}; {updates} optimizer step{plural}"
+        f"{describe_length(recipe)}; {updates} optimizer step{plural}"
     )
 
 
-def describe_training(config: DictConfig, inputs: RunInputs) -> str:
+def describe_training(recipe: Recipe, inputs: RunInputs) -> str:
     """The length of the training and its learning rate."""
-    steps = config.trainer.total_training_steps
+    steps = recipe.trainer.total_training_steps
     epochs = ""
     if inputs.train:
-        count = steps * config.data.train_batch_size / inputs.per_epoch
+        count = steps * recipe.data.train_batch_size / inputs.per_epoch
         epochs = f" = {count:.2f} epochs"
-    return f"training    {steps} steps{epochs}; lr {config.actor_rollout_ref.actor.optim.lr:g}"
+    return f"training    {steps} steps{epochs}; lr {recipe.actor.optim.lr:g}"
 
 
-def describe_functions(config: DictConfig) -> list[str]:
+def describe_functions(recipe: Recipe) -> list[str]:
     """The custom reward, filters and sampler with their settings, on one line."""
     parts: list[str] = []
     for key in ("reward", "filters", "sampler"):
-        specs = to_plain(config.env[key]) or []
+        specs = getattr(recipe.env, key) or []
         specs = specs if isinstance(specs, list) else [specs]
         names = [describe_function(spec) for spec in specs]
         if names:
@@ -142,45 +141,46 @@ def describe_function(spec: str | Mapping[str, Any]) -> str:
     return f"{name} {yaml.safe_dump(settings, default_flow_style=True, width=1000).strip()}"
 
 
-def describe_verifiers(config: DictConfig, inputs: RunInputs) -> list[str]:
+def describe_verifiers(recipe: Recipe, inputs: RunInputs) -> list[str]:
     """The Python verifiers and their processes, and the rewards of their trial."""
     if not inputs.verifiers.specs:
         return []
     names = ", ".join(map(str, inputs.verifiers.specs.values()))
-    pool = config.env.verifier_pool
+    pool = recipe.env.verifier_pool
     return [
-        f"verifier    {names}: {count_processes(config)} processes, {pool.timeout_s:g} s a call, "
+        f"verifier    {names}: {count_processes(pool)} processes, {pool.timeout_s:g} s a call, "
         f"{pool.memory_gb:g} GiB each",
         *[f"            {line}" for line in inputs.trials],
     ]
 
 
-def describe_devices(config: DictConfig, command: str) -> str:
+def describe_devices(recipe: Recipe) -> str:
     """The devices, and how the models are laid out over them."""
-    rollout = config.actor_rollout_ref.rollout
-    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    rollout = recipe.rollout
+    world = recipe.trainer.n_gpus_per_node * recipe.trainer.nnodes
     engine = ""
-    if config.model_engine != FSDP:
-        sizes = extras.first("parallel_sizes", config, command, config)
+    if recipe.verl.model_engine != FSDP:
+        sizes = extras.first("parallel_sizes", recipe.verl, recipe.command, recipe.verl)
         parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-        engine = f" of {config.model_engine} ({', '.join(parts) or 'each with the whole model'})"
+        engine = (
+            f" of {recipe.verl.model_engine} ({', '.join(parts) or 'each with the whole model'})"
+        )
     separate = {
-        role.replace("_", " "): count * config.trainer.nnodes
-        for role, count in config.trainer.resource_pools.items()
-        if count
+        role.replace("_", " "): count * recipe.trainer.nnodes
+        for role, count in recipe.kit.resource_pools.sizes().items()
     }
     if rollout.nnodes:
-        separate["rollout engine"] = rollout_gpus(config)
+        separate["rollout engine"] = recipe.rollout_gpus
     pools = [f" + {count} for the {role}" for role, count in separate.items()]
     gpus_per_replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size
-    replicas = rollout_gpus(config) // gpus_per_replica
+    replicas = recipe.rollout_gpus // gpus_per_replica
     plural = "" if replicas == 1 else "s"
     buckets = ""
-    if command == "train":
+    if recipe.command == "train":
         megabytes = rollout.checkpoint_engine.update_weights_bucket_megabytes
         buckets = f", sync buckets of {megabytes} MB"
     return (
-        f"devices     {world} {config.trainer.device}{engine}{''.join(pools)}, {replicas} "
+        f"devices     {world} {recipe.trainer.device}{engine}{''.join(pools)}, {replicas} "
         f"{ENGINES[rollout.name]} replica{plural}{buckets}"
     )
 
@@ -188,13 +188,13 @@ def describe_devices(config: DictConfig, command: str) -> str:
 # --- warnings ------------------------------------------------------------------------------------
 
 
-def list_warnings(config: DictConfig, inputs: RunInputs, command: str) -> Iterator[str]:
+def list_warnings(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
     """Problems that do not stop the run."""
-    yield from extras.collect("warnings", config, command, config, inputs, command)
-    if command == "sft":
+    yield from extras.collect("warnings", recipe.verl, recipe.command, recipe, inputs)
+    if recipe.command == "sft":
         return
-    distortions = find_distortions(config.actor_rollout_ref.rollout)
-    if distortions and command == "train":
+    distortions = find_distortions(recipe.rollout)
+    if distortions and recipe.command == "train":
         settings = ", ".join(f"rollout.{key}={value}" for key, value in distortions.items())
         yield (
             f"{settings}: the rollout engine's log-probs are of the probabilities that this "
@@ -202,8 +202,8 @@ def list_warnings(config: DictConfig, inputs: RunInputs, command: str) -> Iterat
             "step is checked for it, and algorithm.rollout_correction is biased. Remove this "
             "unless you want that."
         )
-    yield from warn_of_template(config, inputs)
-    for name, is_here in find_unsandboxed(config, inputs).items():
+    yield from warn_of_template(recipe, inputs)
+    for name, is_here in find_unsandboxed(recipe.verl, inputs).items():
         place = "on this machine, as your user" if is_here else "on the machine of its server"
         yield (
             f"{name} RUNS THE MODEL'S CODE {place}, WITHOUT A SANDBOX: it may read keys and "
@@ -213,7 +213,7 @@ def list_warnings(config: DictConfig, inputs: RunInputs, command: str) -> Iterat
     yield from warn_of_overlap(inputs)
 
 
-def warn_of_template(config: DictConfig, inputs: RunInputs) -> Iterator[str]:
+def warn_of_template(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
     """Warn of parts of the chat template that may be wrong for this recipe."""
     template = inputs.template
     if TURNS in template.failures:
@@ -234,7 +234,7 @@ def warn_of_template(config: DictConfig, inputs: RunInputs) -> Iterator[str]:
             "prompts. If the template has an argument for the date, set it in "
             "data.apply_chat_template_kwargs."
         )
-    tool_format = config.actor_rollout_ref.rollout.multi_turn.format
+    tool_format = recipe.rollout.multi_turn.format
     has_tools = any(task.tools for task in inputs.tasks)
     if has_tools and not list(template_trial.find_tool_formats(template, [tool_format])):
         others = list(template_trial.find_tool_formats(template, checks.list_tool_formats()))
@@ -271,12 +271,12 @@ def warn_of_overlap(inputs: RunInputs) -> Iterator[str]:
 # --- dry run -------------------------------------------------------------------------------------
 
 
-def describe_changes(config: DictConfig, defaults: DictConfig, command: str) -> str:
+def describe_changes(recipe: Recipe) -> str:
     """The first lines of a dry run: changes to verl's defaults, and Quintet's own sections."""
     lines = ["changes to verl's defaults:"]
-    has_critic = command == "train" and needs(config, "values")
-    shown = redacted(config)
-    for key, (value, default) in find_changes(shown, defaults).items():
+    has_critic = recipe.command == "train" and "values" in recipe.arguments
+    shown = redacted(recipe.verl)
+    for key, (value, default) in find_changes(shown, recipe.defaults).items():
         if has_critic or not is_below(key, "critic"):
             lines.append(f"    {key}: {value} (was {default})")
     for section in ("gym", "env"):
@@ -285,9 +285,9 @@ def describe_changes(config: DictConfig, defaults: DictConfig, command: str) -> 
     return "\n".join(lines)
 
 
-def describe_dry_run(config: DictConfig, inputs: RunInputs, command: str) -> str:
+def describe_dry_run(recipe: Recipe, inputs: RunInputs) -> str:
     """The last lines of a dry run: estimates of extras, stop ids, the first prompts."""
-    lines = extras.collect("dry_run_lines", config, command, config, inputs, command)
+    lines = extras.collect("dry_run_lines", recipe.verl, recipe.command, recipe, inputs)
     lines.append(
         f"stop ids    {sorted(inputs.stop_ids)}, pad id {inputs.tokenizer.pad_token_id} (masked)"
     )

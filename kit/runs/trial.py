@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
 
 import env
 import gym_client
+from kit.config.recipe import Recipe
 from kit.config.user_functions import (
     ADVANTAGE,
     LOSS,
@@ -48,7 +48,7 @@ class NeedsVerifier(Exception):  # noqa: N818  (no error: the trial ends here)
     """A function reads a field that only a real verifier fills in."""
 
 
-def try_functions(config: DictConfig, inputs: RunInputs) -> None:
+def try_functions(recipe: Recipe, inputs: RunInputs) -> None:
     """Call every custom function of a recipe once, to find mistakes before the workers start.
 
     Without training tasks (evaluate, sft) there is nothing to call. A function that reads fields of
@@ -58,16 +58,18 @@ def try_functions(config: DictConfig, inputs: RunInputs) -> None:
     tasks = [*inputs.train, *inputs.generated]
     if not tasks or not isinstance(tasks[0], env.Task):
         return
-    n = min(max(config.actor_rollout_ref.rollout.n, 2), MAX_GROUP)
+    n = min(max(recipe.rollout.n, 2), MAX_GROUP)
     try:
-        try_function(lambda episodes: inputs.reward(episodes[-1]), fake_episodes(inputs, n))
-        for function in inputs.filters:
+        try_function(
+            lambda episodes: recipe.functions.reward(episodes[-1]), fake_episodes(inputs, n)
+        )
+        for function in recipe.functions.filters:
             try_function(function, fake_episodes(inputs, n))
         if inputs.train:  # rows of files, which a sampler picks from
-            size = config.data.train_batch_size
-            inputs.sampler(list(inputs.train), size, 1, config.data.seed, {})
-        try_advantage(config)
-        try_loss(config)
+            size = recipe.data.train_batch_size
+            recipe.functions.sampler(list(inputs.train), size, 1, recipe.data.seed, {})
+        try_advantage(recipe)
+        try_loss(recipe)
     except UserFunctionError as error:
         note = "(Tried on synthetic episodes. Nothing was started.)"
         raise UserFunctionError(f"{error} {note}") from error
@@ -82,25 +84,25 @@ def try_function(function: Callable[[list[Episode]], Any], episodes: list[Episod
             raise
 
 
-def try_advantage(config: DictConfig) -> None:
+def try_advantage(recipe: Recipe) -> None:
     """Call the advantage, if it is a custom function."""
-    name = config.algorithm.adv_estimator
+    name = recipe.algorithm.adv_estimator
     if is_user_function(name):
         function = load_function(name, ADVANTAGE)
-        function(**select_arguments(function, fake_batch(config)))
+        function(**select_arguments(function, fake_batch(recipe)))
 
 
-def try_loss(config: DictConfig) -> None:
+def try_loss(recipe: Recipe) -> None:
     """Compute the loss and its gradient as a worker does, if the loss is a custom function.
 
     Raises UserFunctionError.
     """
-    name = OmegaConf.select(config, LOSS_MODE)
+    name = recipe.get(LOSS_MODE)
     if not is_user_function(name):
         return
-    batch = fake_batch(config)
+    batch = fake_batch(recipe)
     mask = batch["response_mask"]  # [B, R]
-    actor = make_loss_config(config, mask)
+    actor = make_loss_config(recipe.actor, mask)
     arguments = {
         "old_log_prob": batch["old_log_probs"],  # [B, R]
         "log_prob": batch["old_log_probs"].clone().requires_grad_() + 0.1,  # [B, R]
@@ -157,7 +159,7 @@ def fake_episode(inputs: RunInputs, task: env.Task, group: int, member: int, n: 
     return episode
 
 
-def fake_batch(config: DictConfig) -> dict[str, Any]:
+def fake_batch(recipe: Recipe) -> dict[str, Any]:
     """Make all arguments of ESTIMATOR, as training.compute_advantages passes them.
 
     There are two groups of two episodes: B=4, R=5. The second response has two turns: its third
@@ -174,7 +176,7 @@ def fake_batch(config: DictConfig) -> dict[str, Any]:
     rewards[0, 3] = 0.5
     rewards[1, 4] = 1.0
     rewards[2, 4] = 0.25
-    settings = config.algorithm
+    settings = recipe.algorithm
     has_weights = settings.rollout_correction.rollout_is
     return {
         "token_level_rewards": rewards,

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from env import Task
 from gym_client import GymError, StepResult, VerifyResult
+from kit.config.recipe import Recipe
 from kit.data.ground_truths import find_ground_truth, is_empty, read_expected_answers
 from kit.errors import UserFunctionError
 from kit.gym.python_verifiers.pool import Pool
@@ -26,7 +25,7 @@ MAX_SOURCES = 20  # data sources that are tried
 
 
 def try_verifiers(
-    specs: Mapping[str, VerifierSpec], tasks: Sequence[Task], config: DictConfig, tokenizer: Any
+    specs: Mapping[str, VerifierSpec], tasks: Sequence[Task], recipe: Recipe, tokenizer: Any
 ) -> list[str]:
     """Call each verifier for its first row of each data_source -> a line with each row's rewards.
 
@@ -38,21 +37,21 @@ def try_verifiers(
     lines: list[str] = []
     if not specs:
         return lines
-    required = list_required_components(config)
+    required = list_required_components(recipe)
     with tempfile.TemporaryDirectory() as logs, make_runner() as runner:
         for name, spec in specs.items():
             own_tasks = [task for task in tasks if task.server == name]
-            pool = Pool(spec, config, Path(logs))
+            pool = Pool(spec, recipe, Path(logs))
             lines += runner.run(try_verifier(pool, own_tasks, tokenizer, required))
     return lines
 
 
-def list_required_components(config: DictConfig) -> list[str]:
+def list_required_components(recipe: Recipe) -> list[str]:
     """List the reward components that the verifier must return, since nothing else adds them."""
-    estimator = OmegaConf.select(config, "algorithm.adv_estimator")
-    if estimator != "gdpo" or config.env.reward:
+    estimator = recipe.get("algorithm.adv_estimator")
+    if estimator != "gdpo" or recipe.env.reward:
         return []
-    return list(config.algorithm.gdpo_reward_keys)
+    return list(recipe.algorithm.gdpo_reward_keys)
 
 
 def select_tasks(tasks: Sequence[Task]) -> list[Task]:

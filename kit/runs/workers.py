@@ -7,7 +7,6 @@ process, by verl's create_colocated_worker_cls.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import io
 from typing import Any, NamedTuple
@@ -21,8 +20,7 @@ from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import value_loss
 
-from kit.config.resources import gpus_per_node
-from kit.config.user_functions import needs, needs_reference, teacher_model
+from kit.config.recipe import Recipe
 from kit.rollout.verl_patches import TIMEOUT_VARIABLE
 from training import WorkerGroup, Workers
 
@@ -34,68 +32,63 @@ class Role(NamedTuple):
     arguments: dict[str, Any]
 
 
-def start_workers(config: DictConfig, command: str = "train") -> Workers:
+def start_workers(recipe: Recipe) -> Workers:
     """Start the workers of a command: all that train needs, and only the actor for sft.
 
     The models of a process share one memory allocator. It can return its cached memory before vLLM
     wakes. The actor's models are loaded later, by `init_model()`. The other models are loaded here.
     """
-    is_sft = command == "sft"
-    arguments = {"config": config.actor_rollout_ref, "role": choose_actor_role(config, is_sft)}
+    config = recipe.for_verl()
+    arguments = {"config": config.actor_rollout_ref, "role": choose_actor_role(recipe)}
     roles = {"actor": Role(ActorRolloutRefWorker, arguments)}
-    if not is_sft:
-        roles |= optional_roles(config)
-    return start_roles(config, roles)
+    roles |= optional_roles(recipe)
+    return start_roles(recipe, roles)
 
 
-def choose_actor_role(config: DictConfig, is_sft: bool) -> str:
+def choose_actor_role(recipe: Recipe) -> str:
     """verl's name for the models in the actor's worker.
 
     If a KL term or the advantage needs the frozen reference, the worker also holds it. Exceptions:
     the reference is the base model of a LoRA adapter, a teacher, or on separate GPUs.
     """
-    if is_sft:
+    if recipe.command == "sft":
         return "actor"
-    is_elsewhere = (
-        config.actor_rollout_ref.model.lora_rank
-        or teacher_model(config)
-        or config.trainer.resource_pools.ref
-    )
-    if needs_reference(config) and not is_elsewhere:
+    is_elsewhere = recipe.model.lora_rank or recipe.teacher or recipe.kit.resource_pools.ref
+    if recipe.has_reference and not is_elsewhere:
         return "actor_rollout_ref"
     return "actor_rollout"
 
 
-def optional_roles(config: DictConfig) -> dict[str, Role]:
+def optional_roles(recipe: Recipe) -> dict[str, Role]:
     """The critic, the reward model and a separate reference, if the recipe needs them."""
     roles: dict[str, Role] = {}
-    if needs(config, "values"):  # GAE
-        critic = make_value_model_config(config.critic)
+    if recipe.has_critic:  # GAE
+        critic = make_value_model_config(recipe.verl.critic)
         roles["critic"] = Role(TrainingWorker, {"config": critic})
-    if config.reward.reward_model.enable:
-        settings = copy.deepcopy(config.critic)
-        settings.model.path = config.reward.reward_model.model_path
-        settings.model.tokenizer_path = config.reward.reward_model.model_path
+    if recipe.has_reward_model:
+        settings = recipe.for_verl().critic
+        settings.model.path = recipe.verl.reward.reward_model.model_path
+        settings.model.tokenizer_path = recipe.verl.reward.reward_model.model_path
         reward_model = make_value_model_config(settings)
         # forward_only: verl loads the model in bf16, and keeps it in host memory while it is idle
         reward_model.engine_config.forward_only = True
         roles["reward_model"] = Role(TrainingWorker, {"config": reward_model})
-    teacher = teacher_model(config)
-    if teacher or (config.trainer.resource_pools.ref and needs_reference(config)):
+    teacher = recipe.teacher
+    if teacher or (recipe.kit.resource_pools.ref and recipe.has_reference):
         # The actor's worker cannot hold a teacher: verl 0.9.1 loads the policy's path there.
-        ref = copy.deepcopy(config.actor_rollout_ref)
+        ref = recipe.for_verl().actor_rollout_ref
         ref.model.path = teacher or ref.model.path
         ref.model.lora_rank = 0
         roles["ref"] = Role(ActorRolloutRefWorker, {"config": ref, "role": "ref"})
     return roles
 
 
-def make_value_model_config(config: DictConfig) -> TrainingWorkerConfig:
+def make_value_model_config(settings: DictConfig) -> TrainingWorkerConfig:
     """Convert verl's section `critic` to the configuration of its engine worker.
 
     Source: verl 0.9.1, RayPPOTrainer.init_workers.
     """
-    critic = omega_conf_to_dataclass(config)
+    critic = omega_conf_to_dataclass(settings)
     critic.engine.infer_max_token_len_per_gpu = critic.forward_max_token_len_per_gpu
     critic.engine.max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
     return TrainingWorkerConfig(
@@ -107,18 +100,18 @@ def make_value_model_config(config: DictConfig) -> TrainingWorkerConfig:
     )
 
 
-def start_roles(config: DictConfig, roles: dict[str, Role]) -> Workers:
+def start_roles(recipe: Recipe, roles: dict[str, Role]) -> Workers:
     """Start the processes of some roles, and load all models except the actor's.
 
     roles: the keys are the field names of Workers.
     """
-    separate = [name for name in roles if config.trainer.resource_pools.get(name)]
+    separate = [name for name in roles if name in recipe.kit.resource_pools.sizes()]
     colocated = [name for name in roles if name not in separate]
     groups: dict[str, WorkerGroup] = {}
     if colocated:
-        groups |= start_group(config, {name: roles[name] for name in colocated})
+        groups |= start_group(recipe, {name: roles[name] for name in colocated})
     for name in separate:
-        groups |= start_group(config, {name: roles[name]})
+        groups |= start_group(recipe, {name: roles[name]})
     workers = Workers(
         actor=groups.get("actor"),
         critic=groups.get("critic"),
@@ -126,7 +119,7 @@ def start_roles(config: DictConfig, roles: dict[str, Role]) -> Workers:
         ref=groups.get("ref"),
     )
     if workers.critic:
-        loss_config = omega_conf_to_dataclass(config.critic)
+        loss_config = omega_conf_to_dataclass(recipe.verl.critic)
         workers.critic.reset()
         workers.critic.set_loss_fn(functools.partial(value_loss, config=loss_config))
     if workers.reward_model:
@@ -136,7 +129,7 @@ def start_roles(config: DictConfig, roles: dict[str, Role]) -> Workers:
     return workers
 
 
-def start_group(config: DictConfig, roles: dict[str, Role]) -> dict[str, WorkerGroup]:
+def start_group(recipe: Recipe, roles: dict[str, Role]) -> dict[str, WorkerGroup]:
     """Start one process per GPU with all `roles` in it -> the worker group of each role."""
     first = next(iter(roles))
     classes = {}
@@ -147,12 +140,12 @@ def start_group(config: DictConfig, roles: dict[str, Role]) -> dict[str, WorkerG
     if is_shared:
         with contextlib.redirect_stdout(io.StringIO()):  # verl prints the base class
             worker_class = create_colocated_worker_cls(classes)
-    processes = [gpus_per_node(config, first)] * config.trainer.nnodes  # on each node
+    processes = [recipe.gpus_per_node(first)] * recipe.trainer.nnodes  # on each node
     group = RayWorkerGroup(
         resource_pool=RayResourcePool(processes, max_colocate_count=1),
         ray_cls_with_init=worker_class,
-        device_name=config.trainer.device,
-        ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
-        worker_env={TIMEOUT_VARIABLE: str(config.actor_rollout_ref.nccl_timeout)},
+        device_name=recipe.trainer.device,
+        ray_wait_register_center_timeout=recipe.trainer.ray_wait_register_center_timeout,
+        worker_env={TIMEOUT_VARIABLE: str(recipe.verl.actor_rollout_ref.nccl_timeout)},
     )
     return group.spawn(classes) if is_shared else {first: group}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from kit.config.keys import to_plain
+from kit.config.recipe import Recipe
 from kit.gym import process_specs
 from kit.gym.network import HOST, GymStartError
 from kit.gym.server_process import MODELS, RESOURCES, build_settings
@@ -54,20 +55,20 @@ def check_recipe(config: DictConfig, command: str) -> Iterator[str]:
             )
 
 
-def check_inputs(config: DictConfig, inputs: RunInputs, command: str) -> None:
+def check_inputs(recipe: Recipe, inputs: RunInputs) -> None:
     """Check that each judge with base_url answers. Raises ConfigError."""
     from kit.extras.judges import judge_settings
 
-    for judge in build_judges(config).values():
+    for judge in build_judges(recipe).values():
         if judge.url and not judge.start:
             judge_settings.check_endpoint(judge)
 
 
-def summary_lines(config: DictConfig, inputs: RunInputs, command: str) -> list[str]:
+def summary_lines(recipe: Recipe, inputs: RunInputs) -> list[str]:
     """Return the lines of the summary that describe the judges."""
     from kit.extras.judges import judge_settings
 
-    return list(judge_settings.describe_judges(build_judges(config)))
+    return list(judge_settings.describe_judges(build_judges(recipe)))
 
 
 def before_ray(launch: Launch) -> None:
@@ -76,12 +77,12 @@ def before_ray(launch: Launch) -> None:
         return
     from kit.extras.judges import judge_processes, judge_proxy, judge_settings
 
-    config = launch.config
-    specs = to_plain(config.gym.judges)
-    dtype = config.actor_rollout_ref.rollout.dtype if config.trainer.device == "cpu" else ""
-    judges = judge_settings.build_judges(specs, config.gym.timeout_s, launch.policy, dtype)
-    starts = [server.get("start") or {} for server in config.gym.servers.values()]
-    python = next((start["python"] for start in starts if start.get("python")), None)
+    recipe = launch.recipe
+    specs = recipe.gym.judges
+    dtype = recipe.rollout.dtype if recipe.trainer.device == "cpu" else ""
+    judges = judge_settings.build_judges(specs, recipe.gym.timeout_s, launch.policy, dtype)
+    starts = [server.start for server in recipe.gym.servers.values() if server.start]
+    python = next((start.python for start in starts if start.python), None)
     proxy = launch.stack.enter_context(judge_proxy.JudgeProxy(judges))
     launch.stack.enter_context(judge_processes.reserve_gpus(specs))
     launch.gym_processes += proxy.process_specs(launch.logs, python)
@@ -90,11 +91,11 @@ def before_ray(launch: Launch) -> None:
     launch.run.gauges.append(proxy.metrics)
 
 
-def build_judges(config: DictConfig) -> dict[str, Judge]:
+def build_judges(recipe: Recipe) -> dict[str, Judge]:
     """Return the judges of a recipe, by name."""
     from kit.extras.judges import judge_settings
 
-    return judge_settings.build_judges(to_plain(config.gym.judges), config.gym.timeout_s)
+    return judge_settings.build_judges(recipe.gym.judges, recipe.gym.timeout_s)
 
 
 # --- the judges that a server's settings name ----------------------------------------------------

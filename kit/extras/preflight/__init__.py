@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from kit.config.recipe import Recipe
 from kit.extras.preflight import attention, memory, node
 from kit.rollout.inputs import RunInputs
 
@@ -26,18 +27,21 @@ def set_sizes(config: DictConfig, hf_config: Any, command: str) -> None:
     attention.choose(config, hf_config, command)
 
 
-def check_model(config: DictConfig, hf_config: Any, command: str) -> Iterator[str]:
+def check_model(recipe: Recipe, hf_config: Any) -> Iterator[str]:
     """Each stage that needs far more memory than a GPU has, and a model that needs flash-attn."""
-    yield from attention.check_model(config, hf_config, command)
-    yield from memory.find_excess(config, hf_config.get_text_config(), command)
+    yield from attention.check_model(recipe.verl, hf_config, recipe.command)
+    yield from memory.find_excess(recipe, hf_config.get_text_config())
 
 
-def warnings(config: DictConfig, inputs: RunInputs, command: str) -> Iterator[str]:
+def warnings(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
     """Everything that will not fit, or is missing on this node."""
-    yield from memory.find_shortages(config, inputs.model, command)
-    yield from node.find_problems(config, inputs.model, command)
+    yield from memory.find_shortages(recipe, inputs.model)
+    yield from node.find_problems(recipe, inputs.model)
 
 
-def dry_run_lines(config: DictConfig, inputs: RunInputs, command: str) -> list[str]:
+def dry_run_lines(recipe: Recipe, inputs: RunInputs) -> list[str]:
     """The attention if it is not verl's, and the estimated memory of each stage."""
-    return [*attention.describe(config, command), *memory.describe(config, inputs.model, command)]
+    return [
+        *attention.describe(recipe.verl, recipe.command),
+        *memory.describe(recipe, inputs.model),
+    ]

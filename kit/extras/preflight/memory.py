@@ -23,8 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kit.config.load import ACTOR, FSDP, ROLLOUT
 from kit.config.model_files import expert_count
-from kit.config.resources import all_gpus, rollout_gpus
-from kit.config.user_functions import needs, needs_reference, teacher_model
+from kit.config.recipe import Recipe
 from kit.extras.preflight import gpus
 
 GIB = 2**30
@@ -157,9 +156,9 @@ def compute_itemsize(engine: DictConfig) -> int:
     return itemsize((engine.get("mixed_precision") or {}).get("param_dtype"))
 
 
-def count_shards(config: DictConfig, engine: DictConfig) -> int:
+def count_shards(recipe: Recipe, engine: DictConfig) -> int:
     """The GPUs among which FSDP shards a model."""
-    world = int(config.trainer.n_gpus_per_node * config.trainer.nnodes)
+    world = int(recipe.trainer.n_gpus_per_node * recipe.trainer.nnodes)
     return int(engine.fsdp_size) if 0 < engine.fsdp_size < world else world
 
 
@@ -180,7 +179,7 @@ class TrainerMemory(NamedTuple):
 
 
 def estimate_states(
-    config: DictConfig, text_config: Any, engine: DictConfig, model: DictConfig
+    recipe: Recipe, text_config: Any, engine: DictConfig, model: DictConfig
 ) -> Bytes:
     """The weights, AdamW's two moments and the gradients on one device, sharded by FSDP.
 
@@ -188,7 +187,7 @@ def estimate_states(
     """
     count = count_parameters(text_config)
     trained = count_adapter(text_config, model.lora_rank) or count.model
-    shards = count_shards(config, engine)
+    shards = count_shards(recipe, engine)
     master = itemsize(engine.model_dtype)
     gradient_shards = 1 if engine.use_no_sync_for_gradient_accumulation else shards
     return {
@@ -199,7 +198,7 @@ def estimate_states(
 
 
 def estimate_trainer(
-    config: DictConfig, text_config: Any, tokens: int, section: DictConfig, model: DictConfig
+    recipe: Recipe, text_config: Any, tokens: int, section: DictConfig, model: DictConfig
 ) -> TrainerMemory:
     """The memory of a model under FSDP. tokens: of the largest micro-batch.
 
@@ -217,12 +216,12 @@ def estimate_trainer(
     gathered = count.model
     if engine.reshard_after_forward:
         gathered -= (layers - 2) * count.layer
-    states = estimate_states(config, text_config, engine, model)
+    states = estimate_states(recipe, text_config, engine, model)
     temporary = 0.0
-    if makes_temporary(config, section.optim):
+    if makes_temporary(recipe, section.optim):
         temporary = states["optimizer"] / 2  # as large as one of the two moments
     is_offloaded = {"weights": engine.param_offload, "optimizer": engine.optimizer_offload}
-    if config.trainer.device == "cpu":  # offloading frees nothing
+    if recipe.trainer.device == "cpu":  # offloading frees nothing
         is_offloaded = dict.fromkeys(is_offloaded, False)
     resident = {name: states[name] for name, offloaded in is_offloaded.items() if not offloaded}
     if engine.offload_policy and section.strategy == "fsdp2":  # FSDP2 trains from host memory
@@ -237,7 +236,7 @@ def estimate_trainer(
     return TrainerMemory(resident, forward, micro_batch, states | {TEMPORARY: temporary})
 
 
-def makes_temporary(config: DictConfig, optim: DictConfig) -> bool:
+def makes_temporary(recipe: Recipe, optim: DictConfig) -> bool:
     """Whether AdamW's step makes a copy as large as a moment.
 
     On GPUs torch updates all parameters together, unless the recipe asks for the fused kernel or a
@@ -246,7 +245,7 @@ def makes_temporary(config: DictConfig, optim: DictConfig) -> bool:
     options = optim.override_optimizer_config or {}
     is_together = not options.get("fused") and options.get("foreach") is not False
     return bool(
-        config.trainer.device != "cpu" and optim.optimizer_impl == "torch.optim" and is_together
+        recipe.trainer.device != "cpu" and optim.optimizer_impl == "torch.optim" and is_together
     )
 
 
@@ -260,9 +259,7 @@ def count_adapter(text_config: Any, rank: int) -> int:
 # --- the stages ----------------------------------------------------------------------------------
 
 
-def estimate_stages(
-    config: DictConfig, text_config: Any, device_bytes: int, command: str
-) -> dict[str, Bytes]:
+def estimate_stages(recipe: Recipe, text_config: Any, device_bytes: int) -> dict[str, Bytes]:
     """{stage: bytes of each part} on one device, for the stages of KEYS_TO_LOWER.
 
     A forward pass holds two tensors of logits [tokens, vocabulary]: before and after the division
@@ -270,55 +267,55 @@ def estimate_stages(
     prepare_model_outputs, with flash-attn's cross entropy). In `sync`, vLLM's weights are awake.
     Its KV cache wakes after the buckets are freed, so that it belongs to `generate`.
     """
-    always: Bytes = {"runtime overhead": runtime_overhead(config)}
-    engine_memory = estimate_rollout_engine(config, text_config, device_bytes)
-    if command in ("rollout", "evaluate"):
+    always: Bytes = {"runtime overhead": runtime_overhead(recipe)}
+    engine_memory = estimate_rollout_engine(recipe, text_config, device_bytes)
+    if recipe.command in ("rollout", "evaluate"):
         return {"generate": engine_memory | always}
-    actor = config.actor_rollout_ref.actor
+    actor = recipe.actor
     tokens = actor.ppo_max_token_len_per_gpu
-    model = config.actor_rollout_ref.model
-    trainer = estimate_trainer(config, text_config, tokens, actor, model)
-    trainer.micro_batch["logits"] = 3 * tokens * logit_bytes(config, text_config)
-    if command == "sft":
+    model = recipe.model
+    trainer = estimate_trainer(recipe, text_config, tokens, actor, model)
+    trainer.micro_batch["logits"] = 3 * tokens * logit_bytes(recipe, text_config)
+    if recipe.command == "sft":
         return {"update": trainer.largest_update() | always}
-    if keeps_reference(config):
+    if keeps_reference(recipe):
         always["reference"] = trainer.forward["weights"]
-    stages = estimate_training_stages(config, text_config, engine_memory, trainer)
-    if needs(config, "values") and not config.trainer.resource_pools.critic:
-        add_critic(config, text_config, stages, trainer.resident, engine_memory)
+    stages = estimate_training_stages(recipe, text_config, engine_memory, trainer)
+    if "values" in recipe.arguments and not recipe.kit.resource_pools.critic:
+        add_critic(recipe, text_config, stages, trainer.resident, engine_memory)
     return {stage: stages[stage] | always for stage in KEYS_TO_LOWER if stage in stages}
 
 
-def runtime_overhead(config: DictConfig) -> float:
+def runtime_overhead(recipe: Recipe) -> float:
     """Bytes that the processes of one device need besides the parts of a stage."""
-    if config.trainer.device == "cpu":
+    if recipe.trainer.device == "cpu":
         return OVERHEAD["cpu"]
-    has_several = all_gpus(config) > 1
+    has_several = recipe.all_gpus > 1
     return OVERHEAD["cuda"] + (NCCL_BUFFERS if has_several else 0)
 
 
-def estimate_rollout_engine(config: DictConfig, text_config: Any, device_bytes: int) -> Bytes:
+def estimate_rollout_engine(recipe: Recipe, text_config: Any, device_bytes: int) -> Bytes:
     """The memory of the rollout engine while it samples."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout = recipe.rollout
     width = itemsize(rollout.dtype)
     weights = width * count_parameters(text_config).model / rollout.tensor_model_parallel_size
     cache = OmegaConf.select(rollout, "engine_kwargs.vllm.kv_cache_memory_bytes")
     if rollout.name == "hf":  # of all concurrent responses, at their full length
         tokens = rollout.max_num_seqs * rollout.max_model_len
         cache = tokens * kv_bytes_per_token(text_config, width)
-    workspace = estimate_workspace(config, text_config)
+    workspace = estimate_workspace(recipe, text_config)
     if not cache:
         cache = max(0, rollout.gpu_memory_utilization * device_bytes - weights - workspace)
     return {"engine weights": weights, "vLLM's workspace": workspace, "KV cache": cache}
 
 
-def estimate_workspace(config: DictConfig, text_config: Any) -> float:
+def estimate_workspace(recipe: Recipe, text_config: Any) -> float:
     """Bytes that vLLM on a GPU needs to compute: activations, logits, graphs and libraries.
 
     vLLM subtracts them from its fraction of the GPU. The rest is the KV cache.
     """
-    rollout = config.actor_rollout_ref.rollout
-    if config.trainer.device == "cpu" or rollout.name != "vllm":
+    rollout = recipe.rollout
+    if recipe.trainer.device == "cpu" or rollout.name != "vllm":
         return 0
     tokens = rollout.max_num_batched_tokens
     mlp = layer_widths(text_config).active_mlp / rollout.tensor_model_parallel_size
@@ -330,36 +327,36 @@ def estimate_workspace(config: DictConfig, text_config: Any) -> float:
     return max(layer, logits * SAMPLER_BYTES) + counts + graphs + VLLM_LIBRARIES
 
 
-def logit_bytes(config: DictConfig, text_config: Any) -> float:
+def logit_bytes(recipe: Recipe, text_config: Any) -> float:
     """Bytes of one token's logits; 0 with fused kernels."""
-    if config.actor_rollout_ref.model.use_fused_kernels:
+    if recipe.model.use_fused_kernels:
         return 0
-    return compute_itemsize(config.actor_rollout_ref.actor.fsdp_config) * text_config.vocab_size
+    return compute_itemsize(recipe.actor.fsdp_config) * text_config.vocab_size
 
 
-def keeps_reference(config: DictConfig) -> bool:
+def keeps_reference(recipe: Recipe) -> bool:
     """Whether an idle reference stays on the device. With GPUs it is in the host's memory."""
-    is_adapterless = config.actor_rollout_ref.model.lora_rank and not teacher_model(config)
-    is_separate = config.trainer.resource_pools.ref
-    is_cpu = config.trainer.device == "cpu"
-    return bool(is_cpu and needs_reference(config) and not (is_adapterless or is_separate))
+    is_adapterless = recipe.model.lora_rank and not recipe.teacher
+    is_separate = recipe.kit.resource_pools.ref
+    is_cpu = recipe.trainer.device == "cpu"
+    return bool(is_cpu and recipe.has_reference and not (is_adapterless or is_separate))
 
 
 def estimate_training_stages(
-    config: DictConfig, text_config: Any, engine_memory: Bytes, trainer: TrainerMemory
+    recipe: Recipe, text_config: Any, engine_memory: Bytes, trainer: TrainerMemory
 ) -> dict[str, Bytes]:
     """The stages of a training step, without critic."""
-    rollout = config.actor_rollout_ref.rollout
-    is_cpu = config.trainer.device == "cpu"
+    rollout = recipe.rollout
+    is_cpu = recipe.trainer.device == "cpu"
     tokens = rollout.log_prob_max_token_len_per_gpu
-    width = compute_itemsize(config.actor_rollout_ref.actor.fsdp_config)
+    width = compute_itemsize(recipe.actor.fsdp_config)
     forward = trainer.forward | {
         "activations": tokens * activation_bytes(text_config, width),
-        "logits": 2 * tokens * logit_bytes(config, text_config),
+        "logits": 2 * tokens * logit_bytes(recipe, text_config),
     }
     sent = {"engine weights": engine_memory["engine weights"]}
     if is_cpu:
-        engine_memory.update(share_of_cpu(config, engine_memory))
+        engine_memory.update(share_of_cpu(recipe, engine_memory))
     is_separate = bool(rollout.nnodes and not is_cpu)
     beside_sampling = {} if is_separate else trainer.resident
     asleep: Bytes = {}  # memory of the engine while it sleeps
@@ -379,29 +376,29 @@ def estimate_training_stages(
     }
 
 
-def share_of_cpu(config: DictConfig, engine_memory: Bytes) -> Bytes:
+def share_of_cpu(recipe: Recipe, engine_memory: Bytes) -> Bytes:
     """The engines' memory per rank on a CPU, where all of them use the memory of one machine."""
-    tensor_parallel = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes * tensor_parallel
-    factor = max(1, rollout_gpus(config) / ranks)
+    tensor_parallel = recipe.rollout.tensor_model_parallel_size
+    ranks = recipe.trainer.n_gpus_per_node * recipe.trainer.nnodes * tensor_parallel
+    factor = max(1, recipe.rollout_gpus / ranks)
     return {name: size * factor for name, size in engine_memory.items()}
 
 
 def add_critic(
-    config: DictConfig,
+    recipe: Recipe,
     text_config: Any,
     stages: dict[str, Bytes],
     resident: Bytes,
     engine_memory: Bytes,
 ) -> None:
     """Add a critic on the actor's GPUs to the memory of every stage, and a stage for its update."""
-    critic = config.critic
+    critic = recipe.verl.critic
     tokens = critic.ppo_max_token_len_per_gpu
-    trainer = estimate_trainer(config, text_config, tokens, critic, critic.model)
+    trainer = estimate_trainer(recipe, text_config, tokens, critic, critic.model)
     for parts in stages.values():
         parts["critic"] = sum(trainer.resident.values())
-    rollout = config.actor_rollout_ref.rollout
-    is_separate = rollout.nnodes and config.trainer.device != "cpu"
+    rollout = recipe.rollout
+    is_separate = rollout.nnodes and recipe.trainer.device != "cpu"
     asleep: Bytes = {}
     if not is_separate and not rollout.free_cache_engine:
         asleep = engine_memory
@@ -419,10 +416,10 @@ class Device(NamedTuple):
     note: str  # empty if it was measured
 
 
-def find_device(config: DictConfig) -> Device:
+def find_device(recipe: Recipe) -> Device:
     """The memory of the smallest GPU, or a rank's share of the machine's memory."""
-    if config.trainer.device == "cpu":
-        return Device(psutil.virtual_memory().total // config.trainer.n_gpus_per_node, "")
+    if recipe.trainer.device == "cpu":
+        return Device(psutil.virtual_memory().total // recipe.trainer.n_gpus_per_node, "")
     # without torch, which would take GPU memory for this process
     sizes = [int(line) for line in gpus.query("memory.total") if line.isdigit()]  # MiB
     if not sizes:
@@ -430,37 +427,37 @@ def find_device(config: DictConfig) -> Device:
     return Device(min(sizes) * 2**20, "")
 
 
-def describe_device(config: DictConfig, device: Device) -> str:
+def describe_device(recipe: Recipe, device: Device) -> str:
     """A device and its memory."""
-    kind = "CPU" if config.trainer.device == "cpu" else "GPU"
+    kind = "CPU" if recipe.trainer.device == "cpu" else "GPU"
     return f"a {kind} has {device.size / GIB:.1f} GiB{device.note}"
 
 
-def find_obstacle(config: DictConfig, text_config: Any) -> str:
+def find_obstacle(recipe: Recipe, text_config: Any) -> str:
     """The reason why no estimate is possible. Empty if one is possible."""
     missing = [name for name in NEEDED_FIELDS if not getattr(text_config, name, None)]
     if missing:
-        return f"the model's config has no {', '.join(missing)}"
-    if config.model_engine != FSDP:
-        return f"model_engine={config.model_engine}"
+        return f"the model's recipe has no {', '.join(missing)}"
+    if recipe.verl.model_engine != FSDP:
+        return f"model_engine={recipe.verl.model_engine}"
     return ""
 
 
-def describe(config: DictConfig, text_config: Any, command: str) -> list[str]:
+def describe(recipe: Recipe, text_config: Any) -> list[str]:
     """Lines with the estimate of each stage, in GiB."""
-    obstacle = find_obstacle(config, text_config)
+    obstacle = find_obstacle(recipe, text_config)
     if obstacle:
         return [f"memory      not estimated: {obstacle}"]
-    device = find_device(config)
-    stages = estimate_stages(config, text_config, device.size, command)
-    lines = [f"memory      estimated, in GiB; {describe_device(config, device)}"]
+    device = find_device(recipe)
+    stages = estimate_stages(recipe, text_config, device.size)
+    lines = [f"memory      estimated, in GiB; {describe_device(recipe, device)}"]
     for stage, parts in stages.items():
         sizes = [f"{name} {size / GIB:.1f}" for name, size in parts.items() if size]
         lines.append(f"  {stage:9} {sum(parts.values()) / GIB:.1f}: {', '.join(sizes)}")
     if "generate" in stages:
-        rollout = config.actor_rollout_ref.rollout
-        token = cache_bytes_per_token(config, text_config)
-        episodes = count_episodes(config, text_config, stages["generate"]["KV cache"])
+        rollout = recipe.rollout
+        token = cache_bytes_per_token(recipe, text_config)
+        episodes = count_episodes(recipe, text_config, stages["generate"]["KV cache"])
         lines.append(
             f"KV cache    {token / 2**10:.0f} KiB a token: {episodes} concurrent episodes of "
             f"{rollout.max_model_len} tokens"
@@ -468,79 +465,79 @@ def describe(config: DictConfig, text_config: Any, command: str) -> list[str]:
     return lines
 
 
-def count_episodes(config: DictConfig, text_config: Any, cache: float) -> int:
+def count_episodes(recipe: Recipe, text_config: Any, cache: float) -> int:
     """The number of episodes of full length for which a replica's KV cache has room."""
-    length = config.actor_rollout_ref.rollout.max_model_len
-    return int(cache / cache_bytes_per_token(config, text_config) / length)
+    length = recipe.rollout.max_model_len
+    return int(cache / cache_bytes_per_token(recipe, text_config) / length)
 
 
-def cache_bytes_per_token(config: DictConfig, text_config: Any) -> float:
+def cache_bytes_per_token(recipe: Recipe, text_config: Any) -> float:
     """Bytes of the KV cache for one token on one device."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout = recipe.rollout
     size = kv_bytes_per_token(text_config, itemsize(rollout.dtype))
     return size / rollout.tensor_model_parallel_size
 
 
-def find_excess(config: DictConfig, text_config: Any, command: str) -> Iterator[str]:
+def find_excess(recipe: Recipe, text_config: Any) -> Iterator[str]:
     """A problem for each stage that needs far more than the memory of this node's smallest GPU.
 
     If this node has no GPU, or a CPU trains, the size is less certain, and there is a warning only.
     """
-    is_allowed = config.trainer.allow_memory_over_estimate or config.trainer.device == "cpu"
-    if is_allowed or find_obstacle(config, text_config):
+    is_allowed = recipe.kit.allow_memory_over_estimate or recipe.trainer.device == "cpu"
+    if is_allowed or find_obstacle(recipe, text_config):
         return
-    device = find_device(config)
+    device = find_device(recipe)
     if device.note:
         return
-    stages = estimate_stages(config, text_config, device.size, command)
+    stages = estimate_stages(recipe, text_config, device.size)
     for stage, parts in stages.items():
         if sum(parts.values()) > REFUSED_FROM * device.size:
-            yield describe_shortage(config, device, stage, parts, OVERRIDE)
+            yield describe_shortage(recipe, device, stage, parts, OVERRIDE)
 
 
-def find_shortages(config: DictConfig, text_config: Any, command: str) -> list[str]:
+def find_shortages(recipe: Recipe, text_config: Any) -> list[str]:
     """A line for each stage that does not fit, and one for a small KV cache, with the fix."""
-    if find_obstacle(config, text_config):
+    if find_obstacle(recipe, text_config):
         return []
-    device = find_device(config)
-    stages = estimate_stages(config, text_config, device.size, command)
+    device = find_device(recipe)
+    stages = estimate_stages(recipe, text_config, device.size)
     shortages = [
-        describe_shortage(config, device, stage, parts)
+        describe_shortage(recipe, device, stage, parts)
         for stage, parts in stages.items()
         if sum(parts.values()) > device.size
     ]
     if "generate" in stages:
         cache = stages["generate"]["KV cache"]
-        episodes = count_episodes(config, text_config, cache)
-        shortages.extend(check_cache(config, episodes, command))
+        episodes = count_episodes(recipe, text_config, cache)
+        shortages.extend(check_cache(recipe, episodes))
     return shortages
 
 
 def describe_shortage(
-    config: DictConfig, device: Device, stage: str, parts: Bytes, override: str = ""
+    recipe: Recipe, device: Device, stage: str, parts: Bytes, override: str = ""
 ) -> str:
     """A stage, the memory that it needs and has, and the keys to change."""
     fix = f"Lower {KEYS_TO_LOWER[stage]}"
     if parts.get(TEMPORARY):
         section = "critic" if stage == "critic" else ACTOR
         fix = f"Set {section}.optim.override_optimizer_config={{fused: true}}"
-    other = "use a smaller model" if config.trainer.device == "cpu" else OTHER_FIXES[stage]
+    other = "use a smaller model" if recipe.trainer.device == "cpu" else OTHER_FIXES[stage]
     needed = sum(parts.values()) / GIB
     return (
-        f"{stage} needs {needed:.1f} GiB, {describe_device(config, device)}. {fix}, or {other}. "
+        f"{stage} needs {needed:.1f} GiB, {describe_device(recipe, device)}. {fix}, or {other}. "
         f"{override}{PAGE}"
     )
 
 
-def check_cache(config: DictConfig, episodes: int, command: str) -> Iterator[str]:
+def check_cache(recipe: Recipe, episodes: int) -> Iterator[str]:
     """A line if the KV cache is too small. episodes: the number that fits.
 
     A CPU samples so slowly that its recipe (configs/machines/cpu.yaml) chooses a small cache.
     """
-    rollout = config.actor_rollout_ref.rollout
+    rollout = recipe.rollout
     needed = 1
-    if command == "train" and config.trainer.device != "cpu":
-        share = config.data.train_batch_size * rollout.n / count_replicas(config)
+    if recipe.command == "train" and recipe.trainer.device != "cpu":
+        share = recipe.data.train_batch_size * rollout.n / count_replicas(recipe)
         needed = min(rollout.max_num_seqs, math.ceil(share))
     if episodes >= needed:
         return
@@ -556,7 +553,7 @@ def check_cache(config: DictConfig, episodes: int, command: str) -> Iterator[str
     )
 
 
-def count_replicas(config: DictConfig) -> int:
+def count_replicas(recipe: Recipe) -> int:
     """The replicas of the rollout engine on all nodes."""
-    rollout = config.actor_rollout_ref.rollout
-    return rollout_gpus(config) // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)
+    rollout = recipe.rollout
+    return recipe.rollout_gpus // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)

@@ -14,7 +14,7 @@ from kit.extras.supervisor.process_monitor import ProcessMonitor
 
 def before_ray(launch: Any) -> None:
     """Start the process monitor. launch: kit.runs.launch.Launch."""
-    checkpoints = Path(launch.config.trainer.default_local_dir)
+    checkpoints = Path(launch.recipe.trainer.default_local_dir)
     guard = launch.run.guard
     monitor = ProcessMonitor(launch.logs, checkpoints, guard.report_lost)
     guard.monitor = launch.stack.enter_context(monitor)

@@ -17,12 +17,11 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 import gym_client
 from gym_client import GymError, Json
 from kit import extras
 from kit.config.keys import ROOT
+from kit.config.recipe import Recipe
 from kit.gym import servers as gym_servers
 from kit.gym.python_verifiers import process_tree
 from kit.gym.python_verifiers.calls import CallResult
@@ -38,11 +37,9 @@ MAX_LOG_BYTES = 16 * 2**20  # a longer log is emptied
 MAX_LOG_TAIL_BYTES = 2**16  # the end of the log, which is searched for the current line
 
 
-def make_pools(
-    config: DictConfig, specs: Mapping[str, VerifierSpec], logs: Path
-) -> dict[str, Pool]:
+def make_pools(recipe: Recipe, specs: Mapping[str, VerifierSpec], logs: Path) -> dict[str, Pool]:
     """Make a pool for each Python verifier of the recipe: {name: pool}. Starts no process."""
-    return {name: Pool(spec, config, logs) for name, spec in specs.items()}
+    return {name: Pool(spec, recipe, logs) for name, spec in specs.items()}
 
 
 class Pool:
@@ -51,14 +48,14 @@ class Pool:
     The process that was used last is used next, so that no more are started than needed.
     """
 
-    def __init__(self, spec: VerifierSpec, config: DictConfig, logs: Path):
+    def __init__(self, spec: VerifierSpec, recipe: Recipe, logs: Path):
         self.spec = spec
-        env = config.env
+        env = recipe.env
         self.may_run_code = bool(env.verifier_pool.sandbox or env.allow_unsandboxed_code)
         self.workers: list[Worker] = []
-        for number in range(count_processes(config)):
+        for number in range(count_processes(env.verifier_pool)):
             log = logs / f"verifier_{spec.name}_{number}.log"
-            self.workers.append(Worker(spec, config, log))
+            self.workers.append(Worker(spec, recipe, log))
         self.idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
         for worker in reversed(self.workers):
             self.idle.put_nowait(worker)
@@ -101,9 +98,9 @@ class Pool:
 class Worker:
     """One process of a pool. The first call starts it, and so does a call after it was lost."""
 
-    def __init__(self, spec: VerifierSpec, config: DictConfig, log: Path):
+    def __init__(self, spec: VerifierSpec, recipe: Recipe, log: Path):
         self.spec = spec
-        self.config = config
+        self.recipe = recipe
         self.log = log
         self.process: Process | None = None
 
@@ -111,14 +108,14 @@ class Worker:
         """Call the verifier. Raises GymError."""
         if self.process is None or self.process.returncode is not None:
             await self.start()
-        timeout_s = self.config.env.verifier_pool.timeout_s
+        timeout_s = self.recipe.env.verifier_pool.timeout_s
         return await self.request(timeout_s, method, *arguments)
 
     # --- start and stop --------------------------------------------------------------------------
 
     async def start(self) -> str:
         """Start a process, load the verifier in it, and return its kind. Raises GymError."""
-        environment = gym_servers.list_public_variables(self.config.env.verifier_pool.env or ())
+        environment = gym_servers.list_public_variables(self.recipe.env.verifier_pool.env)
         environment["OMP_NUM_THREADS"] = "1"  # there is a process for each core
         with self.log.open("ab") as log:
             try:
@@ -140,7 +137,7 @@ class Worker:
 
     def make_command(self) -> list[str]:
         """Return the command line of the process."""
-        memory = int(self.config.env.verifier_pool.memory_gb * 2**30)
+        memory = int(self.recipe.env.verifier_pool.memory_gb * 2**30)
         # Skip kit/extras/__init__.py. It imports omegaconf: 0.1 s and 6 MB for each process.
         code = (
             f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
@@ -152,7 +149,7 @@ class Worker:
         command = [sys.executable, "-u", "-P", "-c", code]
         folders = [Path.cwd(), Path(self.spec.path).parent]
         arguments = (command, folders)
-        return extras.first("sandbox_command", self.config, "", *arguments, default=command)  # type: ignore[no-any-return]
+        return extras.first("sandbox_command", self.recipe.verl, "", *arguments, default=command)  # type: ignore[no-any-return]
 
     async def kill(self) -> None:
         """Kill the process and all that it has started, and wait until it is gone."""
@@ -266,7 +263,7 @@ class Worker:
         separator = ": " if method == "load" else " "
         message = f"{self.spec.reference}{separator}{answer.get('why')}"
         if reason == "memory":
-            message += f"; a process has {self.config.env.verifier_pool.memory_gb:g} GiB "
+            message += f"; a process has {self.recipe.env.verifier_pool.memory_gb:g} GiB "
             message += "(env.verifier_pool.memory_gb). Use less, or raise that."
         return GymError(reason, message)
 

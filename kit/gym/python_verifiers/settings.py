@@ -12,6 +12,7 @@ from gym_client import Json
 from kit.config import user_functions
 from kit.config.keys import to_plain
 from kit.config.resources import cores
+from kit.config.sections import VerifierPool
 from kit.errors import ConfigError, UserFunctionError
 from kit.gym.python_verifiers.verl_scorer import CODE_SOURCES, runs_response
 
@@ -146,6 +147,6 @@ def remove_unused_servers(config: DictConfig) -> None:
         config.gym.judges = {}  # only servers use judges
 
 
-def count_processes(config: DictConfig) -> int:
+def count_processes(pool: VerifierPool) -> int:
     """Return env.verifier_pool.processes, or the number of cores if it is null."""
-    return config.env.verifier_pool.processes or cores()
+    return pool.processes or cores()

@@ -1,0 +1,261 @@
+"""The recipe of a run: verl's configuration, the kit's sections, and everything that follows.
+
+`kit/runs/prepare.py` makes a `Recipe` once its checks have passed. Nothing changes it. A loop in
+Python that needs another value makes another recipe (`change`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any, NamedTuple, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from kit.config.keys import to_plain
+from kit.config.load import override
+from kit.config.sections import EnvSection, GymSection, KitKeys, Sections, read_sections
+from kit.config.user_functions import (
+    TEACHER,
+    RecipeFunctions,
+    estimator_arguments,
+    load_recipe_functions,
+)
+
+SAMPLING_COMMANDS = ("rollout", "evaluate")  # they train nothing
+
+
+class Parallelism(NamedTuple):
+    """How the GPUs of a training engine share a model and its rows."""
+
+    model: int = 1  # GPUs that work on the same rows of a batch
+    sequence: int = 1  # GPUs that share the tokens of one row
+
+
+ONE_GPU_PER_ROW = Parallelism()
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A recipe that passed its checks. It never changes.
+
+    verl: verl's configuration, read-only. The kit's keys are in it, too, as in the run's
+    config.yaml. Code reads those from `sections`, where they have types.
+    defaults: verl's configuration before any recipe.
+    arguments: of the advantage estimator. They decide which models the run needs.
+    """
+
+    command: str  # train, rollout, evaluate or sft
+    verl: DictConfig
+    defaults: DictConfig
+    sections: Sections
+    functions: RecipeFunctions
+    arguments: frozenset[str]
+    parallelism: Parallelism
+
+    def get(self, key: str) -> Any:
+        """Return the value of a dotted key as plain data, None if there is no such key."""
+        return to_plain(OmegaConf.select(self.verl, key))
+
+    def change(self, *arguments: str) -> Recipe:
+        """Make a recipe with other values, each as key=value of the command line.
+
+        Use it for values that the driver reads in each step: of `algorithm`, of the loss
+        (training.set_policy_loss sends it to the workers), of sampling, of the trainer. Values that
+        follow from others are not computed again. Raises ConfigError.
+        """
+        return self.with_config(override(self.verl, self.defaults, arguments))
+
+    def with_config(self, config: DictConfig) -> Recipe:
+        """Make a recipe with another configuration, which is read-only from now on."""
+        OmegaConf.set_readonly(config, True)
+        return dataclasses.replace(self, verl=config, sections=read_sections(config))
+
+    def for_verl(self) -> DictConfig:
+        """Copy verl's configuration, resolved, for verl's classes, which may change it.
+
+        Other processes do not know the kit's resolvers.
+        """
+        values: Any = OmegaConf.to_container(self.verl, resolve=True)
+        return cast(DictConfig, OmegaConf.create(values))
+
+    # --- the kit's sections ---
+
+    @property
+    def gym(self) -> GymSection:
+        """The section `gym:`."""
+        return self.sections.gym
+
+    @property
+    def env(self) -> EnvSection:
+        """The section `env:`."""
+        return self.sections.env
+
+    @property
+    def kit(self) -> KitKeys:
+        """The kit's keys in verl's sections."""
+        return self.sections.kit
+
+    # --- sections of verl's configuration ---
+
+    @property
+    def actor(self) -> DictConfig:
+        """actor_rollout_ref.actor."""
+        return self.verl.actor_rollout_ref.actor
+
+    @property
+    def rollout(self) -> DictConfig:
+        """actor_rollout_ref.rollout."""
+        return self.verl.actor_rollout_ref.rollout
+
+    @property
+    def model(self) -> DictConfig:
+        """actor_rollout_ref.model."""
+        return self.verl.actor_rollout_ref.model
+
+    @property
+    def data(self) -> DictConfig:
+        """Batch size, lengths and seed of the rows."""
+        return self.verl.data
+
+    @property
+    def algorithm(self) -> DictConfig:
+        """The advantage, KL terms and corrections."""
+        return self.verl.algorithm
+
+    @property
+    def trainer(self) -> DictConfig:
+        """Steps, checkpoints and GPUs."""
+        return self.verl.trainer
+
+    # --- roles ---
+
+    @property
+    def trains(self) -> bool:
+        """Whether the command trains a model."""
+        return self.command not in SAMPLING_COMMANDS
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the advantage needs the values of a critic."""
+        return self.command == "train" and "values" in self.arguments
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a KL term or the advantage needs the log-probs of a reference model."""
+        has_kl_term = self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+        is_needed = has_kl_term or "ref_log_prob" in self.arguments
+        return self.command == "train" and bool(is_needed)
+
+    @property
+    def has_reward_model(self) -> bool:
+        """Whether a reward model scores the responses."""
+        return self.command == "train" and bool(self.verl.reward.reward_model.enable)
+
+    @property
+    def teacher(self) -> str:
+        """The path of the teacher that replaces the reference, or an empty string."""
+        if self.command != "train" or not self.verl.distillation.enabled:
+            return ""
+        return str(self.get(TEACHER) or "")
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether the advantage compares the responses of a group, which then needs two."""
+        return "index" in self.arguments
+
+    # --- GPUs ---
+
+    def gpus_per_node(self, role: str = "actor") -> int:
+        """GPUs per node for a role: those of its resource pool, or the actor's if it has none.
+
+        role: actor, critic, ref or reward_model.
+        """
+        return int(self.kit.resource_pools.sizes().get(role) or self.trainer.n_gpus_per_node)
+
+    def world_size(self, role: str = "actor") -> int:
+        """The GPUs of a role on all nodes."""
+        return self.gpus_per_node(role) * int(self.trainer.nnodes)
+
+    def data_parallel_size(self, role: str = "actor") -> int:
+        """Ranks with different rows: a role's GPUs / the GPUs that share each row."""
+        return self.world_size(role) // self.parallelism.model
+
+    @property
+    def rollout_gpus(self) -> int:
+        """GPUs of the rollout engine on all nodes: the actor's, or separate ones (nnodes)."""
+        nodes = self.rollout.nnodes or self.trainer.nnodes
+        return int(nodes * self.rollout.n_gpus_per_node)
+
+    @property
+    def all_gpus(self) -> int:
+        """GPUs that the command uses, on all nodes."""
+        if not self.trains:
+            return self.rollout_gpus
+        if self.command != "train":
+            return self.world_size()
+        separate = sum(self.kit.resource_pools.sizes().values())
+        total = self.world_size() + separate * int(self.trainer.nnodes)
+        return total + (self.rollout_gpus if self.rollout.nnodes else 0)
+
+    # --- sizes ---
+
+    @property
+    def max_prompt_batches(self) -> int:
+        """The most batches of prompts for one step: more than one with filter_groups."""
+        groups = self.algorithm.filter_groups
+        return int(groups.max_num_gen_batches) if groups.enable else 1
+
+    def mini_batches(self, role: str = "actor") -> int:
+        """Optimizer steps for one pass over a whole batch. role: actor or critic."""
+        section = self.verl.critic if role == "critic" else self.actor
+        return int(self.data.train_batch_size // section.ppo_mini_batch_size)
+
+    @functools.cached_property
+    def is_on_policy(self) -> bool:
+        """Whether the update takes its own log-probs as the old ones.
+
+        If one optimizer step uses the whole batch, its forward pass runs at the weights from before
+        the update, so that a separate pass for the old log-probs would give the same. It runs only
+        if an earlier stage reads its results. This saves 4 to 6 s of a step of 30 s on a CPU with
+        AMX (docs/performance.md).
+        """
+        if self.mini_batches() != 1 or self.actor.ppo_epochs != 1:
+            return False
+        correction = self.algorithm.rollout_correction
+        # The pass also fills the rollout log-probs that the engine does not have.
+        results = {"old_log_probs", "rollout_log_probs", "sum_pi_squared"}
+        is_needed_before = (
+            self.kit.recompute_old_log_probs
+            or self.algorithm.use_kl_in_reward
+            or correction.bypass_mode
+            or correction.rollout_is
+            or correction.rollout_rs
+            or results & self.arguments
+        )
+        return not is_needed_before
+
+
+def freeze(
+    config: DictConfig,
+    defaults: DictConfig,
+    command: str = "train",
+    functions: RecipeFunctions | None = None,
+    parallelism: Parallelism = ONE_GPU_PER_ROW,
+) -> Recipe:
+    """Make the recipe of a checked configuration, of which it has a copy.
+
+    functions: those that the configuration names; None: load them here.
+    """
+    verl = copy.deepcopy(config)
+    OmegaConf.set_readonly(verl, True)
+    return Recipe(
+        command,
+        verl,
+        defaults,
+        read_sections(verl),
+        functions or load_recipe_functions(verl),
+        frozenset(estimator_arguments(verl)),
+        parallelism,
+    )
