@@ -37,22 +37,22 @@ def recipe(workspace) -> DictConfig:
 
 def test_only_the_adaptive_kl_coefficient_is_taken_from_a_checkpoint(recipe):
     changes = [f"{KL_CTRL}.type=adaptive", f"{KL_CTRL}.horizon=100", f"{KL_CTRL}.kl_coef=0.2"]
-    config = changed(recipe, *changes)
-    assert training.make_kl_controller(config, 0.5).value == 0.5
-    assert training.make_kl_controller(config, 0.0).value == 0.2
-    fixed = changed(config, f"{KL_CTRL}.type=fixed")
+    recipe = changed(recipe, *changes)
+    assert training.make_kl_controller(recipe, 0.5).value == 0.5
+    assert training.make_kl_controller(recipe, 0.0).value == 0.2
+    fixed = changed(recipe, f"{KL_CTRL}.type=fixed")
     assert training.make_kl_controller(fixed, 0.5).value == 0.2
 
 
 def test_the_kl_penalty_is_subtracted_from_the_rewards(recipe):
     """With kl_penalty=abs, a negative difference is also a penalty. The controller then adapts."""
     changes = [f"{KL_CTRL}.type=adaptive", f"{KL_CTRL}.horizon=100", f"{KL_CTRL}.target_kl=0.1"]
-    config = changed(recipe, *changes, "algorithm.kl_penalty=abs")
+    recipe = changed(recipe, *changes, "algorithm.kl_penalty=abs")
     batch = make_batch([make_episode([5], [7, 8]), make_episode([5], [7], reward=0.5)])
     batch.batch["old_log_probs"] = torch.tensor([[-1.0, -2.0], [-1.0, 0.0]])
     batch.batch["ref_log_prob"] = torch.tensor([[-1.5, -1.0], [-1.25, 9.0]])
-    controller = training.make_kl_controller(config, 0.4)
-    metrics = training.apply_kl_penalty(batch, controller, config)
+    controller = training.make_kl_controller(recipe, 0.4)
+    metrics = training.apply_kl_penalty(batch, controller, recipe)
     rewards = batch.batch["token_level_rewards"]
     assert is_close(rewards, [[-0.4 * 0.5, 1.0 - 0.4 * 1.0], [0.5 - 0.4 * 0.25, 0.0]])
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.4
@@ -64,8 +64,8 @@ def test_a_rollout_correction_weights_and_rejects_tokens(recipe):
     batch = make_batch([make_episode([5], [7, 8]), make_episode([5], [7, 8])])
     batch.batch["old_log_probs"] = torch.tensor([[-0.2, -0.5], [-0.5, -3.0]])
     mask = batch.batch["response_mask"].clone()
-    config = changed(recipe, f"{CORRECTION}.rollout_is=token")
-    metrics = training.apply_rollout_correction(batch, config)
+    recipe = changed(recipe, f"{CORRECTION}.rollout_is=token")
+    metrics = training.apply_rollout_correction(batch, recipe)
     weights = np.exp([[0.3, 0.0], [0.0, -2.5]])
     assert is_close(batch.batch["rollout_is_weights"], weights)
     assert any(name.startswith("rollout_corr/") for name in metrics)
@@ -78,14 +78,14 @@ def test_a_rollout_correction_weights_and_rejects_tokens(recipe):
 # --- advantages ----------------------------------------------------------------------------------
 
 
-def compute_batch(config, *changes, groups="aabb", rewards=(1.0, 0.0, 0.5, 0.25)) -> Any:
+def compute_batch(recipe, *changes, groups="aabb", rewards=(1.0, 0.0, 0.5, 0.25)) -> Any:
     """A batch of responses with two tokens, with its advantages."""
     pairs = zip(groups, rewards, strict=True)
     episodes = [make_episode([5], [7, 8], reward=reward, group=group) for group, reward in pairs]
     batch = make_batch(episodes)
     batch.batch["token_level_rewards"] = 2 * batch.batch["token_level_scores"]
     batch.batch["values"] = torch.tensor([[0.1, 0.4]] * len(episodes))
-    training.compute_advantages(batch, changed(config, *changes))
+    training.compute_advantages(batch, changed(recipe, *changes))
     return batch.batch
 
 
@@ -125,16 +125,16 @@ def test_a_custom_estimator_gets_the_arguments_that_it_names(recipe, monkeypatch
 
     monkeypatch.setitem(ADV_ESTIMATOR_REGISTRY, "mine.py:f", estimator)
     changes = ["algorithm.adv_estimator=mine.py:f", "algorithm.gamma=0.9", "algorithm.lam=0.5"]
-    config = changed(recipe, *changes)
+    recipe = changed(recipe, *changes)
     batch = make_batch([make_episode([5], [7], group="a"), make_episode([5], [7], group="b")])
     batch.batch["token_level_rewards"] = torch.tensor([[0.25], [0.5]])
     batch.batch["values"] = torch.tensor([[0.1], [0.2]])
     if has_weights:
         batch.batch["rollout_is_weights"] = torch.tensor([[3.0], [4.0]])
-    training.compute_advantages(batch, config)
+    training.compute_advantages(batch, recipe)
     assert arguments["gamma"] == 0.9 and arguments["lam"] == 0.5
     assert list(arguments["index"]) == ["a", "b"]
-    assert arguments["config"] == config.algorithm
+    assert arguments["config"] == recipe.algorithm
     assert is_close(arguments["values"], [[0.1], [0.2]])
     if has_weights:
         assert is_close(arguments["rollout_is_weights"], [[3.0], [4.0]])
@@ -153,12 +153,12 @@ def test_failures_and_groups_of_one_are_dropped():
 
 
 def test_failed_episodes_do_not_change_the_advantages_of_the_others():
-    config = OmegaConf.create({"algorithm": ALGORITHM})
+    recipe = OmegaConf.create({"algorithm": ALGORITHM})
 
     def compute(episodes):
         batch = training.build_batch(select_trainable(episodes)[0], 0, 1.0)
         batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-        training.compute_advantages(batch, config)
+        training.compute_advantages(batch, recipe)
         return batch.batch["advantages"][:, 0].tolist()
 
     good = [make_episode([1], [1], reward=r, group="a") for r in (0.0, 1.0, 1.0)]
@@ -180,8 +180,9 @@ def test_throughput_is_per_gpu_and_the_critics_metrics_are_included(recipe):
     tokens = sum(len(e.prompt_ids) + len(e.response_ids) for e in seven_episodes())
     assert metrics["perf/total_num_tokens"] == tokens and metrics["perf/time_per_step"] == 2.0
     assert metrics["perf/throughput"] == pytest.approx(tokens / (2.0 * 2))  # two GPUs
-    separate = {"actor_rollout_ref": {"rollout": {"nnodes": 3, "n_gpus_per_node": 2}}}
-    metrics = training.compute_step_metrics(batch, timing, OmegaConf.merge(recipe, separate))
+    rollout = "actor_rollout_ref.rollout"
+    separate = changed(recipe, f"{rollout}.nnodes=3", f"{rollout}.n_gpus_per_node=2")
+    metrics = training.compute_step_metrics(batch, timing, separate)
     assert metrics["perf/throughput"] == pytest.approx(tokens / (2.0 * 8))  # two, and six for vLLM
     assert metrics["timing_per_token_ms/gen"] == pytest.approx(1000 / 15)
     assert metrics["timing_s/gen"] == 1.0

@@ -73,12 +73,12 @@ def test_observed_tokens_are_attended_to_and_have_no_loss():
 
 
 def test_the_batch_of_a_step_has_the_recipes_temperature_and_images(recipe):
-    config = changed(recipe, "actor_rollout_ref.rollout.temperature=0.6")
+    recipe = changed(recipe, "actor_rollout_ref.rollout.temperature=0.6")
     calls = []
     processor = SimpleNamespace(add_images=lambda *arguments: calls.append(arguments))
     inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=4), processor=processor)
     episodes = [make_episode([5, 6], [7]), make_episode([5], [7])]
-    batch = training.to_batch(episodes, inputs, config)
+    batch = training.to_batch(episodes, inputs, recipe)
     assert batch.meta_info["temperature"] == 0.6
     assert batch.batch["prompts"].tolist() == [[5, 6], [4, 5]]
     [(given_batch, given_episodes)] = calls
@@ -164,14 +164,14 @@ def test_ranks_that_share_one_model_count_once(recipe):
 
     With ulysses_sequence_parallel_size=2, two ranks share a sequence.
     """
-    config = changed(recipe, "trainer.nnodes=3", "trainer.resource_pools.critic=4")
-    assert training.world_size(config) == 6
-    assert training.world_size(config, "critic") == 12
-    assert training.data_parallel_size(config) == 6
-    assert training.data_parallel_size(config, "critic") == 12
-    config = changed(config, f"{ACTOR}.ulysses_sequence_parallel_size=2")
-    assert training.data_parallel_size(config) == 3
-    assert training.data_parallel_size(config, "critic") == 6
+    recipe = changed(recipe, "trainer.nnodes=3", "trainer.resource_pools.critic=4")
+    assert recipe.world_size() == 6
+    assert recipe.world_size("critic") == 12
+    assert recipe.data_parallel_size() == 6
+    assert recipe.data_parallel_size("critic") == 12
+    recipe = changed(recipe, f"{ACTOR}.ulysses_sequence_parallel_size=2")
+    assert recipe.data_parallel_size() == 3
+    assert recipe.data_parallel_size("critic") == 6
 
 
 def test_forward_passes_are_balanced_over_ranks_and_come_back_in_order():

@@ -79,8 +79,8 @@ class Corrected(NamedTuple):
 def correct(batch: DataProto, **settings: Any) -> Corrected:
     """Correct a batch as the training loop does."""
     correction = OmegaConf.merge(default_settings(), settings)
-    config = OmegaConf.create({"algorithm": {"rollout_correction": correction}})
-    metrics = training.apply_rollout_correction(batch, config)
+    recipe = OmegaConf.create({"algorithm": {"rollout_correction": correction}})
+    metrics = training.apply_rollout_correction(batch, recipe)
     b = batch.batch
     return Corrected(b.get("rollout_is_weights"), b["response_mask"], metrics)
 

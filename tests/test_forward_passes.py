@@ -46,11 +46,11 @@ def test_log_probs_come_back_in_the_order_of_the_batch(recipe):
 
 
 def test_the_sum_of_squared_probabilities_is_computed_if_the_advantage_needs_it(recipe):
-    config = changed(recipe, "algorithm.adv_estimator=optimal_token_baseline")
+    other = changed(recipe, "algorithm.adv_estimator=optimal_token_baseline")
     episodes = seven_episodes()
     actor = RecordingGroup()
     batch = make_batch(episodes)
-    training.add_old_log_probs(actor, batch, config)
+    training.add_old_log_probs(actor, batch, other)
     assert tu.get(actor.data, "calculate_sum_pi_squared") is True
     assert is_close(batch.batch["sum_pi_squared"], compute_outputs(episodes, 0.04))
     batch = make_batch(episodes)
@@ -99,12 +99,12 @@ def test_the_reference_is_the_teacher_the_frozen_model_or_the_actor_without_its_
     recipe, lora_rank, is_separate, method, adapter
 ):
     changes = [f"actor_rollout_ref.model.lora_rank={lora_rank}", "trainer.resource_pools.ref=1"]
-    config = changed(recipe, *changes)
+    recipe = changed(recipe, *changes)
     episodes = seven_episodes()
     actor = RecordingGroup()
     ref = RecordingGroup()
     workers = training.Workers(actor, None, None, ref if is_separate else None)
-    log_probs = training.compute_ref_log_probs(workers, make_batch(episodes), config)
+    log_probs = training.compute_ref_log_probs(workers, make_batch(episodes), recipe)
     is_adapter_off = lora_rank and not is_separate
     assert is_close(log_probs, compute_outputs(episodes, -0.01 if is_adapter_off else -0.1))
     called, unused = (ref, actor) if is_separate else (actor, ref)
@@ -117,8 +117,8 @@ def test_the_reference_is_the_teacher_the_frozen_model_or_the_actor_without_its_
 def test_a_value_belongs_to_the_state_before_its_token(recipe):
     episodes = seven_episodes()
     critic = RecordingGroup()
-    config = changed(recipe, "trainer.resource_pools.critic=3")
-    values = training.compute_values(critic, make_batch(episodes), config)
+    recipe = changed(recipe, "trainer.resource_pools.critic=3")
+    values = training.compute_values(critic, make_batch(episodes), recipe)
     assert is_close(values, compute_outputs(episodes, 0.03))
     [(method, data)] = critic.calls
     assert method == "infer_batch" and len(data) == 9  # three ranks
@@ -128,9 +128,9 @@ def test_a_learned_reward_is_the_heads_output_at_the_last_token(recipe):
     """Each episode gets its own reward, in whatever order the ranks have the rows."""
     episodes = seven_episodes()
     model = RecordingGroup()
-    config = changed(recipe, "trainer.resource_pools.reward_model=3")
+    recipe = changed(recipe, "trainer.resource_pools.reward_model=3")
     inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=3))
-    training.add_reward_model_scores(model, episodes, inputs, config)
+    training.add_reward_model_scores(model, episodes, inputs, recipe)
     for e in episodes:
         assert e.reward_components == {"reward_model": pytest.approx(0.03 * e.response_ids[-1])}
         assert e.reward == 1.0  # only env.reward may change the reward

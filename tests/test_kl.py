@@ -111,11 +111,11 @@ def test_kl_in_the_reward_is_subtracted_on_sampled_tokens_only(kind, target):
     batch.batch["old_log_probs"] = torch.tensor(old)
     batch.batch["ref_log_prob"] = torch.tensor(ref)
     kl_ctrl = {"type": "adaptive", "kl_coef": 0.25, "target_kl": target, "horizon": 100}
-    config = OmegaConf.create({"algorithm": {"kl_ctrl": kl_ctrl, "kl_penalty": kind}})
+    recipe = OmegaConf.create({"algorithm": {"kl_ctrl": kl_ctrl, "kl_penalty": kind}})
     controller = training.make_kl_controller(
-        config, 0.5
+        recipe, 0.5
     )  # the coefficient of a checkpoint replaces kl_coef
-    metrics = training.apply_kl_penalty(batch, controller, config)
+    metrics = training.apply_kl_penalty(batch, controller, recipe)
     penalty, _ = np.vectorize(KL[kind])(old, ref)
     for i, case in enumerate(cases):
         expected[i, list_sampled(case)] -= 0.5 * penalty[i, list_sampled(case)]
@@ -126,4 +126,4 @@ def test_kl_in_the_reward_is_subtracted_on_sampled_tokens_only(kind, target):
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
     change = np.clip(kl / target - 1, -0.2, 0.2) * 10 / 100
     assert controller.value == pytest.approx(0.5 * (1 + change)) != 0.5
-    assert training.make_kl_controller(config, 0.0).value == 0.25  # a new run starts with kl_coef
+    assert training.make_kl_controller(recipe, 0.0).value == 0.25  # a new run starts with kl_coef

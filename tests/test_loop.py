@@ -65,19 +65,19 @@ def test_a_run_that_resumes_after_its_last_step_evaluates_and_exports(
         trainer.fit()
     assert calls == ["sleep", "load global_step_5", "update_weights 5", "validate", "export 5"]
 
-    folder = tmp_path / plan.config.trainer.default_local_dir
+    folder = tmp_path / plan.recipe.trainer.default_local_dir
     (folder / "global_step_5").mkdir(parents=True)
     monkeypatch.setattr(checkpoints, "find_damage", lambda _: "")
-    checkpoint, notes = checkpoints.find_resume_point(plan.config)
+    checkpoint, notes = checkpoints.find_resume_point(plan.recipe)
     assert checkpoint == folder.relative_to(tmp_path) / "global_step_5"
     assert "The last evaluation and the export remain" in notes[-1]
-    export = tmp_path / "runs" / plan.config.trainer.experiment_name / "export"
+    export = tmp_path / "runs" / plan.recipe.trainer.experiment_name / "export"
     export.mkdir(parents=True)
     (export / checkpoints.EXPORTED).write_text("4\n")  # the export of an earlier step
-    assert checkpoints.find_resume_point(plan.config)[0] == checkpoint
+    assert checkpoints.find_resume_point(plan.recipe)[0] == checkpoint
     (export / checkpoints.EXPORTED).write_text("5\n")
     with pytest.raises(ConfigError, match="Nothing is left to train"):
-        checkpoints.find_resume_point(plan.config)
+        checkpoints.find_resume_point(plan.recipe)
 
 
 def test_a_step_whose_episodes_all_failed_is_skipped_before_vllm_sleeps(workspace, loop_doubles):

@@ -50,9 +50,9 @@ def recipe(workspace) -> DictConfig:
     ],
 )
 def test_old_log_probs_that_are_needed_before_the_update_need_a_separate_pass(recipe, change):
-    config = changed(recipe, *FUSED)
-    assert training.is_on_policy(config)
-    assert not training.is_on_policy(changed(config, change))
+    recipe = changed(recipe, *FUSED)
+    assert recipe.is_on_policy
+    assert not changed(recipe, change).is_on_policy
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_an_estimator_that_reads_results_of_the_pass_needs_a_separate_pass(
     """
     file = tmp_path / "mine.py"
     file.write_text(f"def f({name}):\n    return {name}, {name}\n")
-    config = changed(recipe, *FUSED, f"algorithm.adv_estimator={file}:f")
-    assert training.is_on_policy(config) is is_on_policy
+    recipe = changed(recipe, *FUSED, f"algorithm.adv_estimator={file}:f")
+    assert recipe.is_on_policy is is_on_policy
 
 
 # --- the driver's side ---------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class LossRecorder:
 def test_the_actor_gets_the_recipes_loss(recipe, monkeypatch, changes, name):
     """A worker registers a custom loss before it calls verl's ppo_loss."""
     loss_settings = [f"{ACTOR}.policy_loss.loss_mode={name}", f"{ACTOR}.clip_ratio=0.3"]
-    config = changed(recipe, *changes, *loss_settings)
+    recipe = changed(recipe, *changes, *loss_settings)
     calls = []
 
     def ppo_loss(config, model_output, data, dp_group=None):
@@ -197,7 +197,7 @@ def test_the_actor_gets_the_recipes_loss(recipe, monkeypatch, changes, name):
     if is_custom:
         monkeypatch.setitem(POLICY_LOSS_REGISTRY, name, custom_loss)
     actor = LossRecorder()
-    training.set_policy_loss(actor, config)
+    training.set_policy_loss(actor, recipe)
     if is_custom:
         monkeypatch.delitem(POLICY_LOSS_REGISTRY, name)  # as in a worker's process
     assert actor.loss("output", "data", "ranks") == ("loss", {})

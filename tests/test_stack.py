@@ -33,7 +33,7 @@ def session(stack):
 
 
 def sample(trainer, n=4, servers=None, **changes):
-    sampling = build_sampling_params(trainer.config, is_validation=False) | changes
+    sampling = build_sampling_params(trainer.recipe, is_validation=False) | changes
     requests = repeat_per_group(trainer.inputs.train, n, "a")
     return (servers or trainer.servers).rollout(requests, sampling)
 
@@ -41,7 +41,7 @@ def sample(trainer, n=4, servers=None, **changes):
 def compute_log_probs(trainer, batch):
     """The trainer's log-probs of a batch, [B, R]."""
     actor = trainer.workers.actor
-    return training.compute_log_probs(actor, batch, trainer.config)["log_probs"]
+    return training.compute_log_probs(actor, batch, trainer.recipe)["log_probs"]
 
 
 def build_batch(trainer, episodes):

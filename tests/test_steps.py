@@ -51,7 +51,7 @@ def read_records(trainer, step: int) -> list[dict]:
 def compute_log_probs(trainer, batch):
     """The trainer's log-probs of a batch, [B, R]."""
     actor = trainer.workers.actor
-    return training.compute_log_probs(actor, batch, trainer.config)["log_probs"]
+    return training.compute_log_probs(actor, batch, trainer.recipe)["log_probs"]
 
 
 def test_every_algorithm_recipe_has_a_test():
@@ -218,7 +218,7 @@ def test_vllm_gets_the_merged_weights_of_a_lora_adapter(stack):
         NO_EVALUATION,
     ]
     with stack.trainer("lora", *changes, overlays=["lora"]) as trainer:
-        workers = start_workers(trainer.config)
+        workers = start_workers(trainer.recipe)
         workers.actor.init_model()
     try:
         with stack.trainer("lora", *changes, overlays=["lora"], workers=workers) as trainer:
@@ -264,15 +264,15 @@ def test_critic_and_reference_run_in_separate_resource_pools(stack):
         NO_EVALUATION,
     ]
     with stack.trainer("pools", *changes, overlays=["ppo"]) as trainer:
-        pools = start_roles(trainer.config, optional_roles(trainer.config))
+        pools = start_roles(trainer.recipe, optional_roles(trainer.recipe))
         shared = trainer.workers
         trainer.workers = shared._replace(critic=pools.critic, ref=pools.ref)
         try:
             first = trainer.step_or_skip()
             episodes = trainer.collect()[:37]
             batch = training.build_batch(episodes, trainer.inputs.tokenizer.pad_token_id, 1.0)
-            in_pool = training.compute_ref_log_probs(pools, batch, trainer.config)
-            in_actor = training.compute_ref_log_probs(shared, batch, trainer.config)
+            in_pool = training.compute_ref_log_probs(pools, batch, trainer.recipe)
+            in_actor = training.compute_ref_log_probs(shared, batch, trainer.recipe)
             assert torch.equal(in_pool != 0, in_actor != 0)
             assert torch.allclose(in_pool, in_actor, atol=1e-4)
             second = trainer.step_or_skip()

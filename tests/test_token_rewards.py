@@ -20,12 +20,14 @@ from verl.trainer.ppo import core_algos
 
 import algorithm
 import training
+from kit.config.recipe import freeze
 from kit.config.user_functions import ADVANTAGE, load_function
 from kit.data import token_rewards
 from kit.data.episode import Episode, TurnSpan
 from kit.errors import RunError, SkippedStep
 from tests.helpers.cases import make_case, tiny_recipe
 from tests.helpers.trainer import make_plan
+from tests.helpers.workers import ACTOR, changed
 
 VERL = [estimator.value for estimator in core_algos.AdvantageEstimator]
 # distill and spin read log-probs instead of rewards
@@ -220,7 +222,7 @@ LOSSES = sorted(
 
 @pytest.fixture(scope="module")
 def recipe():
-    return tiny_recipe().copy()
+    return freeze(tiny_recipe(), tiny_recipe())
 
 
 def make_batch(advantages: list[list[float]]) -> Any:
@@ -231,20 +233,18 @@ def make_batch(advantages: list[list[float]]) -> Any:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_without_advantages_no_loss_of_verl_has_a_gradient(recipe, loss):
-    config = OmegaConf.merge(
-        recipe,
-        {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": loss, "dro_beta": 0.3}}}},
-    )
-    assert training.lacks_signal(make_batch([[0.0, 5.0], [0.0, 0.0]]), config), loss
-    assert not training.lacks_signal(make_batch([[0.0, 0.0], [1e-9, 0.0]]), config)
+    settings = {"policy_loss.loss_mode": loss, "policy_loss.dro_beta": 0.3}
+    recipe = changed(recipe, *[f"{ACTOR}.{key}={value}" for key, value in settings.items()])
+    assert training.lacks_signal(make_batch([[0.0, 5.0], [0.0, 0.0]]), recipe), loss
+    assert not training.lacks_signal(make_batch([[0.0, 0.0], [1e-9, 0.0]]), recipe)
 
 
 @pytest.mark.parametrize(
     "changes", [{"use_kl_loss": True, "kl_loss_coef": 0.001}, {"entropy_coeff": 0.01}]
 )
 def test_a_kl_or_entropy_term_is_a_signal(recipe, changes):
-    config = OmegaConf.merge(recipe, {"actor_rollout_ref": {"actor": changes}})
-    assert not training.lacks_signal(make_batch([[0.0, 0.0]]), config)
+    recipe = changed(recipe, *[f"{ACTOR}.{key}={value}" for key, value in changes.items()])
+    assert not training.lacks_signal(make_batch([[0.0, 0.0]]), recipe)
 
 
 def test_a_custom_loss_with_a_term_of_another_kind_is_a_signal(recipe, monkeypatch):
@@ -252,9 +252,8 @@ def test_a_custom_loss_with_a_term_of_another_kind_is_a_signal(recipe, monkeypat
         return (log_prob.square() - advantages * log_prob).mean(), {}
 
     monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "mine.py:loss", with_regularizer)
-    changes = {"policy_loss": {"loss_mode": "mine.py:loss"}}
-    config = OmegaConf.merge(recipe, {"actor_rollout_ref": {"actor": changes}})
-    assert not training.lacks_signal(make_batch([[0.0, 0.0]]), config)
+    recipe = changed(recipe, f"{ACTOR}.policy_loss.loss_mode=mine.py:loss")
+    assert not training.lacks_signal(make_batch([[0.0, 0.0]]), recipe)
 
 
 def test_a_step_without_a_signal_does_not_update_the_actor(

@@ -78,7 +78,7 @@ def test_a_run_starts_with_servers_and_a_new_state(workspace, recorder):
         run, inputs, _, samples = recorder.started
         assert (run, inputs, samples) == (trainer.run, plan.inputs, True)
         assert trainer.state == trainer.saved_state == LoopState("train", 0, 0, {}, 0.0)
-        assert (trainer.config, trainer.inputs) == (plan.config, plan.inputs)
+        assert (trainer.recipe, trainer.inputs) == (plan.recipe, plan.inputs)
         assert trainer.workers == recorder.workers
         assert trainer.servers is recorder.servers
         assert {"sleep", "update_weights"} <= set(trainer.run.timing)
@@ -160,17 +160,17 @@ def test_a_step_passes_its_episodes_to_the_batch_and_the_batch_to_the_update(wor
         inputs = trainer.inputs
         recorder.record(inputs.processor, "add_images")
         trainer.step_or_skip()
-        kept, batch_inputs, config = recorder.arguments["to_batch"]
+        kept, batch_inputs, recipe = recorder.arguments["to_batch"]
         assert len(kept) == 64
         assert batch_inputs is inputs
-        assert config is trainer.config
+        assert recipe is trainer.recipe
         assert recorder.arguments["build_batch"] == (kept, inputs.tokenizer.pad_token_id, 0.7)
         batch, episodes = recorder.arguments["add_images"]
         assert episodes == kept
         assert inputs.processor.tokenizer is inputs.tokenizer
-        assert recorder.arguments["update_actor"] == ("actor", batch, trainer.config)
-        assert recorder.arguments["compute_advantages"] == (batch, trainer.config)
-        expected = (batch, trainer.run.timing, trainer.config)
+        assert recorder.arguments["update_actor"] == ("actor", batch, trainer.recipe)
+        assert recorder.arguments["compute_advantages"] == (batch, trainer.recipe)
+        expected = (batch, trainer.run.timing, trainer.recipe)
         assert recorder.arguments["compute_step_metrics"] == expected
         written = np.load(trainer.run.folder / "advantages" / "step_1.npz")
         assert [tuple(index) for index in written["record_index"]] == [e.record_index for e in kept]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,12 +25,15 @@ def test_a_learned_reward_is_a_component_that_env_reward_can_read(workspace, rec
     """The means of the verifier's components are still over all episodes."""
     recorder.workers = training.Workers("actor", None, "reward model")
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        trainer.inputs.reward = lambda e: e.reward + e.reward_components["reward_model"]
+        functions = trainer.recipe.functions._replace(
+            reward=lambda e: e.reward + e.reward_components["reward_model"]
+        )
+        trainer.recipe = replace(trainer.recipe, functions=functions)
         metrics = trainer.step_or_skip()
-        model, kept, inputs, config = recorder.arguments["add_reward_model_scores"]
+        model, kept, inputs, recipe = recorder.arguments["add_reward_model_scores"]
         assert model == "reward model"
         assert inputs is trainer.inputs
-        assert config is trainer.config
+        assert recipe is trainer.recipe
         assert [e.shaped_reward for e in kept] == [4.0 + float(i % 3 == 0) for i in range(64)]
         assert metrics["reward/reasoning_gym/reward_model/mean"] == 4.0
         assert "timing_s/reward_model" in metrics
@@ -72,9 +76,9 @@ def test_critic_warmup_trains_only_the_critic(workspace, recorder):
             assert metrics["critic/vf_loss"] == 0.75
             assert {"timing_s/values", "timing_s/update_critic"} <= set(metrics)
         batch = recorder.arguments["compute_advantages"][0]
-        assert recorder.arguments["compute_values"] == ("critic", batch, trainer.config)
-        assert recorder.arguments["update_critic"] == ("critic", batch, trainer.config)
-        assert recorder.arguments["add_old_log_probs"][::2] == ("actor", trainer.config)
+        assert recorder.arguments["compute_values"] == ("critic", batch, trainer.recipe)
+        assert recorder.arguments["update_critic"] == ("critic", batch, trainer.recipe)
+        assert recorder.arguments["add_old_log_probs"][::2] == ("actor", trainer.recipe)
         assert set(batch.batch["values"].flatten().tolist()) == {0.25}
         assert metrics["critic/values/mean"] == 0.25
 
@@ -85,10 +89,10 @@ def test_the_adaptive_coefficient_of_a_kl_penalty_is_saved(workspace, recorder):
     changes += [f"algorithm.kl_ctrl.{setting}" for setting in settings]
     with algorithm.train(make_plan(workspace, *QUIET, *changes)) as trainer:
         metrics = trainer.step_or_skip()
-        batch, controller, config = recorder.arguments["apply_kl_penalty"]
+        batch, controller, recipe = recorder.arguments["apply_kl_penalty"]
         assert controller is trainer.kl_controller
-        assert config is trainer.config
-        expected = (recorder.workers, batch, trainer.config)
+        assert recipe is trainer.recipe
+        expected = (recorder.workers, batch, trainer.recipe)
         assert recorder.arguments["compute_ref_log_probs"] == expected
         tensors = batch.batch
         assert is_close(tensors["ref_log_prob"], tensors["rollout_log_probs"] - 1.0)
@@ -115,8 +119,8 @@ def test_rollout_engine_and_trainer_are_compared_if_both_log_probs_exist(workspa
     """The difference is -0.5 on each token."""
     with algorithm.train(make_plan(workspace, *QUIET, f"{CORRECTION}.rollout_is=token")) as trainer:
         metrics = trainer.step_or_skip()
-        batch, config = recorder.arguments["apply_rollout_correction"]
-        assert config is trainer.config
+        batch, recipe = recorder.arguments["apply_rollout_correction"]
+        assert recipe is trainer.recipe
         expected = np.full((64, 3), np.exp(-0.5))
         assert is_close(batch.batch["rollout_is_weights"], expected)
         assert any(name.startswith("rollout_corr/") for name in metrics)

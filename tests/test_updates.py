@@ -67,8 +67,8 @@ def test_a_mini_batch_has_rows_of_every_part_of_the_batch(recipe):
     rows = sent_rows(actor.data)
     mini_batches = [rows[0:2] + rows[4:6], rows[2:4] + rows[6:8]]  # of both ranks
     assert sorted(mini_batches[0]) == [0, 1, 3, 6] and sorted(mini_batches[1]) == [0, 2, 5, 7]
-    config = changed(recipe, "trainer.n_gpus_per_node=3")
-    training.update_actor(actor, make_update_batch(seven_episodes()), config)
+    recipe = changed(recipe, "trainer.n_gpus_per_node=3")
+    training.update_actor(actor, make_update_batch(seven_episodes()), recipe)
     rows = sent_rows(actor.data)  # of three ranks, a row of each mini-batch
     assert (sorted(rows[0::2]), sorted(rows[1::2])) == ([1, 3, 6], [2, 5, 7])
 
@@ -108,8 +108,8 @@ def test_images_stay_with_their_rows(recipe):
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_update_has_the_recipes_settings(recipe, shuffle):
     actor = RecordingGroup()
-    config = changed(recipe, f"{ACTOR}.shuffle={str(shuffle).lower()}")
-    training.update_actor(actor, make_update_batch(seven_episodes()), config)
+    recipe = changed(recipe, f"{ACTOR}.shuffle={str(shuffle).lower()}")
+    training.update_actor(actor, make_update_batch(seven_episodes()), recipe)
     data = actor.data
     assert tu.get(data, "mini_batch_size") == 4 and tu.get(data, "global_batch_size") == 3.5
     assert tu.get(data, "epochs") == 2 and tu.get(data, "seed") == 7
@@ -130,8 +130,8 @@ def test_an_update_has_the_recipes_settings(recipe, shuffle):
 )
 def test_the_entropy_is_computed_if_something_reads_it(recipe, changes, entropy):
     actor = RecordingGroup()
-    config = changed(recipe, f"{ACTOR}.calculate_entropy=false", *changes)
-    training.update_actor(actor, make_update_batch(seven_episodes()), config)
+    recipe = changed(recipe, f"{ACTOR}.calculate_entropy=false", *changes)
+    training.update_actor(actor, make_update_batch(seven_episodes()), recipe)
     assert tu.get(actor.data, "calculate_entropy") is entropy
 
 
@@ -142,9 +142,9 @@ def test_an_update_of_the_critic_has_the_settings_and_ranks_of_the_critic(recipe
         "critic.data_loader_seed=9",
         "critic.shuffle=true",
     ]
-    config = changed(recipe, *changes, "trainer.resource_pools.critic=4", f"{ACTOR}.shuffle=false")
+    recipe = changed(recipe, *changes, "trainer.resource_pools.critic=4", f"{ACTOR}.shuffle=false")
     critic = RecordingGroup({"vf_loss": [0.5, 1.0], "critic/lr": [0.1]})
-    metrics = training.update_critic(critic, make_update_batch(seven_episodes()), config)
+    metrics = training.update_critic(critic, make_update_batch(seven_episodes()), recipe)
     assert metrics == {"critic/vf_loss": 0.75, "critic/lr": 0.1}
     [(method, data)] = critic.calls
     # 6 live rows on 4 ranks, in one mini-batch
@@ -156,14 +156,14 @@ def test_an_update_of_the_critic_has_the_settings_and_ranks_of_the_critic(recipe
 
 
 def test_utilization_is_a_metric_only_on_gpus(recipe):
-    config = changed(recipe, "trainer.device=cuda")
+    recipe = changed(recipe, "trainer.device=cuda")
     batch = make_update_batch(seven_episodes())
     actor = RecordingGroup({"mfu": [0.25, 0.75]})
     critic = RecordingGroup({"mfu": [0.5]})
-    assert training.update_actor(actor, batch, config) == {"perf/mfu/actor": 0.5}
-    assert training.update_critic(critic, batch, config) == {"perf/mfu/critic": 0.5}
+    assert training.update_actor(actor, batch, recipe) == {"perf/mfu/actor": 0.5}
+    assert training.update_critic(critic, batch, recipe) == {"perf/mfu/critic": 0.5}
     actor = RecordingGroup({"lr": [0.5]})
-    assert training.update_actor(actor, batch, config) == {"actor/lr": 0.5}
+    assert training.update_actor(actor, batch, recipe) == {"actor/lr": 0.5}
 
 
 # --- SFT -----------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_sft_takes_one_step_on_the_tokens_of_the_response(recipe):
     ):
         e = episodes[row - 1]
         assert mask == [0] * len(e.prompt_ids) + e.response_mask and len(mask) == len(ids)
-    assert recipe.actor_rollout_ref.actor.ppo_epochs == 2  # the recipe is unchanged
+    assert recipe.actor.ppo_epochs == 2  # the recipe is unchanged
 
 
 def test_without_sft_the_loss_mask_is_that_of_the_response(recipe):

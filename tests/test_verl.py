@@ -31,8 +31,7 @@ from verl.workers.utils.losses import sft_loss, value_loss
 import algorithm
 import training
 from kit.config.load import load_config
-from kit.config.model_files import load_model_files
-from kit.config.user_functions import needs_reference, register_in_verl
+from kit.config.user_functions import register_in_verl
 from kit.data.episode import Episode, TurnSpan
 from kit.data.selection import select_trainable, take_groups
 from kit.extras.sft import update_sft
@@ -43,11 +42,11 @@ from tests.helpers import plain_torch
 from tests.helpers.plain_torch import Data, compute_log_probs
 from tests.helpers.recipes import CPU, RECIPE, tiny
 from tests.helpers.stack import kill_workers, with_values
+from tests.helpers.workers import ACTOR, changed
 
 LOSS = 1e-6
 GRADIENT = 1e-6
 PLAIN = 1e-5
-ACTOR = "actor_rollout_ref.actor"
 SGD = [
     f"{ACTOR}.optim.optimizer=SGD",
     f"{ACTOR}.optim.lr=1.0",
@@ -57,18 +56,17 @@ SGD = [
 
 
 def load_recipe(workspace, *changes, overlays=()):
-    """The tiny recipe with overlays of configs/, merged and checked -> (config, inputs)."""
+    """The tiny recipe with overlays of configs/, merged and checked -> (recipe, inputs)."""
     arguments = tiny(
         workspace,
         f"actor_rollout_ref.model.path={workspace / 'untied'}",
         "data.max_response_length=24",
     )
-    config, _ = load_config([str(CPU), str(RECIPE), *overlays], [*arguments, *changes])
-    return config, prepare.prepare(config)
+    return prepare.prepare(*load_config([str(CPU), str(RECIPE), *overlays], [*arguments, *changes]))
 
 
-def start_actor(config) -> training.Workers:
-    workers = start_workers(config)
+def start_actor(recipe) -> training.Workers:
+    workers = start_workers(recipe)
     workers.actor.init_model()
     return workers
 
@@ -120,10 +118,10 @@ def compute_distance(a, b) -> float:
 # --- a step of the kit and a step of verl's trainer ----------------------------------------------
 
 
-def make_verl_batch(episodes, order, config) -> DataProto:
+def make_verl_batch(episodes, order, recipe) -> DataProto:
     """The episodes as verl's agent loop pads them, to the maximum lengths of the recipe."""
-    P = config.data.max_prompt_length
-    R = config.data.max_response_length
+    P = recipe.data.max_prompt_length
+    R = recipe.data.max_response_length
     rows = [episodes[i] for i in order]
 
     def pad_right(values, padding=0):
@@ -154,14 +152,14 @@ def make_verl_batch(episodes, order, config) -> DataProto:
     return DataProto(batch=batch, non_tensor_batch={"uid": uid}, meta_info=meta)
 
 
-def order_for_verl(episodes, config) -> list[int]:
+def order_for_verl(episodes, recipe) -> list[int]:
     """The order of rows that gives verl's mini-batches the same rows as the kit's.
 
     verl splits the batch into consecutive mini-batches. The kit assigns rows with tokens to train
     on to mini-batches in turn.
     """
-    size = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    mini_batches = config.data.train_batch_size // size
+    size = recipe.actor.ppo_mini_batch_size
+    mini_batches = recipe.data.train_batch_size // size
     live = [i for i, e in enumerate(episodes) if any(e.response_mask)]
     masked = [i for i, e in enumerate(episodes) if not any(e.response_mask)]
     order: list[int] = []
@@ -172,30 +170,30 @@ def order_for_verl(episodes, config) -> list[int]:
     return order
 
 
-def run_verl_step(episodes, workers, config):
+def run_verl_step(episodes, workers, recipe):
     """Run a step of RayPPOTrainer, as its `fit` does -> (advantages, metrics)."""
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
     from verl.utils.metric import reduce_metrics
 
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
-    trainer.config = config
+    trainer.config = recipe.for_verl()
     trainer.ref_in_actor = False
     trainer.distillation_config = None
     trainer.actor_rollout_wg = workers.actor
     trainer.ref_policy_wg = workers.actor
     trainer.critic_wg = workers.critic
-    order = order_for_verl(episodes, config)
-    batch = make_verl_batch(episodes, order, config)
+    order = order_for_verl(episodes, recipe)
+    batch = make_verl_batch(episodes, order, recipe)
     old, _ = trainer._compute_old_log_prob(batch)
     old.batch.pop("entropys")
     batch = batch.union(old)
-    if needs_reference(config):
+    if recipe.has_reference:
         batch = batch.union(trainer._compute_ref_log_prob(batch))
     if workers.critic:
         batch = batch.union(trainer._compute_values(batch))
     keys = ("adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo")
-    settings = {key: config.algorithm[key] for key in keys}
-    batch = compute_advantage(batch, config=config.algorithm, **settings)
+    settings = {key: recipe.algorithm[key] for key in keys}
+    batch = compute_advantage(batch, config=recipe.algorithm, **settings)
     metrics = {}
     if workers.critic:
         metrics |= reduce_metrics(trainer._update_critic(batch).meta_info["metrics"])
@@ -204,25 +202,25 @@ def run_verl_step(episodes, workers, config):
     return batch.batch["advantages"][back], metrics
 
 
-def run_kit_step(episodes, workers, config):
+def run_kit_step(episodes, workers, recipe):
     """Run a step as algorithm.py does -> (advantages, metrics)."""
     batch = training.build_batch(episodes, 1, 1.0)
-    log_probs = training.compute_log_probs(workers.actor, batch, config)["log_probs"]
+    log_probs = training.compute_log_probs(workers.actor, batch, recipe)["log_probs"]
     batch.batch["old_log_probs"] = log_probs
-    if needs_reference(config):
-        batch.batch["ref_log_prob"] = training.compute_ref_log_probs(workers, batch, config)
+    if recipe.has_reference:
+        batch.batch["ref_log_prob"] = training.compute_ref_log_probs(workers, batch, recipe)
     if workers.critic:
-        batch.batch["values"] = training.compute_values(workers.critic, batch, config)
+        batch.batch["values"] = training.compute_values(workers.critic, batch, recipe)
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-    training.compute_advantages(batch, config)
+    training.compute_advantages(batch, recipe)
     metrics = {}
     if workers.critic:
-        metrics |= training.update_critic(workers.critic, batch, config)
-    metrics |= training.update_actor(workers.actor, batch, config)
+        metrics |= training.update_critic(workers.critic, batch, recipe)
+    metrics |= training.update_actor(workers.actor, batch, recipe)
     return batch.batch["advantages"], metrics
 
 
-def prepare_workers(config, stack, values, worker_variants, name) -> training.Workers:
+def prepare_workers(recipe, stack, values, worker_variants, name) -> training.Workers:
     """An SGD actor, and for ppo a critic, with their initial weights and the recipe's losses.
 
     The actor does not use AdamW. verl pads to other lengths, which changes the rounding. AdamW
@@ -230,9 +228,9 @@ def prepare_workers(config, stack, values, worker_variants, name) -> training.Wo
     """
     actor = worker_variants["one rank"][0].actor
     workers = with_values(stack, values, critic=name == "ppo")._replace(actor=actor)
-    training.set_policy_loss(workers.actor, config)
+    training.set_policy_loss(workers.actor, recipe)
     if workers.critic:
-        settings = omega_conf_to_dataclass(config.critic)
+        settings = omega_conf_to_dataclass(recipe.verl.critic)
         workers.critic.set_loss_fn(functools.partial(value_loss, config=settings))
     return workers
 
@@ -270,10 +268,10 @@ class StepResult(NamedTuple):
     after: list[dict[str, torch.Tensor]]  # of the actor, and of a critic
 
 
-def run_step(step, episodes, workers, config, folder) -> StepResult:
+def run_step(step, episodes, workers, recipe, folder) -> StepResult:
     """Run a step from the current weights. folder: where to write checkpoints."""
     before = read_weights(workers, folder / "before")
-    advantages, metrics = step(episodes, workers, config)
+    advantages, metrics = step(episodes, workers, recipe)
     groups = [name for name in ("actor", "critic") if getattr(workers, name)]
     after = [read_weights(workers, folder / name, name) for name in groups]
     return StepResult(advantages, metrics, before, after)
@@ -287,7 +285,7 @@ def test_a_step_equals_that_of_verls_trainer(
 
     The recipes have a KL term, a critic, and clip-higher.
     """
-    config, inputs = load_recipe(workspace, *list_changes(name), overlays=[name])
+    recipe, inputs = load_recipe(workspace, *list_changes(name), overlays=[name])
     # dapo drops a third of the episodes, and masks some others entirely
     episodes, _ = select_trainable(make_episodes(groups=24), 2, inputs.filters)
     episodes = take_groups(episodes, 8)
@@ -295,7 +293,7 @@ def test_a_step_equals_that_of_verls_trainer(
     assert len(episodes) == 32 and has_all_live == (name != "dapo")
     for e in episodes:
         e.reward = inputs.reward(e)
-    workers = prepare_workers(config, stack, values, worker_variants, name)
+    workers = prepare_workers(recipe, stack, values, worker_variants, name)
     groups = [group for group in ("actor", "critic") if getattr(workers, group)]
 
     def reset_weights():
@@ -304,9 +302,9 @@ def test_a_step_equals_that_of_verls_trainer(
 
     for group in groups:
         getattr(workers, group).save_checkpoint(str(tmp_path / f"start_{group}"), None, 0, None)
-    kit = run_step(run_kit_step, episodes, workers, config, tmp_path / "kit")
+    kit = run_step(run_kit_step, episodes, workers, recipe, tmp_path / "kit")
     reset_weights()
-    verl = run_step(run_verl_step, episodes, workers, config, tmp_path / "verl")
+    verl = run_step(run_verl_step, episodes, workers, recipe, tmp_path / "verl")
     reset_weights()  # other tests need the initial weights
     moved = compute_distance(kit.before, kit.after[0])
     assert compute_distance(kit.before, verl.before) == 0.0 and moved > 0.01
@@ -325,9 +323,9 @@ def test_a_step_equals_that_of_verls_trainer(
 def test_an_on_policy_update_equals_one_with_a_separate_pass(worker_variants, workspace, tmp_path):
     """With one optimizer step per batch, the ratio is 1, so all results are equal."""
     workers, _ = worker_variants["one rank"]
-    config, _ = load_recipe(workspace, *SGD, "actor_rollout_ref.rollout.n=4")
-    assert training.is_on_policy(config)
-    training.set_policy_loss(workers.actor, config)
+    recipe, _ = load_recipe(workspace, *SGD, "actor_rollout_ref.rollout.n=4")
+    assert recipe.is_on_policy
+    training.set_policy_loss(workers.actor, recipe)
     episodes = make_episodes()[:31]
     episodes[7].response_mask = [0] * len(episodes[7].response_mask)
     state = str(tmp_path / "start")
@@ -339,9 +337,9 @@ def test_an_on_policy_update_equals_one_with_a_separate_pass(worker_variants, wo
         batch.batch["advantages"] = signs * batch.batch["response_mask"]
         metrics = {}
         if name == "separate":
-            metrics |= training.add_old_log_probs(workers.actor, batch, config)
-            metrics |= training.apply_rollout_correction(batch, config)
-        metrics |= training.update_actor(workers.actor, batch, config)
+            metrics |= training.add_old_log_probs(workers.actor, batch, recipe)
+            metrics |= training.apply_rollout_correction(batch, recipe)
+        metrics |= training.update_actor(workers.actor, batch, recipe)
         results.append((metrics, read_weights(workers, tmp_path / name)))
         workers.actor.load_checkpoint(state)
     (metrics_separate, weights_separate), (metrics_on_policy, weights_on_policy) = results
@@ -404,13 +402,13 @@ def load_plain_model(workspace, weights) -> Any:
     return model
 
 
-def run_trainer_step(episodes, workers, config, inputs) -> tuple[DataProto, dict[str, float]]:
+def run_trainer_step(episodes, workers, recipe, inputs) -> tuple[DataProto, dict[str, float]]:
     """Run the stages of Trainer.step after `collect` -> (batch, metrics)."""
     run = SimpleNamespace(stage=lambda _: contextlib.nullcontext(), say=print)
     state = LoopState(step=1, batches=1)
-    trainer = algorithm.Trainer(config, inputs, run, workers, None, state)
+    trainer = algorithm.Trainer(recipe, inputs, run, workers, None, state)
     trainer.shape_rewards(episodes)
-    batch = training.to_batch(episodes, inputs, config)
+    batch = training.to_batch(episodes, inputs, recipe)
     trainer.compute_log_probs(batch)
     trainer.compute_advantages(batch)
     trainer.update(batch)
@@ -432,14 +430,14 @@ def read_plain_data(episodes, batch, model, reference) -> Data:
 @pytest.fixture(scope="module")
 def checkpoints(worker_variants, tmp_path_factory) -> tuple[str, str]:
     """Folders of the SGD actor: its initial weights, and one step away from its reference."""
-    workers, config = worker_variants["one rank"]
+    workers, recipe = worker_variants["one rank"]
     initial, moved = (str(tmp_path_factory.mktemp(name)) for name in ("initial", "moved"))
     workers.actor.save_checkpoint(initial, None, 0, None)
-    set_loss_settings(workers, OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True))
+    set_loss_settings(workers, OmegaConf.to_container(recipe.actor, resolve=True))
     batch = training.build_batch(make_episodes(seed=5), 1, 1.0)
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     batch.batch["advantages"] = 0.3 * batch.batch["response_mask"]
-    training.update_actor(workers.actor, batch, config)
+    training.update_actor(workers.actor, batch, recipe)
     workers.actor.save_checkpoint(moved, None, 0, None)
     return initial, moved
 
@@ -470,18 +468,18 @@ def test_a_step_of_each_recipe_equals_plain_torch(
         changes.append(f"{paths[name]}={workspace / folder}")
     if name in ("reinforce_plus_plus", "remax"):
         changes.append("algorithm.gamma=1.0")
-    config, inputs = load_recipe(workspace, *changes, overlays=[name])
-    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    register_in_verl(config.algorithm.adv_estimator, loss_mode)
+    recipe, inputs = load_recipe(workspace, *changes, overlays=[name])
+    loss_mode = recipe.actor.policy_loss.loss_mode
+    register_in_verl(recipe.algorithm.adv_estimator, loss_mode)
     critic = with_values(stack, values).critic if recipe.has_critic else None
     workers = training.Workers(moved_actor, critic, None)
-    training.set_policy_loss(moved_actor, config)
+    training.set_policy_loss(moved_actor, recipe)
     if critic:
-        settings = omega_conf_to_dataclass(config.critic)
+        settings = omega_conf_to_dataclass(recipe.verl.critic)
         critic.set_loss_fn(functools.partial(value_loss, config=settings))
     before = read_weights(workers, tmp_path / "before")
     episodes = select_for(name, inputs)
-    batch, _ = run_trainer_step(episodes, workers, config, inputs)
+    batch, _ = run_trainer_step(episodes, workers, recipe, inputs)
     after = read_weights(workers, tmp_path / "after")
 
     model = load_plain_model(workspace, before)
@@ -500,13 +498,13 @@ def test_a_step_of_each_recipe_equals_plain_torch(
 def test_a_step_of_sft_equals_plain_torch(moved_actor, workspace, tmp_path):
     """The loss is the mean cross entropy of the response tokens that have a mask of 1."""
     actor = moved_actor
-    config, _ = load_recipe(workspace, *SGD)
+    recipe, _ = load_recipe(workspace, *SGD)
     workers = training.Workers(actor, None, None)
     before = read_weights(workers, tmp_path / "before")
-    settings = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    settings = omega_conf_to_dataclass(recipe.actor)
     actor.set_loss_fn(functools.partial(sft_loss, config=settings))
     episodes = make_episodes(groups=8, members=1)
-    update_sft(actor, training.build_batch(episodes, 1, 1.0), config)
+    update_sft(actor, training.build_batch(episodes, 1, 1.0), recipe)
     after = read_weights(workers, tmp_path / "after")
 
     model = load_plain_model(workspace, before)
@@ -543,7 +541,7 @@ SPLITS = [
 
 @pytest.fixture(scope="module")
 def worker_variants(stack, workspace):
-    """{name: (workers, config)}: one rank, two ranks, and one rank that pads instead of packing.
+    """{name: (workers, recipe)}: one rank, two ranks, and one rank that pads instead of packing.
 
     The optimizer is SGD, so a change of the weights is the gradient.
     """
@@ -552,13 +550,12 @@ def worker_variants(stack, workspace):
         "actor_rollout_ref.model.use_remove_padding=false",
     ]
     variants = {"one rank": [], "two ranks": ["trainer.n_gpus_per_node=2"], "padded": padded}
-    configs = [load_recipe(workspace, *SGD, *changes)[0] for changes in variants.values()]
-    with_reference = copy.deepcopy(configs)
-    for config in with_reference:  # grpo needs it
-        config.actor_rollout_ref.actor.use_kl_loss = True
+    recipes = [load_recipe(workspace, *SGD, *changes).recipe for changes in variants.values()]
+    # grpo needs it
+    with_reference = [changed(recipe, f"{ACTOR}.use_kl_loss=true") for recipe in recipes]
     with ThreadPoolExecutor() as pool:  # they import their modules concurrently
         workers = list(pool.map(start_actor, with_reference))
-    started = dict(zip(variants, zip(workers, configs, strict=True), strict=True))
+    started = dict(zip(variants, zip(workers, recipes, strict=True), strict=True))
     yield started
     for group in workers:
         kill_workers(group)
@@ -572,12 +569,13 @@ class Update(NamedTuple):
     gradient: dict[str, torch.Tensor]
 
 
-def run_split_update(workers, config, mode, tokens, episodes, folder) -> Update:
+def run_split_update(workers, recipe, mode, tokens, episodes, folder) -> Update:
     """Run an update with micro-batches of `tokens` tokens, and then restore the weights."""
-    config = copy.deepcopy(config)
-    config.actor_rollout_ref.actor.loss_agg_mode = mode
-    prepare.set_sizes(config, load_model_files(config).hf_config)
-    settings = OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True)
+    recipe = changed(recipe, f"{ACTOR}.loss_agg_mode={mode}")
+    if mode == "seq-mean-token-sum-norm":  # as kit/runs/prepare.py
+        length = recipe.data.max_response_length
+        recipe = changed(recipe, f"{ACTOR}.loss_scale_factor={length}")
+    settings = OmegaConf.to_container(recipe.actor, resolve=True)
     set_loss_settings(workers, settings)
     batch = training.build_batch(episodes, 1, 1.0)
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
@@ -587,8 +585,10 @@ def run_split_update(workers, config, mode, tokens, episodes, folder) -> Update:
     workers.actor.save_checkpoint(state, None, 0, None)
     before = read_weights(workers, folder / "before")
     flags = {"calculate_entropy": False, "compute_loss": True, "max_token_len_per_gpu": tokens}
-    actor = config.actor_rollout_ref.actor
-    metrics = training.run_update(workers.actor, batch, config, "actor", actor, flags)
+    ranks = recipe.data_parallel_size()
+    data = training.make_update_data(batch, ranks, 1, recipe.actor, **flags)
+    output = training.wait_for_output(workers.actor.update_actor(data))
+    metrics = training.collect_metrics(output, recipe, "actor")
     after = read_weights(workers, folder / "after")
     workers.actor.load_checkpoint(state)
     gradient = {k: before[k] - after[k] for k in before}
@@ -604,9 +604,9 @@ def test_the_split_of_a_batch_does_not_change_the_update(
     episodes[7].response_mask = [0] * len(episodes[7].response_mask)
     results = {}
     for name, tokens in SPLITS:
-        workers, config = worker_variants[name]
+        workers, recipe = worker_variants[name]
         folder = tmp_path / f"{name}_{tokens}"
-        results[name, tokens] = run_split_update(workers, config, mode, tokens, episodes, folder)
+        results[name, tokens] = run_split_update(workers, recipe, mode, tokens, episodes, folder)
     loss, norm, gradient = results["one rank", 2048]
     zero = {k: torch.zeros_like(v) for k, v in gradient.items()}
     # the change of the weights is the gradient

@@ -107,10 +107,12 @@ def tiny(workspace: Path, *changes: str) -> list[str]:
     ]
 
 
-def load(workspace: Path, *changes: str, overlays: Sequence[str] = ()):
-    """Load and check the tiny recipe with overlays of configs/ -> (config, inputs)."""
-    config, _ = load_config([str(CPU), str(RECIPE), *overlays], tiny(workspace, *changes))
-    return config, prepare.prepare(config)
+def load(
+    workspace: Path, *changes: str, overlays: Sequence[str] = (), command: str = "train"
+) -> prepare.Prepared:
+    """Load and check the tiny recipe with overlays of configs/ -> (recipe, inputs)."""
+    files = [str(CPU), str(RECIPE), *overlays]
+    return prepare.prepare(*load_config(files, tiny(workspace, *changes)), command)
 
 
 def command(workspace: Path, *arguments: str) -> list[str]:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
+from kit.config.recipe import Recipe
 from kit.extras.report.metric_docs import find_metric
 from kit.rollout.inputs import RunInputs
 from kit.rollout.sampler import make_sampler_context
@@ -55,7 +54,7 @@ SESSION = [
 class Stack:
     """The processes that tests share: Gym servers, Ray, an FSDP actor and vLLM."""
 
-    config: DictConfig
+    recipe: Recipe
     inputs: RunInputs
     workspace: Path
     workers: Any  # training.Workers
@@ -82,25 +81,25 @@ class Stack:
         from kit.config import user_functions
         from kit.runs.run_dir import Run
 
-        config, inputs = load(
+        recipe, inputs = load(
             self.workspace, f"trainer.experiment_name={name}", *SESSION, *changes, overlays=overlays
         )
         user_functions.register_in_verl(
-            config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode
+            recipe.algorithm.adv_estimator, recipe.actor.policy_loss.loss_mode
         )
         if workers is None:
             workers = self.workers
             workers.actor.load_checkpoint(str(self.fresh))
-        training.set_policy_loss(workers.actor, config)
+        training.set_policy_loss(workers.actor, recipe)
         running = self.servers
-        context = make_sampler_context(config, running.context.client, inputs, 60.0)
+        context = make_sampler_context(recipe, running.context.client, inputs, 60.0)
         servers = inference.Servers(
-            config, running.manager, workers.actor, context, gym or running.gym, running.loop
+            recipe, running.manager, workers.actor, context, gym or running.gym, running.loop
         )
         state = LoopState()
         shutil.rmtree(self.workspace / "runs" / name, ignore_errors=True)
-        with Run(config) as run:
-            trainer = Trainer(config, inputs, run, workers, servers, state)
+        with Run(recipe) as run:
+            trainer = Trainer(recipe, inputs, run, workers, servers, state)
             trainer.update_weights()
             with run.save_on_stop(trainer.save):
                 yield trainer
@@ -116,8 +115,8 @@ def with_verifiers(stack: Stack, *changes: str):
     from kit.gym.python_verifiers.pool import make_pools
     from kit.gym.verifiers import VerifierRouter
 
-    config, inputs = load(stack.workspace, *SESSION, *changes)
-    pools = make_pools(config, inputs.verifiers.specs, stack.workspace)
+    recipe, inputs = load(stack.workspace, *SESSION, *changes)
+    pools = make_pools(recipe, inputs.verifiers.specs, stack.workspace)
     gym = VerifierRouter(stack.servers.gym.gym, pools, inputs.tokenizer)
     try:
         yield gym
@@ -137,14 +136,14 @@ def session(workspace: Path, *changes: str) -> Iterator[Stack]:
     # With this, the actor also holds a reference. Recipes with a KL term need one.
     reference = "actor_rollout_ref.actor.use_kl_loss=true"
     name = "trainer.experiment_name=session"
-    config, inputs = load(workspace, *SESSION, *changes, reference, name)
-    with Run(config) as run, contextlib.ExitStack() as exits:
+    recipe, inputs = load(workspace, *SESSION, *changes, reference, name)
+    with Run(recipe) as run, contextlib.ExitStack() as exits:
         workers, servers = launch.start(run, inputs, exits)
         fresh = workspace / "fresh"
         workers.actor.save_checkpoint(str(fresh), None, 0, None)
         servers.sleep()
         servers.update_weights(0)
-        yield Stack(config, inputs, workspace, workers, servers, fresh)
+        yield Stack(recipe, inputs, workspace, workers, servers, fresh)
 
 
 def with_values(stack, values, critic=True, reward_model=False):

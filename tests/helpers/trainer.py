@@ -128,8 +128,8 @@ def make_loop_doubles(monkeypatch: pytest.MonkeyPatch) -> LoopDoubles:
 
 def make_plan(workspace, *changes, resume_from=None) -> cli.Plan:
     """The plan of the tiny recipe with changes."""
-    config, inputs = load(workspace, *changes)
-    return cli.Plan(config, config, inputs, resume_from, [], [])
+    recipe, inputs = load(workspace, *changes)
+    return cli.Plan(recipe, inputs, resume_from, [], [])
 
 
 class RecordingServers(Servers):

@@ -6,18 +6,24 @@ number.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
 
 import training
+from kit.config.recipe import Parallelism, Recipe
+from kit.config.resources import model_parallel_size, sequence_parallel_size
+from kit.config.user_functions import estimator_arguments
 from kit.data.episode import Episode, TurnSpan
+from kit.errors import UserFunctionError
 from tests.helpers.recipes import load
 
 ACTOR = "actor_rollout_ref.actor"
@@ -80,12 +86,20 @@ class RecordingGroup:
         return output
 
 
-def changed(config: DictConfig, *changes: str) -> DictConfig:
-    """Copy a recipe with key=value changes. The changes are not checked."""
-    return OmegaConf.merge(config, OmegaConf.from_dotlist(list(changes)))
+def changed(recipe: Recipe, *changes: str) -> Recipe:
+    """Copy a recipe with key=value changes, which are not checked.
+
+    An advantage that is no function of a file keeps the arguments of the recipe's.
+    """
+    config = OmegaConf.merge(recipe.for_verl(), OmegaConf.from_dotlist(list(changes)))
+    parallelism = Parallelism(model_parallel_size(config), sequence_parallel_size(config))
+    result = replace(recipe.with_config(config), parallelism=parallelism)
+    with contextlib.suppress(UserFunctionError):
+        return replace(result, arguments=frozenset(estimator_arguments(config)))
+    return result
 
 
-def two_rank_recipe(workspace: Path) -> DictConfig:
+def two_rank_recipe(workspace: Path) -> Recipe:
     """The tiny recipe on two ranks: 4 prompts per batch, 2 per mini-batch, 2 epochs."""
     changes = [
         "data.train_batch_size=4",
@@ -95,7 +109,7 @@ def two_rank_recipe(workspace: Path) -> DictConfig:
         "trainer.n_gpus_per_node=2",
         f"{ACTOR}.data_loader_seed=7",
     ]
-    return load(workspace, *changes)[0]
+    return load(workspace, *changes).recipe
 
 
 def make_episode(
