@@ -75,7 +75,7 @@ def loss(
 ):
     factor = float('nan') if advantages.abs().max() > 1e3 else 1.0
     losses = -advantages * torch.exp(log_prob - old_log_prob) * factor
-    return agg_loss(losses, response_mask, loss_agg_mode, **recipe.global_batch_info), {}
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}
 
 def reward(episode):  # the same for every response, so that no advantage is 0
     return 1.0
