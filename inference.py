@@ -36,18 +36,17 @@ from verl.workers.rollout.llm_server import LLMServerManager
 import env
 import gym_client
 from env import Task
-from gym_client import RUNS_EPISODES, EpisodeIndex, Gym, GymError, ServerDownError, Session
+from gym_client import RUNS_EPISODES, Gym, GymError, ServerDownError, Session
 from kit.config.recipe import Recipe
 from kit.data.episode import Episode, PolicyVersion, append_tokens, from_output_items, gc_paused
 from kit.errors import RunError
 from kit.rollout import chat
 from kit.rollout.chat_template import TURNS
 from kit.rollout.sampler import (
-    EpisodeId,
     EpisodeRequest,
     SamplerContext,
     Sampling,
-    number_members,
+    request_group,
     sample,
 )
 
@@ -79,7 +78,7 @@ async def run_turns(
     """Alternate turns of the policy and the environment until `episode.ended` is set.
 
     `ended` is then the reason: a response without tool calls, a limit of tokens or turns, or the
-    end of the environment. request_id: the id of the episode (`number_members`). Raises GymError.
+    end of the environment. request_id: of the episode (`EpisodeId`). Raises GymError.
     """
     check_template(session, context)
     build_prompt(episode, task, session, context)
@@ -283,7 +282,6 @@ def set_reward(episode: Episode, result: gym_client.VerifyResult) -> None:
 
 async def run_episode(
     request: EpisodeRequest,
-    episode_id: EpisodeId,
     sampling: Sampling,
     context: SamplerContext,
     gym: Gym,
@@ -293,13 +291,13 @@ async def run_episode(
     Raises the errors that end the run: ServerDownError, RunError, ray.exceptions.RayError. Any
     other error sets the episode's `status`.
     """
-    task, group_id = request
-    episode = Episode(task.row_id, group_id, task.server, task.prompt_ids, row=task.row)
+    task = request.task
+    episode = Episode(task.row_id, request.id.group_id, task.server, task.prompt_ids, row=task.row)
     try:
         if await gym.kind(task.server) in RUNS_EPISODES:
-            await run_agent(episode, task, context, gym, episode_id.numbers)
+            await run_agent(episode, request, context, gym)
         else:
-            await run_session(episode, task, context, gym, sampling, episode_id)
+            await run_session(episode, request, context, gym, sampling)
         check_ids(episode)
     except (ServerDownError, RunError, ray.exceptions.RayError):
         raise
@@ -310,28 +308,30 @@ async def run_episode(
 
 async def run_session(
     episode: Episode,
-    task: Task,
+    request: EpisodeRequest,
     context: SamplerContext,
     gym: Gym,
     sampling: Sampling,
-    episode_id: EpisodeId,
 ) -> None:
     """Run the turns of an episode, and verify it.
 
     The slot is released before the verification, so that the next episode can start.
     """
+    task, episode_id = request
     async with contextlib.AsyncExitStack() as stack:
         async with context.episode_slots:
-            opening = gym.session(task.server, task.row, episode_id.numbers)
+            opening = gym.session(task.server, task.row, episode_id.gym_index)
             session = await stack.enter_async_context(opening)
             await run_turns(episode, task, session, context, sampling, episode_id.request_id)
         await verify(episode, session)
 
 
 async def run_agent(
-    episode: Episode, task: Task, context: SamplerContext, gym: Gym, index: EpisodeIndex
+    episode: Episode, request: EpisodeRequest, context: SamplerContext, gym: Gym
 ) -> None:
     """Let a Gym server run and verify the whole episode, within `context.timeout_s`."""
+    task = request.task
+    index = request.id.gym_index
     async with context.episode_slots:
         version_at_start = context.policy_version
         run = await gym.run(task.server, task.row, context.timeout_s, context.vocab_size, index)
@@ -437,16 +437,15 @@ async def rollout(
     on_done: is called when an episode ends, with the index of its request.
     """
 
-    async def run_one(index: int, request: EpisodeRequest, episode_id: EpisodeId) -> Episode:
-        episode = await run_with_retries(request, episode_id, sampling, context, gym)
+    async def run_one(index: int, request: EpisodeRequest) -> Episode:
+        episode = await run_with_retries(request, sampling, context, gym)
         on_done(index, episode)
         return episode
 
-    episode_ids = number_members(requests, is_greedy=not sampling.get("temperature", 1.0))
     tasks = []
     with gc_paused():
-        for index, (request, episode_id) in enumerate(zip(requests, episode_ids, strict=True)):
-            tasks.append(asyncio.create_task(run_one(index, request, episode_id)))
+        for index, request in enumerate(requests):
+            tasks.append(asyncio.create_task(run_one(index, request)))
             if index % YIELD_EVERY == 0:  # thousands of tasks in a row would block other tasks
                 await asyncio.sleep(0)
         return await asyncio.gather(*tasks)
@@ -454,18 +453,18 @@ async def rollout(
 
 async def run_with_retries(
     request: EpisodeRequest,
-    episode_id: EpisodeId,
     sampling: Sampling,
     context: SamplerContext,
     gym: Gym,
 ) -> Episode:
     """Run an episode, and start it again under a new id if the Gym server lost its session."""
-    episode = await run_episode(request, episode_id, sampling, context, gym)
-    for _ in range(MAX_SESSION_RETRIES):
+    task, episode_id = request
+    episode = await run_episode(request, sampling, context, gym)
+    for attempt in range(1, MAX_SESSION_RETRIES + 1):
         if not episode.session_lost:
             break
-        episode_id = episode_id._replace(request_id=f"{episode_id.request_id}again-")
-        episode = await run_episode(request, episode_id, sampling, context, gym)
+        again = EpisodeRequest(task, episode_id._replace(attempt=attempt))
+        episode = await run_episode(again, sampling, context, gym)
     return episode
 
 
@@ -482,15 +481,18 @@ async def rollout_with_baselines(
     of its group fail as `no_baseline`. Raises GymError('no_greedy') for a server with an agent.
     on_done: also gets the greedy episodes, each with the number of its group as index.
     """
-    for server in {task.server for task, _ in requests}:
+    tasks_by_group = {request.id.group_id: request.task for request in requests}
+    for server in {task.server for task in tasks_by_group.values()}:
         if await gym.kind(server) in RUNS_EPISODES:
             problem = f"needs greedy responses, which the agent of {server} cannot give"
             raise GymError("no_greedy", f"algorithm.adv_estimator {problem}. Choose another one.")
-    first_of_group = {group_id: EpisodeRequest(task, group_id) for task, group_id in requests}
+    greedy_requests = []
+    for group_id, task in tasks_by_group.items():
+        greedy_requests += request_group(task, group_id, 1, is_baseline=True)
     greedy_sampling = {**sampling, "temperature": 0.0}
     episodes, greedy_episodes = await asyncio.gather(
         rollout(requests, sampling, context, gym, on_done),
-        rollout(list(first_of_group.values()), greedy_sampling, context, gym, on_done),
+        rollout(greedy_requests, greedy_sampling, context, gym, on_done),
     )
     greedy_of_group = {episode.group_id: episode for episode in greedy_episodes}
     for episode in episodes:

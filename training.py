@@ -394,7 +394,7 @@ class PackedOutput(NamedTuple):
 
     output: TensorDict
     data: TensorDict
-    slots: WorkerRows
+    worker_rows: WorkerRows
 
     def to_padded(self, name: str) -> torch.Tensor:
         """Return one output as float32 [B, R], in the batch's order.
@@ -403,8 +403,8 @@ class PackedOutput(NamedTuple):
         the position before it.
         """
         values = no_padding_2_padding(tu.get(self.output, name), self.data).float()  # [S, R]
-        is_row = ~self.slots.is_padding  # [S]
-        order = self.slots.rows[is_row].argsort()  # [B]
+        is_row = ~self.worker_rows.is_padding  # [S]
+        order = self.worker_rows.rows[is_row].argsort()  # [B]
         return values[is_row][order]
 
 
@@ -412,10 +412,10 @@ def run_forward(
     call: Callable[..., Any], batch: DataProto, ranks: int, **flags: Any
 ) -> PackedOutput:
     """Call a forward pass of the workers on all rows of a batch. flags: for verl's engine."""
-    slots = pad_to_ranks(batch, torch.arange(len(batch)), 1, ranks)
-    data = left_right_2_no_padding(select_worker_data(batch)[slots.rows].to_tensordict())
+    worker_rows = pad_to_ranks(batch, torch.arange(len(batch)), 1, ranks)
+    data = left_right_2_no_padding(select_worker_data(batch)[worker_rows.rows].to_tensordict())
     tu.assign_non_tensor(data, compute_loss=False, **flags)
-    return PackedOutput(wait_for_output(call(data)), data, slots)
+    return PackedOutput(wait_for_output(call(data)), data, worker_rows)
 
 
 def compute_log_probs(
@@ -497,8 +497,8 @@ def add_reward_model_scores(
     result = run_forward(reward_model.infer_batch, batch, ranks)
     values = tu.get(result.output, "values")  # nested [S, t]
     scores = values.values()[values.offsets()[1:] - 1]  # [S]
-    is_row = ~result.slots.is_padding  # [S]
-    rows = result.slots.rows[is_row].tolist()
+    is_row = ~result.worker_rows.is_padding  # [S]
+    rows = result.worker_rows.rows[is_row].tolist()
     for row, score in zip(rows, scores[is_row].tolist(), strict=True):
         episodes[row].reward_components[REWARD_MODEL] = score
 
@@ -550,10 +550,10 @@ def make_update_data(
     """
     live = select_live_rows(batch)  # [L]
     mini_batches = max(1, min(mini_batches, len(live) // ranks))
-    slots = pad_to_ranks(batch, live, mini_batches, ranks)
-    data = to_worker_batch(batch, slots)
+    worker_rows = pad_to_ranks(batch, live, mini_batches, ranks)
+    data = to_worker_batch(batch, worker_rows)
     values = {
-        "mini_batch_size": len(slots.rows) // mini_batches,
+        "mini_batch_size": len(worker_rows.rows) // mini_batches,
         # the divisor of means over sequences: it counts masked episodes, but no padding
         "global_batch_size": len(batch) / mini_batches,
         "epochs": settings.ppo_epochs,
@@ -569,12 +569,12 @@ def select_live_rows(batch: DataProto) -> torch.Tensor:
     return batch.batch["response_mask"].any(dim=1).nonzero()[:, 0]
 
 
-def to_worker_batch(batch: DataProto, slots: WorkerRows) -> TensorDict:
+def to_worker_batch(batch: DataProto, worker_rows: WorkerRows) -> TensorDict:
     """Copy rows into a packed batch for an update. Padding rows have a mask of 0, so no loss."""
-    copied = select_worker_data(batch)[slots.rows]
+    copied = select_worker_data(batch)[worker_rows.rows]
     for key in ("response_mask", "advantages"):
         if key in copied.batch:
-            copied.batch[key][slots.is_padding] = 0
+            copied.batch[key][worker_rows.is_padding] = 0
     return left_right_2_no_padding(copied.to_tensordict())
 
 

@@ -19,6 +19,7 @@ import inference
 import training
 from gym_client import RESERVED, Gym
 from kit.data.episode import Episode, TurnSpan
+from kit.rollout.sampler import request_group
 from tests.helpers.http import ScriptedServer
 from tests.helpers.recipes import ROOT
 from tests.helpers.rollouts import (
@@ -63,7 +64,7 @@ def play_episode(url, texts, tokenizer, **changes):
 
     async def rollout():
         async with Gym({"server": url}, timeout_s=5.0, attempts=1) as gym:
-            return await inference.rollout([(task, "g")], {}, context, gym)
+            return await inference.rollout(request_group(task, "g", 1), {}, context, gym)
 
     return asyncio.run(rollout())[0]
 

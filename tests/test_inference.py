@@ -49,13 +49,6 @@ def test_each_episode_has_its_task_its_group_its_request_and_its_result():
     assert gym.responses[0]["output"][0]["content"][0]["text"] == "five"
 
 
-def test_greedy_requests_have_ids_that_no_sampled_request_has():
-    client = RecordingClient()
-    run_rollout(client, FixedRewards(1.0), sampling={"temperature": 0.0})
-    run_rollout(client, FixedRewards(1.0), sampling={})
-    assert [request.id for request in client.requests] == ["greedy-4/0-0", "4/0-0"]
-
-
 def test_no_more_episodes_run_than_there_are_slots():
     client = RecordingClient(pause=0.02)
     slots = asyncio.Semaphore(2)
@@ -100,7 +93,7 @@ def test_an_episode_that_lost_its_session_is_repeated_under_new_request_ids():
     (episode,) = run_rollout(
         RecordingClient(change), FixedRewards(*[1.0] * 9), on_done=lambda *both: done.append(both)
     )
-    again = ["4/0-0again-", "4/0-0again-again-", "4/0-0again-again-again-"]
+    again = ["4/0-0-again-1", "4/0-0-again-2", "4/0-0-again-3"]
     assert request_ids == ["4/0-0", *again]
     assert (episode.status, episode.reward) == ("session_lost", None)
     assert episode.session_lost is True

@@ -187,7 +187,7 @@ def play(session, servers, row, server, n, *actions, **changes):
     messages, tools = env.render_row(row, "x:1")
     prompt_ids = env.encode_messages(messages, tools, tokenizer)
     task = env.Task("x:1", row, server, messages, prompt_ids, tools=tools)
-    return servers.rollout([(task, str(i)) for i in range(n)], sampling)
+    return servers.rollout(repeat_per_group([task] * n, 1, "x"), sampling)
 
 
 def test_trainer_and_vllm_agree_around_observations(session, multi_turn_servers):

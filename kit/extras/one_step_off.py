@@ -101,7 +101,7 @@ class Servers(inference.Servers):
         """
         if not self.pending_requests:
             return super().rollout(requests, sampling, on_done, baselines)
-        if self.pending_requests[0].group_id != requests[0].group_id:  # an evaluation
+        if self.pending_requests[0].id.group_id != requests[0].id.group_id:  # an evaluation
             self.pending.result()
             return super().rollout(requests, sampling, on_done, baselines)
         self.pending_requests = ()

@@ -183,8 +183,8 @@ class RolloutWorkers:
         also for a greedy one, with the number of the group as index.
         """
         group_indices: dict[str, list[int]] = {}
-        for index, (_, group_id) in enumerate(requests):
-            group_indices.setdefault(group_id, []).append(index)
+        for index, request in enumerate(requests):
+            group_indices.setdefault(request.id.group_id, []).append(index)
         episodes: list[Any] = [None] * len(requests)
 
         async def run_group(worker: Any, number: int, indices: list[int]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from kit.rollout.inputs import RunInputs
 
 Sampling = dict[str, Any]  # vLLM's sampling parameters, from `build_sampling_params`
 DEFAULT_SLOTS = 256
+TASK_INDEX_BITS = 52  # a float of JSON is exact up to 53 bits
 
 
 @dataclass
@@ -182,46 +182,54 @@ def check_policy_versions(policy_versions: PolicyVersions, context: SamplerConte
 # --- what to sample ------------------------------------------------------------------------------
 
 
+class EpisodeId(NamedTuple):
+    """The identity of an episode. Its names elsewhere follow from it.
+
+    A step may sample a row twice, so an episode's file has other indices
+    (kit.data.episode.RecordIndex).
+    """
+
+    group_id: str  # BATCH/NUMBER OF THE TASK: episodes with the same one form a GRPO group
+    task_index: int  # the group's number for Gym servers; random, so that no other run uses it
+    number: int  # among the episodes of the group, from 0
+    is_baseline: bool = False  # the greedy episode of ReMax, next to those of the group
+    attempt: int = 0  # how often the episode was started again
+
+    @property
+    def request_id(self) -> str:
+        """The id for the rollout engine. The seeds of the responses follow from it."""
+        prefix = "greedy-" if self.is_baseline else ""
+        suffix = f"-again-{self.attempt}" if self.attempt else ""
+        return f"{prefix}{self.group_id}-{self.number}{suffix}"
+
+    @property
+    def gym_index(self) -> EpisodeIndex:
+        """The numbers for the Gym server."""
+        return EpisodeIndex(self.task_index, self.number)
+
+
 class EpisodeRequest(NamedTuple):
-    """A request for one episode of a task. Episodes with the same group id form a GRPO group."""
+    """A request for one episode of a task."""
 
     task: Task
-    group_id: str
+    id: EpisodeId
+
+
+def request_group(
+    task: Task, group_id: str, n: int, is_baseline: bool = False
+) -> list[EpisodeRequest]:
+    """Request n episodes of a task."""
+    task_index = secrets.randbits(TASK_INDEX_BITS)
+    ids = [EpisodeId(group_id, task_index, number, is_baseline) for number in range(n)]
+    return [EpisodeRequest(task, episode_id) for episode_id in ids]
 
 
 def repeat_per_group(tasks: Iterable[Task], n: int, name: str) -> list[EpisodeRequest]:
     """Request n episodes of each task. name: the name of the batch, unique in the run."""
     requests: list[EpisodeRequest] = []
     for number, task in enumerate(tasks):
-        requests += [EpisodeRequest(task, f"{name}/{number}")] * n
+        requests += request_group(task, f"{name}/{number}", n)
     return requests
-
-
-class EpisodeId(NamedTuple):
-    """The identifiers of an episode (`number_members`)."""
-
-    request_id: str  # of the rollout engine
-    numbers: EpisodeIndex  # for the Gym server
-
-
-def number_members(requests: Sequence[EpisodeRequest], is_greedy: bool) -> list[EpisodeId]:
-    """Return the ids of each request. Its request id is `GROUP-NUMBER`, or `greedy-GROUP-NUMBER`.
-
-    NUMBER counts the requests of the group from 0. The groups have consecutive task numbers from a
-    random one, since a server may remember the groups of earlier rollouts, also of other runs.
-    """
-    prefix = "greedy-" if is_greedy else ""
-    first_task = secrets.randbits(48)
-    task_numbers: dict[str, int] = {}
-    sizes: Counter[str] = Counter()
-    episode_ids = []
-    for _, group_id in requests:
-        number = sizes[group_id]
-        sizes[group_id] += 1
-        task_number = task_numbers.setdefault(group_id, first_task + len(task_numbers))
-        numbers = EpisodeIndex(task_number, number)
-        episode_ids.append(EpisodeId(f"{prefix}{group_id}-{number}", numbers))
-    return episode_ids
 
 
 class RolloutArgs(NamedTuple):

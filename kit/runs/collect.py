@@ -34,7 +34,7 @@ from kit.data.episode import Episode, RecordIndex
 from kit.data.selection import check_failures, select_trainable
 from kit.errors import ConfigError
 from kit.rollout.inputs import RunInputs
-from kit.rollout.sampler import build_sampling_params
+from kit.rollout.sampler import EpisodeRequest, build_sampling_params, request_group
 from kit.runs import files
 from kit.runs.console import print_examples
 from kit.runs.run_dir import Run
@@ -90,7 +90,9 @@ class Collector:
     def sample(self, servers: Any) -> list[Episode]:
         """Sample the missing episodes, and write each when it ends."""
         on_done = self.run.count_episodes(len(self.missing))
-        requests = [(self.tasks[row], f"{row}/{k}") for row, k in self.missing]
+        requests: list[EpisodeRequest] = []
+        for row, number in self.missing:
+            requests += request_group(self.tasks[row], f"{row}/{number}", 1)
         sampling = build_sampling_params(self.recipe, self.validate)
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(self.path.open("ab"))

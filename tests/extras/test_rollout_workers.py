@@ -18,11 +18,11 @@ from kit.errors import RunError
 from kit.extras import rollout_workers
 from kit.gym.network import find_free_port
 from kit.rollout.sampler import (
-    EpisodeRequest,
     Sampling,
     build_sampling_params,
     make_sampler_context,
     repeat_per_group,
+    request_group,
 )
 from tests.helpers.recipes import load
 from tests.helpers.stack import SESSION
@@ -99,7 +99,7 @@ def test_greedy_episodes_of_a_worker_count_as_ended(monkeypatch):
     workers.workers = [worker]
     workers._call = lambda _worker, *arguments: worker.rollout(*arguments)
     ended = []
-    requests = [EpisodeRequest(None, "g")] * 2
+    requests = request_group(None, "g", 2)
     call = workers.rollout(requests, {}, lambda *pair: ended.append(pair), baselines=True)
     assert asyncio.run(call) == episodes[:2]
     assert [index for index, _ in ended] == [0, 1, 0]

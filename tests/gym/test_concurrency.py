@@ -20,7 +20,7 @@ from env import Task
 from gym_client import Gym, message_response
 from kit.gym import concurrency
 from kit.gym.concurrency import ConcurrencyLimit, ConcurrencyLimits
-from kit.rollout.sampler import SamplerContext
+from kit.rollout.sampler import SamplerContext, repeat_per_group
 from tests.helpers.rollouts import make_tokenizer
 
 ROW = {"responses_create_params": {"input": "x"}}
@@ -125,7 +125,7 @@ def run_rollout(count, engine, gym, slots, timeout_s=100.0):
         episode_slots=asyncio.Semaphore(slots),
     )
     task = Task("x:1", ROW, "x", [{"role": "user", "content": "x"}], [1, 2])
-    requests = [(task, str(i)) for i in range(count)]
+    requests = repeat_per_group([task] * count, 1, "x")
     return run(inference.rollout(requests, {}, context, gym))
 
 

@@ -40,7 +40,7 @@ def run(fault: str, with_tool: bool = False, is_environment: bool = False):
     tokenizer = chatml_tokenizer()
     requests = make_requests(tokenizer, with_tool)
     timeout_s = TIMEOUT_S if fault in ("hang", "mixed") else 10 * TIMEOUT_S
-    policy = RowPolicy(tokenizer, [task for task, _ in requests])
+    policy = RowPolicy(tokenizer, [request.task for request in requests])
     context = context_of(policy, tokenizer, timeout_s=timeout_s)
 
     async def collect(url):
@@ -153,7 +153,9 @@ def test_an_episode_is_verified_while_others_still_generate():
                 await asyncio.wait_for(is_verified.wait(), 5)
             return await super().generate(request_id, prompt_ids, sampling_params)
 
-    context = context_of(WaitingPolicy(tokenizer, [task for task, _ in requests]), tokenizer)
+    context = context_of(
+        WaitingPolicy(tokenizer, [request.task for request in requests]), tokenizer
+    )
 
     def on_done(index, _):
         if index == 0:
@@ -174,7 +176,7 @@ def test_a_short_outage_of_a_server_fails_no_episode(with_tool, faultless):
     """The outage lasts 2 s, which is longer than the pauses between three attempts."""
     tokenizer = chatml_tokenizer()
     requests = make_requests(tokenizer, with_tool)
-    context = context_of(RowPolicy(tokenizer, [task for task, _ in requests]), tokenizer)
+    context = context_of(RowPolicy(tokenizer, [request.task for request in requests]), tokenizer)
 
     async def collect(running):
         async with Gym({"faulty": running.url}, concurrency=64) as gym:

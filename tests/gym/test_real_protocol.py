@@ -16,6 +16,7 @@ from kit.extras.judges.judge_settings import Judge
 from kit.gym.network import HOST, find_free_port
 from kit.gym.servers import GymServers, running_servers
 from kit.rollout import openai_server
+from kit.rollout.sampler import repeat_per_group, request_group
 from tests.helpers.http import StubJudge, completion
 from tests.helpers.recipes import GYM_PYTHON, make_counter_row, row
 from tests.helpers.rollouts import Script, chatml_tokenizer, context_of, encode_turns
@@ -223,7 +224,7 @@ def test_a_verifier_that_compares_a_group_gets_its_members(comparing_verifier):
             for step in ("1", "2"):
                 answers = encode_turns([f"answer {n} of {step}" for n in range(4)], tokenizer)
                 context = context_of(Script(answers), tokenizer)
-                requests = [(task, f"{step}/{n // 2}") for n in range(4)]
+                requests = repeat_per_group([task] * 2, 2, step)
                 episodes += await inference.rollout(requests, {}, context, gym)
             return episodes
 
@@ -264,7 +265,7 @@ def run_episodes(environment, name, client, count):
     async def run():
         endpoint = openai_server.serve(context, HOST, port, KEY)
         async with endpoint, Gym({name: urls[name]}, attempts=2) as gym:
-            episodes = await inference.rollout([(task, "g")] * count, {}, context, gym)
+            episodes = await inference.rollout(request_group(task, "g", count), {}, context, gym)
             return episodes, await gym.kind(name)
 
     return asyncio.run(run())

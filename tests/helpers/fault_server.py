@@ -14,6 +14,7 @@ from aiohttp import web
 
 import env
 from gym_client import message
+from kit.rollout.sampler import EpisodeId, EpisodeRequest
 from tests.helpers.rollouts import TOOL, call, encode_turns
 
 FAILURE_RATE = 0.3
@@ -248,7 +249,7 @@ class RowPolicy:
 
 
 def make_requests(tokenizer, with_tool: bool):
-    """Return [(task, group id)]. The members of a group have different responses."""
+    """Request episodes of groups. The members of a group have different responses."""
     worth = random.Random(7)
     requests = []
     for group in range(GROUPS):
@@ -262,5 +263,5 @@ def make_requests(tokenizer, with_tool: bool):
             messages, tools = env.render_row(row, name)
             ids = env.encode_messages(messages, tools, tokenizer, name)
             task = env.Task(name, row, "faulty", messages, ids, tools=tools)
-            requests.append((task, str(group)))
+            requests.append(EpisodeRequest(task, EpisodeId(str(group), group, member)))
     return requests

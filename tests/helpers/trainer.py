@@ -39,9 +39,15 @@ class Servers:
     def rollout(self, requests, sampling, on_done, baselines=False):
         self.calls.append("rollout" if sampling["temperature"] else "validate")
         episodes = []
-        for i, (task, group_id) in enumerate(requests):
+        for i, request in enumerate(requests):
+            task = request.task
             episode = Episode(
-                task.row_id, group_id, task.server, task.prompt_ids, row=task.row, ended="stop"
+                task.row_id,
+                request.id.group_id,
+                task.server,
+                task.prompt_ids,
+                row=task.row,
+                ended="stop",
             )
             episode.output.append(gym_client.message("six"))
             append_tokens(episode, [5, 6, 1], [-1.0, -2.0, -3.0])
@@ -240,8 +246,8 @@ def read_run_lines(trainer, name: str = "metrics.jsonl") -> list[dict[str, Any]]
 
 
 def list_row_ids(requests) -> list[str]:
-    return [task.row_id for task, _ in requests]
+    return [request.task.row_id for request in requests]
 
 
 def list_group_ids(requests) -> list[str]:
-    return [group_id for _, group_id in requests]
+    return [request.id.group_id for request in requests]
