@@ -49,7 +49,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 try:
     import omegaconf  # noqa: F401
@@ -67,14 +67,26 @@ from kit.data.metrics import (
     update_pass_rates,
     warn_about_failures,
 )
+from kit.data.rollout_files import ReplayServers, assign_record_indices
 from kit.data.selection import check_failures, select_trainable, take_groups
 from kit.errors import NonFiniteStep, SkippedStep
 from kit.rollout.inputs import RunInputs
+from kit.rollout.sampler import make_rollout_args
 from kit.runs import checkpoints, cli
 from kit.runs.checkpoints import LoopState
+from kit.runs.run_dir import Run
 
-# Functions import training.py when they need it: verl and vLLM take 10 s to import. A recipe with
-# an error fails before that, and a run imports them while Ray starts.
+if TYPE_CHECKING:
+    from verl import DataProto
+
+    import training
+    from inference import Servers
+
+
+def import_training() -> None:
+    """Import training.py and verl, which takes 10 s, once the recipe has passed its checks."""
+    global training
+    import training
 
 
 @dataclass
@@ -83,19 +95,15 @@ class Trainer:
 
     recipe: Recipe
     inputs: RunInputs
-    run: Any  # kit.runs.run_dir.Run
-    workers: Any  # training.Workers
-    servers: Any  # inference.Servers, or ReplayServers
+    run: Run
+    workers: training.Workers
+    servers: Servers | ReplayServers
     state: LoopState  # saved in a checkpoint
     metrics: dict[str, float] = field(default_factory=dict)  # of the current step
     scores: dict[str, float] = field(default_factory=dict)  # of the last evaluation
 
     def __post_init__(self) -> None:
-        import training
-
-        filter_groups = self.recipe.algorithm.filter_groups
-        # the most batches of prompts for one step
-        self.max_gen_batches = filter_groups.max_num_gen_batches if filter_groups.enable else 1
+        import_training()
         self.kl_controller = training.make_kl_controller(self.recipe, self.state.kl_coef)
         self.saved_state = self.state  # `state` at the workers' last update
 
@@ -105,12 +113,13 @@ class Trainer:
         return bool(self.state.step > self.recipe.trainer.critic_warmup)
 
     def fit(self) -> None:
-        """Train to the last step; evaluate and save as the recipe says."""
+        """Train to the last step. Evaluate and save as the recipe says."""
         if self.recipe.trainer.val_before_train:
             self.evaluate()
         self.run.log(self.state.step, self.run.timings())
         while self.state.step < self.run.last:
-            self.step_or_skip()
+            self.step_or_skip()  # it saves a checkpoint, if one is due, while vLLM sleeps
+            self.evaluate_if_due()
         if not self.scores:  # no step was left: the run resumed after its last one
             self.evaluate()
         self.finish()
@@ -120,13 +129,11 @@ class Trainer:
         self.run.guard.pending_export = "Rerun the same command to export the model"
 
     def step_or_skip(self) -> dict[str, float]:
-        """Run one step and, if due, an evaluation -> the metrics of the step."""
+        """Run one step, which may end as a skipped one -> its metrics."""
         try:
             self.step()
         except SkippedStep as skipped:
             self.skip(skipped)
-        if self.run.is_due(self.state.step, self.recipe.trainer.test_freq):
-            self.evaluate()
         return self.metrics
 
     # --- the step: change it here ----------------------------------------------------------------
@@ -139,8 +146,6 @@ class Trainer:
         saving needs GPU memory, too. With one_step_off, sampling of the next batch starts as soon
         as this batch is complete.
         """
-        import training
-
         self.state = replace(self.state, step=self.state.step + 1)
         self.metrics = {}
         self.run.begin_step(self.state.step)
@@ -164,16 +169,17 @@ class Trainer:
     def collect(self) -> list[Episode]:
         """Sample and verify until data.train_batch_size groups pass the filters.
 
-        Raises SkippedStep if no group is left after max_gen_batches.
+        Raises SkippedStep if no group is left after the last batch of prompts.
         """
         size = self.recipe.data.train_batch_size
-        min_group = 2 if "index" in self.recipe.arguments else 1  # index: it compares a group
+        min_group = 2 if self.recipe.compares_group else 1
         episodes: list[Episode] = []
         kept: list[Episode] = []
         filtered = Counter[str]()
         batches = 0
+        limit = self.recipe.max_prompt_batches  # 1 without algorithm.filter_groups
         with self.run.stage("gen"):
-            while len({e.group_id for e in kept}) < size and batches < self.max_gen_batches:
+            while batches < limit and len({e.group_id for e in kept}) < size:
                 batches += 1
                 self.state = replace(self.state, batches=self.state.batches + 1)
                 tasks = self.take_tasks(self.state.batches)
@@ -196,7 +202,8 @@ class Trainer:
         """The prompts of a batch, by its number."""
         size = self.recipe.data.train_batch_size
         tasks = self.inputs.source.batch(batch, size, self.state.pass_rates)
-        if self.max_gen_batches > 1:  # `collect` drops surplus rows at the end: mix the files
+        if self.recipe.max_prompt_batches > 1:
+            # `collect` drops surplus rows at the end of the batch, so mix those of all files
             random.Random(f"{self.recipe.data.seed} {batch}").shuffle(tasks)
         return tasks
 
@@ -208,9 +215,6 @@ class Trainer:
         before: Sequence[Episode] = (),
     ) -> list[Episode]:
         """Sample and verify episodes of tasks, and write rollouts/<name>.jsonl. Raises RunError."""
-        from kit.data.rollout_files import assign_record_indices
-        from kit.rollout.sampler import make_rollout_args
-
         batch_name = name if validate else str(self.state.batches)
         args = make_rollout_args(self.recipe, tasks, batch_name, validate)
         count = len(args.requests) + (len(tasks) if args.baselines else 0)
@@ -224,8 +228,6 @@ class Trainer:
 
     def start_next_rollout(self) -> None:
         """With trainer.one_step_off, sample the next batch while this one is trained on."""
-        from kit.rollout.sampler import make_rollout_args
-
         if self.recipe.kit.one_step_off and self.state.step < self.run.last:
             batch = self.state.batches + 1
             tasks = self.take_tasks(batch)
@@ -233,8 +235,6 @@ class Trainer:
 
     def shape_rewards(self, episodes: Sequence[Episode]) -> None:
         """Set `shaped_reward`: the verifier's reward, or what env.reward makes of the episode."""
-        import training
-
         if self.workers.reward_model:
             with self.run.stage("reward_model"):
                 model = self.workers.reward_model
@@ -243,10 +243,8 @@ class Trainer:
         for episode in episodes:
             episode.shaped_reward = self.recipe.functions.reward(episode)
 
-    def compute_log_probs(self, batch: Any) -> None:
+    def compute_log_probs(self, batch: DataProto) -> None:
         """Add log-probs of trainer and reference, and values, each [B, R], before the update."""
-        import training
-
         workers = self.workers
         if self.recipe.algorithm.rollout_correction.bypass_mode:  # the rollout engine is pi_old
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
@@ -263,14 +261,12 @@ class Trainer:
                 batch.batch["values"] = values
         self.raise_if_nonfinite(batch)
 
-    def compute_advantages(self, batch: Any) -> None:
+    def compute_advantages(self, batch: DataProto) -> None:
         """Turn rewards into advantages [B, R]: KL penalty, rollout correction, advantage.
 
         GRPO, the default: all tokens of response i of a group with rewards r_1, ..., r_n have
             A_i = (r_i - mean(r)) / (std(r) + 1e-6)
         """
-        import training
-
         correction = self.recipe.algorithm.rollout_correction
         with self.run.stage("adv"):
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
@@ -285,13 +281,11 @@ class Trainer:
             training.compute_advantages(batch, self.recipe)
         self.raise_if_nonfinite(batch)
 
-    def update(self, batch: Any) -> None:
+    def update(self, batch: DataProto) -> None:
         """Update critic and actor; in the first trainer.critic_warmup steps only the critic.
 
         If all advantages are 0, and the loss has no other term, the actor keeps its weights.
         """
-        import training
-
         done = self.state.step - 1  # training steps before this one set the learning rate
         if self.workers.critic:
             batch.meta_info[POSITION] = done
@@ -314,7 +308,7 @@ class Trainer:
 
     # --- checks, checkpoints, evaluation, metrics ------------------------------------------------
 
-    def raise_if_nonfinite(self, batch: Any, is_updated: bool = False) -> None:
+    def raise_if_nonfinite(self, batch: DataProto, is_updated: bool = False) -> None:
         """Raise NonFiniteStep for NaN, infinity, or samples from other weights."""
         from kit.runs import finite_check
 
@@ -344,6 +338,11 @@ class Trainer:
     def save(self) -> Path | None:
         """Save the workers' weights if they are finite -> the last checkpoint."""
         return self.run.save(self.workers, self.saved_state)
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate after every trainer.test_freq steps, and after the last one."""
+        if self.run.is_due(self.state.step, self.recipe.trainer.test_freq):
+            self.evaluate()
 
     def evaluate(self) -> None:
         """Score the held-out rows, greedily unless rollout.val_kwargs says otherwise."""
@@ -375,8 +374,6 @@ def train(plan: cli.Plan) -> Iterator[Trainer]:
 
     On Ctrl-C, SIGTERM or an error, save the last complete update.
     """
-    from kit.runs.run_dir import Run
-
     with Run(plan.recipe, plan.resume_from) as run:
         with contextlib.ExitStack() as stack:
             trainer = start_trainer(plan, run, stack)
@@ -387,9 +384,8 @@ def train(plan: cli.Plan) -> Iterator[Trainer]:
             run.print_result(trainer.scores)
 
 
-def start_trainer(plan: cli.Plan, run: Any, stack: contextlib.ExitStack) -> Trainer:
+def start_trainer(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trainer:
     """Start all processes, load a checkpoint to resume from, send its weights to vLLM."""
-    from kit.data.rollout_files import ReplayServers
     from kit.runs import launch
 
     if plan.replayed:  # only one step; the learning-rate schedule still has the run's length
@@ -408,5 +404,21 @@ def start_trainer(plan: cli.Plan, run: Any, stack: contextlib.ExitStack) -> Trai
     return trainer
 
 
+def run_command(plan: cli.Plan) -> None:
+    """Run the command of a recipe that passed its checks."""
+    if plan.recipe.command != "train":
+        cli.run_other(plan)  # rollout, evaluate or sft
+        return
+    with train(plan) as trainer:
+        if plan.replayed:
+            trainer.step_or_skip()
+            trainer.run.say(f"Repeated the update. Its weights are in {trainer.run.checkpoint}.")
+        else:
+            trainer.fit()
+
+
 if __name__ == "__main__":
-    cli.main(train)
+    with cli.exit_on_errors():
+        planned = cli.read_plan()  # parses the arguments, checks the recipe, prints its summary
+        if planned:  # None: `show` or a dry run, which have printed all they do
+            run_command(planned)

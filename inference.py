@@ -603,6 +603,11 @@ class Servers:
         run = rollout_with_baselines if baselines else rollout
         return run(requests, sampling, self.context, self.gym, on_done)
 
+    def start_rollout(
+        self, requests: Sequence[EpisodeRequest], sampling: Sampling, baselines: bool = False
+    ) -> None:
+        """Do nothing: `rollout` samples a batch. With trainer.one_step_off, this starts it."""
+
     def sleep(self) -> None:
         """Free vLLM's GPU memory (rollout.free_cache_engine). `update_weights` wakes vLLM."""
         if self.checkpoint_manager:

@@ -259,6 +259,7 @@ def test_a_skipped_step_is_saved_and_evaluated_like_any_other(workspace, recorde
     with algorithm.train(make_plan(workspace, *QUIET, *changes)) as trainer:
         recorder.calls.clear()
         metrics = trainer.step_or_skip()
+        trainer.evaluate_if_due()
         assert recorder.calls == ["rollout", "save 1", "validate"]
         assert trainer.saved_state == trainer.state
         assert metrics["rollout/failed_frac"] == 1.0

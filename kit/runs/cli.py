@@ -9,7 +9,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -134,21 +133,15 @@ def silence_libraries() -> None:
         logger.propagate = False
 
 
-def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
-    """Parse the command line, check the recipe and run it.
+@contextlib.contextmanager
+def exit_on_errors() -> Iterator[None]:
+    """Print an expected error on one line, and exit.
 
-    train: algorithm.train. Exit status: 0, 1 for an error, 130 for Ctrl-C, 143 for SIGTERM.
+    Exit status: 1 for an error, 130 for Ctrl-C, 143 for SIGTERM.
     """
-    if sys.argv[1:2] == ["show"]:
-        try:
-            return extras.load_command("show").main(sys.argv[2:])
-        except ConfigError as error:
-            exit_with(str(error))
-    args = parse_arguments()
-    console.is_interactive = console.is_interactive and not args.quiet
     signal.signal(signal.SIGTERM, exit_on_sigterm)
     try:
-        run(args, train)
+        yield
     except (*EXPECTED_ERRORS, OmegaConfBaseException) as error:
         exit_with(str(error))
     except OSError as error:
@@ -195,8 +188,16 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def run(args: argparse.Namespace, train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
-    """Check the recipe, print its summary and run the command. Raises EXPECTED_ERRORS."""
+def read_plan() -> Plan | None:
+    """Parse the command line, check the recipe and print its summary. Raises EXPECTED_ERRORS.
+
+    Returns None if nothing is left to run: after a dry run and after `show`.
+    """
+    if sys.argv[1:2] == ["show"]:
+        extras.load_command("show").main(sys.argv[2:])
+        return None
+    args = parse_arguments()
+    console.is_interactive = console.is_interactive and not args.quiet
     commands = [word for word in args.words if word in COMMANDS] or ["train"]
     overrides = [word for word in args.words if word not in COMMANDS]
     if len(commands) > 1:
@@ -208,12 +209,7 @@ def run(args: argparse.Namespace, train: Callable[[Plan], AbstractContextManager
     planned = plan(args.config, overrides, command, args.replay, on_merged, args.dry_run)
     text = describe_plan(planned, args.dry_run)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-    if args.dry_run:
-        return
-    if command == "train":
-        run_training(planned, train, bool(args.replay))
-    else:
-        run_other(planned, command)
+    return None if args.dry_run else planned
 
 
 def describe_plan(planned: Plan, is_dry_run: bool) -> str:
@@ -236,24 +232,13 @@ def begin_imports(config: DictConfig) -> None:
     extras.call("begin_imports", config, "train", config)
 
 
-def run_training(
-    planned: Plan, train: Callable[[Plan], AbstractContextManager[Any]], is_replay: bool
-) -> None:
-    """Train to the last step, or repeat one update."""
-    with train(planned) as trainer:
-        if is_replay:
-            trainer.step_or_skip()
-            trainer.run.say(f"Repeated the update. Its weights are in {trainer.run.checkpoint}.")
-        else:
-            trainer.fit()
-
-
-def run_other(planned: Plan, command: str) -> None:
+def run_other(planned: Plan) -> None:
     """Run sft, rollout or evaluate."""
     from kit.runs import collect
     from kit.runs.run_dir import Run
 
-    module = extras.load_command("sft") if command == "sft" else collect
+    is_sft = planned.recipe.command == "sft"
+    module = extras.load_command("sft") if is_sft else collect
     with Run(planned.recipe, planned.resume_from) as run_folder:
         module.run_command(planned.recipe, run_folder, planned.inputs)
 

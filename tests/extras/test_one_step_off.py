@@ -151,7 +151,7 @@ def test_evaluations_and_checkpoints_keep_the_batch_in_progress(stack):
         trainer.step_or_skip()
         trainer.update = update
         requests = servers.pending_requests
-        assert {group_id.split("/")[0] for _, group_id in requests} == {"2"}
+        assert {request.id.group_id.split("/")[0] for request in requests} == {"2"}
         trainer.evaluate()
         assert trainer.scores
         assert servers.pending_requests is requests and servers.pending.done()

@@ -126,7 +126,8 @@ def call_command(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(cli, "silence_libraries", lambda: None)
     with mock.patch.dict(os.environ):  # restores variables that the recipe sets
-        cli.main(lambda plan: pytest.fail("a dry run must not start anything"))
+        with cli.exit_on_errors():
+            assert cli.read_plan() is None, "a dry run must not start anything"
 
 
 def dry_run(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,8 @@ def command(workspace, tmp_path, monkeypatch):
 
     def run_command() -> str:
         try:
-            cli.main(algorithm.train)
+            with cli.exit_on_errors():
+                algorithm.run_command(cli.read_plan())
         except SystemExit as end:
             return str(end.code)
         return ""

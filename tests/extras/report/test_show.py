@@ -92,6 +92,6 @@ def test_steps_are_a_table_at_a_terminal_and_lines_elsewhere(
 def test_quiet_prints_plain_lines_in_a_terminal_too(arguments, interactive, monkeypatch):
     monkeypatch.setattr(cli, "console", Console(force_interactive=True))
     monkeypatch.setattr(sys, "argv", ["algorithm.py", "--config", "nobody.yaml", *arguments])
-    with pytest.raises(SystemExit, match="no such file"):
-        cli.main(lambda plan: pytest.fail("nothing to train"))
+    with pytest.raises(SystemExit, match="no such file"), cli.exit_on_errors():
+        cli.read_plan()
     assert cli.console.is_interactive == interactive
