@@ -195,8 +195,8 @@ def values(stack):
         f"reward.reward_model.model_path={stack.workspace / 'scored'}",
         "env.val_files=[]",
     ]
-    config, _ = load(stack.workspace, *SESSION, *changes)
-    groups = start_roles(config, optional_roles(config))
+    recipe = load(stack.workspace, *SESSION, *changes).recipe
+    groups = start_roles(recipe, optional_roles(recipe))
     groups.critic.save_checkpoint(str(stack.workspace / "fresh_critic"), None, 0, None)
     yield groups
     kill_workers(groups)

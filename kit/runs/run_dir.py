@@ -70,7 +70,8 @@ class Run:
         self.log_readers: list[Callable[[int, dict[str, float]], None]] = []
         completed = checkpoints.step_of(resume_from) if resume_from else 0
         self.display = Display(recipe.command, self.last if self.trains else 1, completed)
-        self.guard = Guard(recipe, self.folder / "logs", say, self.display.show_stage)
+        timeout_s = recipe.kit.stage_timeout_s
+        self.guard = Guard(timeout_s, self.folder / "logs", say, self.display.show_stage)
         self.stage = self.guard.stage
         self.save_on_stop = self.guard.save_on_stop
         self.timing = self.guard.timing  # seconds by stage, of the current step

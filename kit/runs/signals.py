@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kit.config.recipe import Recipe
 from kit.errors import RunError, Stop
 from kit.runs import log_files, processes
 from kit.runs.event_loops import get_running_loop
@@ -45,17 +44,17 @@ class Guard:
     All of these stop the run by a signal, which Python handles in its main thread only. In another
     thread, the Guard checks for a lost process between two stages, and has no other effect.
 
-    say: prints a line. show: shows the current stage.
+    timeout_s: trainer.stage_timeout_s. say: prints a line. show: shows the current stage.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
+        timeout_s: float,
         logs: Path,
         say: Callable[[str], None],
         show: Callable[[str], None],
     ):
-        self.recipe = recipe
+        self.timeout_s = timeout_s
         self.logs = logs
         self.say = say
         self.show = show
@@ -184,7 +183,7 @@ class Guard:
                 self.lost_process = ""  # else the stage that saves would raise it again
             return Stop(message, save=can_save)
         return Stop(
-            f"Stage '{stage}' made no progress for {self.recipe.kit.stage_timeout_s:g} s "
+            f"Stage '{stage}' made no progress for {self.timeout_s:g} s "
             "(trainer.stage_timeout_s). Raise it if the stage is just slow. "
             f'{log_files.read_newest_log_tail(self.logs)}. See docs/troubleshooting.md, "Ray".'
         )
@@ -213,7 +212,7 @@ class Guard:
         """Restart the timeout of the current stage (trainer.stage_timeout_s)."""
         self.last_progress_at = time.monotonic()
         if self.current_stage and not self.loop_stop:
-            self._set_alarm(max(1, round(self.recipe.kit.stage_timeout_s)))
+            self._set_alarm(max(1, round(self.timeout_s)))
             # Another thread may call this, while the main thread stops the loop.
             if self.loop_stop:
                 self._set_alarm(BLOCKED_LOOP_S)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from kit.errors import Stop
 from kit.runs import cli, event_loops
@@ -111,12 +110,7 @@ def test_tasks_that_are_left_are_cancelled_at_the_end(call: Callable) -> None:
     assert ended == ["lingering"]
 
 
-@pytest.fixture
-def guard_config() -> Any:
-    return OmegaConf.create({"trainer": {"stage_timeout_s": 60}})
-
-
-def test_a_stop_in_a_notebook_cancels_the_work(guard_config: Any, tmp_path: Path) -> None:
+def test_a_stop_in_a_notebook_cancels_the_work(tmp_path: Path) -> None:
     """After it, the loop can still run what saves and closes."""
     ended = []
 
@@ -133,7 +127,7 @@ def test_a_stop_in_a_notebook_cancels_the_work(guard_config: Any, tmp_path: Path
         await asyncio.gather(episode(0), episode(1))
 
     def use() -> str:
-        guard = Guard(guard_config, tmp_path, lambda text: None, lambda stage: None)
+        guard = Guard(60, tmp_path, lambda text: None, lambda stage: None)
         guard.install_handlers()
         try:
             with make_runner() as guard.loop:
@@ -154,7 +148,7 @@ def test_a_stop_in_a_notebook_cancels_the_work(guard_config: Any, tmp_path: Path
 
 
 def test_a_blocked_loop_does_not_block_a_stop_in_a_notebook(
-    guard_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_loops, "CANCEL_TIMEOUT_S", 0.2)
 
@@ -163,7 +157,7 @@ def test_a_blocked_loop_does_not_block_a_stop_in_a_notebook(
         time.sleep(3)
 
     def use() -> float:
-        guard = Guard(guard_config, tmp_path, lambda text: None, lambda stage: None)
+        guard = Guard(60, tmp_path, lambda text: None, lambda stage: None)
         guard.install_handlers()
         begin = time.monotonic()
         try:
@@ -177,11 +171,11 @@ def test_a_blocked_loop_does_not_block_a_stop_in_a_notebook(
     assert call_in_loop(use) < 2
 
 
-def test_a_run_in_a_thread_changes_no_signal(guard_config: Any, tmp_path: Path) -> None:
+def test_a_run_in_a_thread_changes_no_signal(tmp_path: Path) -> None:
     """SIGALRM would end the process, because Python handles signals in its main thread only."""
 
     def use() -> float:
-        guard = Guard(guard_config, tmp_path, lambda text: None, lambda stage: None)
+        guard = Guard(60, tmp_path, lambda text: None, lambda stage: None)
         guard.install_handlers()
         with make_runner() as guard.loop:
             with guard.stage("gen"):

@@ -23,11 +23,10 @@ from tests.helpers.recipes import CLEAN_ENV, ROOT, load
 def run(workspace, tmp_path, monkeypatch):
     """A run in an empty folder. Also asserts that signal handlers and variables are restored."""
     monkeypatch.chdir(tmp_path)
-    config, _ = load(workspace)
-    config.trainer.stage_timeout_s = 60
+    recipe, _ = load(workspace, "trainer.stage_timeout_s=60")
     signums = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
     handlers = {signum: signal.getsignal(signum) for signum in signums}
-    with Run(config) as new_run:
+    with Run(recipe) as new_run:
         yield new_run
     assert handlers == {signum: signal.getsignal(signum) for signum in signums}
     assert "TENSORBOARD_DIR" not in os.environ  # a later run of this process has another folder
@@ -69,10 +68,10 @@ def test_the_console_explains_the_first_signal(run, capsys):
 def test_a_run_in_the_background_of_a_shell_ignores_sigint(workspace, tmp_path, monkeypatch):
     """The shell starts it with SIGINT ignored. SIGTERM still stops it."""
     monkeypatch.chdir(tmp_path)
-    config, _ = load(workspace)
+    recipe, _ = load(workspace)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Run(config) as run, pytest.raises(Stop) as caught, run.stage("gen"):
+        with Run(recipe) as run, pytest.raises(Stop) as caught, run.stage("gen"):
             os.kill(os.getpid(), signal.SIGINT)
             assert not run.guard.stop_signal
             os.kill(os.getpid(), signal.SIGTERM)
@@ -105,7 +104,7 @@ def test_a_stop_is_raised_once_if_several_tasks_wait_for_the_stopped_one(run):
 
 
 def test_a_stage_without_progress_ends_the_run(run):
-    run.config.trainer.stage_timeout_s = 1
+    run.guard.timeout_s = 1
     message = (
         r"Stage 'ref' made no progress for 1 s \(trainer.stage_timeout_s\). "
         'Raise it if the stage is just slow. .*See docs/troubleshooting.md, "Ray"'

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from kit.errors import Stop
 from kit.runs import signals
@@ -41,8 +40,7 @@ def guard(tmp_path, monkeypatch) -> Iterator[Guard]:
 
     monkeypatch.setattr(signals, "SHUTDOWN_TIMEOUT_S", 5)
     monkeypatch.setattr(signals, "exit_now", exit_now)
-    config = OmegaConf.create({"trainer": {"stage_timeout_s": 60}})
-    new_guard = Guard(config, Path(tmp_path), lambda text: None, lambda stage: None)
+    new_guard = Guard(60, Path(tmp_path), lambda text: None, lambda stage: None)
     with asyncio.Runner() as new_guard.loop:
         new_guard.install_handlers()
         yield new_guard
@@ -151,10 +149,9 @@ def test_a_stop_in_the_last_round_of_a_loop_does_not_stop_later_work(guard):
 
 def test_a_stop_between_two_calls_is_raised_in_a_notebook(tmp_path, monkeypatch):
     """In a notebook, an event loop is always running. It is not the loop of the run."""
-    config = OmegaConf.create({"trainer": {"stage_timeout_s": 60}})
 
     async def cell() -> bool:
-        guard = Guard(config, tmp_path, lambda text: None, lambda stage: None)
+        guard = Guard(60, tmp_path, lambda text: None, lambda stage: None)
         guard.stop_signal = signal.SIGTERM
         with pytest.raises(Stop, match="interrupted"), guard.stage("gen"):
             raise AssertionError("the stage has begun")
