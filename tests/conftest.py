@@ -101,7 +101,7 @@ def timeout_s(item: pytest.Item) -> float:
     """Return how many seconds a test may take, with its fixtures.
 
     pyproject.toml sets pytest-timeout's method `thread`. The method `signal` would use SIGALRM,
-    which kit/runs/signals.py needs. After a timeout, pytest's process ends. Then
+    which kit/runs/stages.py needs. After a timeout, pytest's process ends. Then
     kit/extras/supervisor/reaper.py kills the processes that a run started.
     """
     if item.get_closest_marker("soak"):

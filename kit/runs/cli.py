@@ -26,7 +26,7 @@ from kit.errors import ConfigError, RunError, Stop, UserFunctionError
 from kit.gym import network
 from kit.rollout.inputs import RunInputs
 from kit.runs import checkpoints, files, isolation, prepare, summary, trial
-from kit.runs.console import console, remove_control_characters
+from kit.runs.console import console, remove_control_characters, say
 
 EXPECTED_ERRORS = (  # printed as a message, without a traceback
     ConfigError,
@@ -243,7 +243,7 @@ def run_training(
     with train(planned) as trainer:
         if is_replay:
             trainer.step_or_skip()
-            trainer.run.say(f"Repeated the update. Its weights are in {trainer.run.checkpoint}.")
+            say(f"Repeated the update. Its weights are in {trainer.run.files.checkpoint}.")
         else:
             trainer.fit()
 
@@ -251,11 +251,11 @@ def run_training(
 def run_other(planned: Plan, command: str) -> None:
     """Run sft, rollout or evaluate."""
     from kit.runs import collect
-    from kit.runs.run_dir import Run
+    from kit.runs.run import Run
 
     module = extras.load_command("sft") if command == "sft" else collect
-    with Run(planned.recipe, planned.resume_from) as run_folder:
-        module.run_command(planned.recipe, run_folder, planned.inputs)
+    with Run(planned.recipe, planned.resume_from) as started:
+        module.run_command(planned.recipe, started, planned.inputs)
 
 
 def exit_with(message: str) -> NoReturn:

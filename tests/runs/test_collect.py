@@ -17,7 +17,7 @@ from kit.errors import ConfigError
 from kit.rollout.sampler import make_sampler_context
 from kit.runs import collect
 from kit.runs.launch import Stack
-from kit.runs.run_dir import Run
+from kit.runs.run import Run
 from tests.helpers.recipes import CPU, RECIPE, load, metrics_of
 from tests.helpers.stack import SESSION
 

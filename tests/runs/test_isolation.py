@@ -228,7 +228,7 @@ from pathlib import Path
 import ray
 from tests.helpers.recipes import load
 from kit.runs import launch
-from kit.runs.run_dir import Run
+from kit.runs.run import Run
 
 launch.import_engine = lambda launch: None  # verl and vLLM, which Ray does not need
 preload = "ray_kwargs.ray_init.runtime_env.env_vars.PRELOAD_MODULES='json ray'"

@@ -119,7 +119,7 @@ def test_a_python_with_an_odd_path_is_quoted_for_ray(
     monkeypatch.setenv(preload.VARIABLE, "torch")
     python = "/tmp/a b/python" if is_forked else "/opt/my $(touch x)/python"
     recipe, inputs = load(workspace, "ray_kwargs.ray_init._temp_dir=/tmp/mine")
-    run = SimpleNamespace(recipe=recipe, guard=SimpleNamespace(monitor=None), folder=tmp_path)
+    run = SimpleNamespace(recipe=recipe, stages=SimpleNamespace(monitor=None), folder=tmp_path)
     with contextlib.ExitStack() as stack, pytest.raises(RunError, match="the end of"):
         starting = launch.Launch(run, inputs, stack, None)  # type: ignore[arg-type]
         if is_forked:
@@ -209,7 +209,7 @@ def test_the_imports_end_before_an_error_of_rays_start_is_raised(
     monkeypatch.setattr(launch.ray, "init", fail)
     monkeypatch.setattr(isolation, "make_ray_folder", lambda parent: "/short/ray")
     recipe, inputs = load(workspace)
-    run = SimpleNamespace(recipe=recipe, guard=SimpleNamespace(monitor=None), folder=tmp_path)
+    run = SimpleNamespace(recipe=recipe, stages=SimpleNamespace(monitor=None), folder=tmp_path)
     with contextlib.ExitStack() as stack, pytest.raises(RunError, match="no such option"):
         launch.start_ray(launch.Launch(run, inputs, stack, None))  # type: ignore[arg-type]
     assert ended == ["imports"]

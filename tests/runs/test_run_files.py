@@ -24,7 +24,7 @@ from kit.data.metrics import compute_validation_metrics
 from kit.errors import RunError
 from kit.runs import checkpoints, cli, export, files, finite_check
 from kit.runs.launch import Stack
-from kit.runs.run_dir import Run
+from kit.runs.run import Run
 from tests.helpers.recipes import ROOT, load
 from tests.helpers.trainer import Servers
 
@@ -108,7 +108,7 @@ def command(workspace, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(finite_check, "find_nonfinite_weights", lambda _: [])
     monkeypatch.setattr("kit.extras.report.report_page.render_page", lambda _: "page")
-    for module in ("kit.runs.run_dir", "kit.runs.checkpoints"):
+    for module in ("kit.runs.run_files", "kit.runs.checkpoints"):
         # the whole recipe takes 0.3 s to write
         monkeypatch.setattr(f"{module}.redacted", lambda _: OmegaConf.create({"short": True}))
     monkeypatch.setattr(sys, "argv", ["algorithm.py", "--config", "tiny", "--quiet"])
@@ -390,26 +390,21 @@ def test_an_evaluation_in_which_every_episode_failed_says_so(
     recipe, _ = load(workspace)
     failed = [Episode("x:1", "1/0", "s", [1], status="timeout")]
     with Run(recipe) as run:
-        run.log_evaluation(3, compute_validation_metrics(failed, 1), failed)
+        run.log.write_evaluation(3, compute_validation_metrics(failed, 1), failed)
     assert "step 3/" in (printed := capsys.readouterr().out)
     assert "no score, because every episode failed" in printed
 
 
-def test_control_characters_from_a_server_do_not_reach_the_terminal(
-    workspace, tmp_path, monkeypatch, capsys
-):
+def test_control_characters_from_a_server_do_not_reach_the_terminal(capsys):
     import pandas as pd
     from rich.console import Console
 
     from kit.extras.report import show
-    from kit.runs.console import remove_control_characters
+    from kit.runs.console import remove_control_characters, say
 
     escapes = "\x1b]0;title\x07\x1b[2J\x9b31m\r\x08"
     assert remove_control_characters(f"a{escapes}\n\tb") == "a]0;title[2J31m\n\tb"
-    monkeypatch.chdir(tmp_path)
-    recipe, _ = load(workspace)
-    with Run(recipe) as run:
-        run.say(f"a server answered {escapes}")
+    say(f"a server answered {escapes}")
     shown = pd.DataFrame(
         [{"reward": float("nan"), "prompt": escapes, "response": escapes, "status": escapes}]
     )
