@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
 
 from kit.config.keys import KEYS
-from kit.config.recipe import ONE_GPU_PER_ROW, Recipe
 from kit.errors import ConfigError, RunError
 from kit.runs import checkpoints
-from tests.helpers.recipes import ROOT
+from tests.helpers.recipes import ROOT, make_partial
 
 
 class Group:
@@ -70,31 +68,22 @@ def make_config(folder: Path, **trainer) -> DictConfig:
     )
 
 
-def make_recipe(config: DictConfig, command="train", arguments=()) -> Recipe:
-    """A recipe with only the sections that checkpoints read. arguments: of the advantage."""
-    sections: Any = None
-    functions: Any = None
-    return Recipe(
-        command, config, config, sections, functions, frozenset(arguments), ONE_GPU_PER_ROW
-    )
-
-
 def save(folder: Path, step: int, group=None, **trainer) -> Path:
     """Save a checkpoint of a step. group: the actor's worker group."""
     workers = SimpleNamespace(actor=group or Group(), critic=None)
     state = checkpoints.LoopState("train", step)
-    recipe = make_recipe(make_config(folder, **trainer))
+    recipe = make_partial(make_config(folder, **trainer))
     return checkpoints.save(workers, folder, state, recipe)
 
 
 def find_resume_point(folder: Path, **trainer) -> tuple[Path | None, list[str]]:
     """Find the checkpoint from which a run resumes."""
-    return checkpoints.find_resume_point(make_recipe(make_config(folder, **trainer)))
+    return checkpoints.find_resume_point(make_partial(make_config(folder, **trainer)))
 
 
 def check(checkpoint: Path, config: DictConfig, command="train", arguments=()) -> list[str]:
     """Check that a recipe can resume from a checkpoint -> lines to print."""
-    return checkpoints.check(checkpoint, make_recipe(config, command, arguments))
+    return checkpoints.check(checkpoint, make_partial(config, command, arguments))
 
 
 # Audit events of the calls that change the file system.
