@@ -74,7 +74,8 @@ from kit.rollout.inputs import RunInputs
 from kit.rollout.sampler import make_rollout_args
 from kit.runs import checkpoints, cli
 from kit.runs.checkpoints import LoopState
-from kit.runs.run_dir import Run
+from kit.runs.console import say
+from kit.runs.run import Run
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -116,7 +117,7 @@ class Trainer:
         """Train to the last step. Evaluate and save as the recipe says."""
         if self.recipe.trainer.val_before_train:
             self.evaluate()
-        self.run.log(self.state.step, self.run.timings())
+        self.run.log.write(self.state.step, self.run.stages.timings())
         while self.state.step < self.run.last:
             self.step_or_skip()  # it saves a checkpoint, if one is due, while vLLM sleeps
             self.evaluate_if_due()
@@ -126,7 +127,7 @@ class Trainer:
 
     def finish(self) -> None:
         """Let `train` export the model after the processes have ended."""
-        self.run.guard.pending_export = "Rerun the same command to export the model"
+        self.run.stages.is_export_pending = True
 
     def step_or_skip(self) -> dict[str, float]:
         """Run one step, which may end as a skipped one -> its metrics."""
@@ -148,7 +149,7 @@ class Trainer:
         """
         self.state = replace(self.state, step=self.state.step + 1)
         self.metrics = {}
-        self.run.begin_step(self.state.step)
+        self.run.stages.begin_step(self.state.step)
         with self.run.stage("step"):
             episodes = self.collect()  # 1 to 4
             with self.run.stage("sleep"):  # frees the rollout engine's GPU memory
@@ -158,12 +159,12 @@ class Trainer:
             batch = training.to_batch(episodes, self.inputs, self.recipe)
             self.compute_log_probs(batch)  # 5
             self.compute_advantages(batch)  # 6
-            self.run.write_advantages(self.state.step, episodes, batch.batch)
+            self.run.files.write_advantages(self.state.step, episodes, batch.batch)
             self.update(batch)  # 7
             self.save_if_due()  # 8
             self.update_weights()
-        self.metrics |= training.compute_step_metrics(batch, self.run.timing, self.recipe)
-        self.run.nonfinite_steps = 0
+        self.metrics |= training.compute_step_metrics(batch, self.run.stages.timing, self.recipe)
+        self.run.files.nonfinite_steps = 0
         self.log_step(episodes)
 
     def collect(self) -> list[Episode]:
@@ -218,11 +219,11 @@ class Trainer:
         batch_name = name if validate else str(self.state.batches)
         args = make_rollout_args(self.recipe, tasks, batch_name, validate)
         count = len(args.requests) + (len(tasks) if args.baselines else 0)
-        on_done = self.run.count_episodes(count)
+        on_done = self.run.stages.count_episodes(count)
         episodes = self.servers.rollout(args.requests, args.sampling, on_done, args.baselines)
         file_tasks = self.inputs.validation if validate else self.inputs.train
         assign_record_indices(episodes, file_tasks, before)
-        self.run.write_episodes(name, episodes, file_tasks, before)
+        self.run.files.write_episodes(name, episodes, file_tasks, before)
         check_failures(episodes, self.recipe.gym.max_failed_frac)
         return episodes
 
@@ -292,7 +293,7 @@ class Trainer:
             with self.run.stage("update_critic"):
                 self.metrics |= training.update_critic(self.workers.critic, batch, self.recipe)
         if self.updates_actor and training.lacks_signal(batch, self.recipe):
-            self.run.say(f"step {self.state.step} changes no weights: all advantages are 0")
+            say(f"step {self.state.step} changes no weights: all advantages are 0")
         elif self.updates_actor:
             batch.meta_info[POSITION] = done - self.recipe.trainer.critic_warmup
             with self.run.stage("update_actor"):
@@ -320,11 +321,11 @@ class Trainer:
         self.saved_state = self.state
         reason = str(skipped)
         if isinstance(skipped, NonFiniteStep):
-            reason = self.run.keep_nonfinite(self.state.step, reason, skipped.batch)
+            reason = self.run.files.keep_nonfinite(self.state.step, reason, skipped.batch)
         else:
-            self.run.nonfinite_steps = 0
-        self.run.say(f"step {self.state.step} {skipped.outcome}: {reason}")
-        self.metrics["training/skipped_nonfinite_steps"] = self.run.nonfinite_steps
+            self.run.files.nonfinite_steps = 0
+        say(f"step {self.state.step} {skipped.outcome}: {reason}")
+        self.metrics["training/skipped_nonfinite_steps"] = self.run.files.nonfinite_steps
         self.save_if_due()
         if self.servers.is_asleep:
             self.update_weights()
@@ -337,7 +338,7 @@ class Trainer:
 
     def save(self) -> Path | None:
         """Save the workers' weights if they are finite -> the last checkpoint."""
-        return self.run.save(self.workers, self.saved_state)
+        return self.run.files.save(self.workers, self.saved_state)
 
     def evaluate_if_due(self) -> None:
         """Evaluate after every trainer.test_freq steps, and after the last one."""
@@ -353,19 +354,20 @@ class Trainer:
             episodes = self.rollout(self.inputs.validation, f"val_{step}", validate=True)
             n = self.recipe.rollout.val_kwargs.n
             self.scores = compute_validation_metrics(episodes, n)
-            warn_about_failures(self.scores, self.run.say)
-            self.run.log_evaluation(step, self.scores, episodes)
-        self.run.log(step, self.scores | {"timing_s/testing": self.run.timing["testing"]})
-        self.run.report_if_due()
+            warn_about_failures(self.scores, say)
+            self.run.log.write_evaluation(step, self.scores, episodes)
+        timing = {"timing_s/testing": self.run.stages.timing["testing"]}
+        self.run.log.write(step, self.scores | timing)
+        self.run.files.report_if_due()
 
     def log_step(self, episodes: Sequence[Episode]) -> None:
         """Write the step's metrics to metrics.jsonl and the console."""
         step = self.state.step
         prompts = self.state.batches * self.recipe.data.train_batch_size
-        self.metrics |= self.run.timings() | {"training/global_step": step}
+        self.metrics |= self.run.stages.timings() | {"training/global_step": step}
         self.metrics["training/epoch"] = prompts / self.inputs.per_epoch
-        self.run.log(step, self.metrics)
-        self.run.print_step(step, self.metrics, episodes)
+        self.run.log.write(step, self.metrics)
+        self.run.log.print_step(step, self.metrics, episodes)
 
 
 @contextlib.contextmanager
@@ -377,11 +379,11 @@ def train(plan: cli.Plan) -> Iterator[Trainer]:
     with Run(plan.recipe, plan.resume_from) as run:
         with contextlib.ExitStack() as stack:
             trainer = start_trainer(plan, run, stack)
-            with run.save_on_stop(trainer.save):
+            with run.stages.save_on_stop(trainer.save):
                 yield trainer
-        if run.guard.pending_export:
-            run.export()
-            run.print_result(trainer.scores)
+        if run.stages.is_export_pending:
+            run.files.export()
+            run.log.print_result(trainer.scores)
 
 
 def start_trainer(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trainer:
@@ -398,7 +400,7 @@ def start_trainer(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trai
     if plan.resume_from:
         with run.stage("load_checkpoint"):
             state = checkpoints.load(workers, plan.resume_from)
-        run.say(f"Resumed from {plan.resume_from}")
+        say(f"Resumed from {plan.resume_from}")
     trainer = Trainer(plan.recipe, plan.inputs, run, workers, servers, state)
     trainer.update_weights()
     return trainer
@@ -412,7 +414,7 @@ def run_command(plan: cli.Plan) -> None:
     with train(plan) as trainer:
         if plan.replayed:
             trainer.step_or_skip()
-            trainer.run.say(f"Repeated the update. Its weights are in {trainer.run.checkpoint}.")
+            say(f"Repeated the update. Its weights are in {trainer.run.files.checkpoint}.")
         else:
             trainer.fit()
 

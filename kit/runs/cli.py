@@ -235,12 +235,12 @@ def begin_imports(config: DictConfig) -> None:
 def run_other(planned: Plan) -> None:
     """Run sft, rollout or evaluate."""
     from kit.runs import collect
-    from kit.runs.run_dir import Run
+    from kit.runs.run import Run
 
     is_sft = planned.recipe.command == "sft"
     module = extras.load_command("sft") if is_sft else collect
-    with Run(planned.recipe, planned.resume_from) as run_folder:
-        module.run_command(planned.recipe, run_folder, planned.inputs)
+    with Run(planned.recipe, planned.resume_from) as started:
+        module.run_command(planned.recipe, started, planned.inputs)
 
 
 def exit_with(message: str) -> NoReturn:

@@ -10,10 +10,21 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 SIGNAL_CHECK_S = 0.5
 CANCEL_TIMEOUT_S = 5.0  # for interrupted work to end
+T = TypeVar("T")
+
+
+class Runner(Protocol):
+    """The methods of asyncio.Runner that a run uses."""
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the event loop."""
+
+    def run(self, work: Coroutine[Any, Any, T], /) -> T:
+        """Run a coroutine and wait for it."""
 
 
 class ThreadRunner:

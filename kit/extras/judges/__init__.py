@@ -88,7 +88,7 @@ def before_ray(launch: Launch) -> None:
     launch.gym_processes += proxy.process_specs(launch.logs, python)
     launch.gym_process_names += [f"{name} (a judge)" for name in judges]
     launch.serves_policy |= "policy" in specs.values()
-    launch.run.gauges.append(proxy.metrics)
+    launch.run.log.gauges.append(proxy.metrics)
 
 
 def build_judges(recipe: Recipe) -> dict[str, Judge]:

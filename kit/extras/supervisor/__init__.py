@@ -15,14 +15,14 @@ from kit.extras.supervisor.process_monitor import ProcessMonitor
 def before_ray(launch: Any) -> None:
     """Start the process monitor. launch: kit.runs.launch.Launch."""
     checkpoints = Path(launch.recipe.trainer.default_local_dir)
-    guard = launch.run.guard
-    monitor = ProcessMonitor(launch.logs, checkpoints, guard.report_lost)
-    guard.monitor = launch.stack.enter_context(monitor)
+    stages = launch.run.stages
+    monitor = ProcessMonitor(launch.logs, checkpoints, stages.report_lost)
+    stages.monitor = launch.stack.enter_context(monitor)
 
 
 def after_ray(launch: Any, raylet_pid: int | None) -> None:
     """Watch the raylet of a local Ray, or the processes on the nodes of a cluster."""
-    monitor = launch.run.guard.monitor
+    monitor = launch.run.stages.monitor
     if raylet_pid is not None:
         monitor.register_process("Ray's raylet", raylet_pid)
         return
