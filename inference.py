@@ -40,6 +40,7 @@ from gym_client import RUNS_EPISODES, EpisodeIndex, Gym, GymError, ServerDownErr
 from kit.config.recipe import Recipe
 from kit.data.episode import Episode, PolicyVersion, append_tokens, from_output_items, gc_paused
 from kit.errors import RunError
+from kit.features import EpisodeWorkers, EventLoop
 from kit.rollout import chat
 from kit.rollout.chat_template import TURNS
 from kit.rollout.sampler import (
@@ -548,8 +549,7 @@ class Servers:
 
     actor: the trainer's worker group, whose weights the replicas receive (verl's
     CheckpointEngineManager). Without it they keep the weights of the model folder.
-    rollout_workers: kit.extras.rollout_workers.RolloutWorkers, which run the episodes instead of
-    this process, or None.
+    workers: of an optional feature, which run the episodes instead of this process, or None.
     """
 
     def __init__(
@@ -559,14 +559,14 @@ class Servers:
         actor: Any,
         context: SamplerContext,
         gym: Gym,
-        loop: asyncio.Runner,
-        rollout_workers: Any = None,
+        loop: EventLoop,
+        workers: EpisodeWorkers | None = None,
     ):
         self.manager = manager
         self.context = context
         self.gym = gym
         self.loop = loop
-        self.rollout_workers = rollout_workers
+        self.workers = workers
         self.is_asleep = False
         self.checkpoint_manager: CheckpointEngineManager | None = None
         settings = omega_conf_to_dataclass(recipe.rollout.checkpoint_engine)
@@ -593,11 +593,11 @@ class Servers:
         on_done: OnDone,
         baselines: bool,
     ) -> Coroutine[Any, Any, list[Episode]]:
-        """Return a coroutine that runs the episodes, here or in the rollout workers."""
+        """Return a coroutine that runs the episodes, here or in the workers."""
         sampling = sampling | self.context.processor.sampling_params()
         self.context.endpoint_sampling = sampling
-        if self.rollout_workers:
-            return self.rollout_workers.rollout(requests, sampling, on_done, baselines)
+        if self.workers:
+            return self.workers.rollout(requests, sampling, on_done, baselines)
         run = rollout_with_baselines if baselines else rollout
         return run(requests, sampling, self.context, self.gym, on_done)
 
@@ -614,5 +614,5 @@ class Servers:
         self.checkpoint_manager.update_weights(step)
         self.is_asleep = False
         self.context.policy_version = step
-        if self.rollout_workers:
-            self.rollout_workers.set_policy_version(step)
+        if self.workers:
+            self.workers.set_policy_version(step)
