@@ -176,7 +176,7 @@ def prepare(
     recipe's lengths are dropped. Raises env.DataError, and ConfigError, also if fewer rows are left
     than a batch needs.
     """
-    recipe, inputs = check_recipe(config, defaults, "sft", on_features)
+    recipe, inputs = check_recipe(config, defaults, "sft", on_features=on_features)
     if inputs.processor.reads_images:
         raise ConfigError(
             "`sft` does not support models that read images. Use another model, or train it from "

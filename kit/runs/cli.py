@@ -85,8 +85,7 @@ def plan(
     problems: list[Exception] = []
     config, defaults = load_config(recipe_files, overrides, problems)
     if problems:
-        # raises these, and its own
-        prepare.check_recipe(config, defaults, command, problems=problems)
+        prepare.check_recipe(config, defaults, command, problems)  # raises these, and its own
     resume_from: Path | None = None
     notes: list[str] = []
     if replay:

@@ -20,6 +20,7 @@ from kit.config import adapters, checks, model_files, trackers, user_functions
 from kit.config.keys import to_plain
 from kit.config.load import (
     ACTOR,
+    COMMANDS,
     EPISODE_COMMANDS,
     FSDP,
     MICRO_BATCH_TOKENS,
@@ -50,8 +51,8 @@ from kit.runs.verifier_trial import try_verifiers
 
 TRAIN = "env.train_files"
 VAL = "env.val_files"
-FILES = {"rollout": [TRAIN], "evaluate": [VAL]}  # {command: the keys that it reads}
-TRAINING_FILES = [TRAIN, VAL]  # of all other commands; the first key must be set
+# {command: the keys that it reads}; the first key must be set
+FILES = dict.fromkeys(COMMANDS, [TRAIN, VAL]) | {"rollout": [TRAIN], "evaluate": [VAL]}
 
 
 class Prepared(NamedTuple):
@@ -73,7 +74,7 @@ def prepare(
     with episodes. on_features: as of `check_recipe`. Raises ConfigError, UserFunctionError,
     env.DataError, gym_client.GymError or network.GymStartError, before any worker starts.
     """
-    checked = check_recipe(config, defaults, command, on_features)
+    checked = check_recipe(config, defaults, command, on_features=on_features)
     inputs = checked.inputs
     servers: Mapping[str, str] = {}
     agents: Mapping[str, str] = {}
@@ -106,15 +107,15 @@ def check_recipe(
     config: DictConfig,
     defaults: DictConfig,
     command: str,
-    on_features: OnFeatures = ignore_features,
     problems: Sequence[Exception] = (),
+    on_features: OnFeatures = ignore_features,
 ) -> Prepared:
     """The checks of every command, cheap ones first -> a recipe and inputs without rows.
 
     There are three groups of checks. The first takes no time. The second needs verl, which takes
-    7 s to import. The third loads the model's files, maybe from the hub. on_features: called with
-    the features that are on, before the checks. problems: errors of load_config, which are raised
-    with those of the first group. Raises the errors of `prepare`.
+    7 s to import. The third loads the model's files, maybe from the hub. problems: errors of
+    load_config, which are raised with those of the first group. on_features: called with the
+    features that are on, before the checks. Raises the errors of `prepare`.
     """
     remove_unused_servers(config)
     raise_all([*features.find_missing(config, command), *find_missing_modules(config)])
@@ -256,7 +257,7 @@ def check_other_models(config: DictConfig, command: str, tokenizer: Any) -> None
 
 def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
     """Row files, servers' interpreters and model folders exist. Hub names are not checked."""
-    for key in FILES.get(command, TRAINING_FILES):
+    for key in FILES[command]:
         yield from check_row_files(config, command, key)
     if command in EPISODE_COMMANDS:
         yield from check_servers(config)
@@ -272,7 +273,7 @@ def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
 def check_row_files(config: DictConfig, command: str, key: str) -> Iterator[Exception]:
     """The files of env.train_files or env.val_files can be read, and functions imported."""
     entries = to_plain(OmegaConf.select(config, key))
-    if not entries and key == FILES.get(command, TRAINING_FILES)[0]:
+    if not entries and key == FILES[command][0]:
         yield ConfigError(
             f"{key} is not set. Name a task, such as --config math_cpu, before other recipes."
         )
@@ -407,7 +408,7 @@ def load_rows(
 
 def list_entries(verifiers: PythonVerifiers, command: str, key: str) -> list[Any]:
     """List the entries of a key that a command uses, with the server or verifier of each."""
-    return verifiers.entries[key] if key in FILES.get(command, TRAINING_FILES) else []
+    return verifiers.entries[key] if key in FILES[command] else []
 
 
 def list_files(entries: Sequence[Any]) -> list[Any]:
@@ -417,7 +418,7 @@ def list_files(entries: Sequence[Any]) -> list[Any]:
 
 def check_any_rows(config: DictConfig, command: str, inputs: RunInputs) -> None:
     """Check that the files of a command have rows. Raises ConfigError."""
-    key = FILES.get(command, TRAINING_FILES)[0]
+    key = FILES[command][0]
     tasks = inputs.validation if command == "evaluate" else inputs.train
     entries = list_entries(inputs.verifiers, command, key)
     only_functions = command == "train" and entries and all(is_function(e) for e in entries)
