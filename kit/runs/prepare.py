@@ -52,7 +52,7 @@ from kit.runs.verifier_trial import try_verifiers
 TRAIN = "env.train_files"
 VAL = "env.val_files"
 # {command: the keys that it reads}; the first key must be set
-FILES = dict.fromkeys(COMMANDS, [TRAIN, VAL]) | {"rollout": [TRAIN], "evaluate": [VAL]}
+FILES = {command: [TRAIN, VAL] for command in COMMANDS} | {"rollout": [TRAIN], "evaluate": [VAL]}
 
 
 class Prepared(NamedTuple):
