@@ -15,7 +15,7 @@ The commands:
     python env.py counter --out data/                 # numbers to add with a tool
     python env.py gsm8k [--source DIR] --out data/    # GSM8K, from the hub or from files
     python env.py check data/*.jsonl                  # which rows load, which do not, and why
-    python env.py examples | from | from-verl | to-verl     # more: see kit/extras/convert.py
+    python env.py examples | from | from-verl | to-verl     # more: see docs/guides/data.md
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import contextlib
 import itertools
 import json
 import random
-import runpy
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -622,7 +621,7 @@ def compute_quotas(tasks: Sequence[Any], size: int) -> dict[str, int]:
 
 # --- the command ----------------------------------------------------------------------------------
 
-CONVERT_COMMANDS = ("examples", "check", "from", "from-verl", "to-verl")  # kit/extras/convert.py
+CONVERT_COMMANDS = ("examples", "check", "from", "from-verl", "to-verl")  # an optional feature
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
@@ -661,10 +660,15 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Write a generator's rows to <out>/<name>_<split>.jsonl, or run kit/extras/convert.py."""
+    """Write a generator's rows to <out>/<name>_<split>.jsonl, or run a command that converts."""
     if len(sys.argv) > 1 and sys.argv[1] in CONVERT_COMMANDS:
-        runpy.run_module("kit.extras.convert", run_name="__main__")
-        return
+        from kit.errors import ConfigError
+        from kit.features import convert_rows
+
+        try:
+            return convert_rows()
+        except ConfigError as error:
+            sys.exit(f"error: {error}")
     args = parse_arguments()
     try:
         for split, rows in GENERATORS[args.name](args).items():

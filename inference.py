@@ -25,7 +25,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from verl.checkpoint_engine import CheckpointEngineManager
@@ -40,6 +40,7 @@ from gym_client import RUNS_EPISODES, Gym, GymError, Json, ServerDownError, Sess
 from kit.config.recipe import Recipe
 from kit.data.episode import Episode, PolicyVersion, append_tokens, from_output_items, gc_paused
 from kit.errors import RunError
+from kit.features import EpisodeWorkers, EventLoop
 from kit.rollout import chat
 from kit.rollout.chat_template import TURNS
 from kit.rollout.sampler import (
@@ -544,28 +545,12 @@ async def start_standalone_servers(recipe: Recipe, start_rank: int = 0) -> LLMSe
     return manager
 
 
-class RolloutWorkers(Protocol):
-    """Other processes that run the episodes (rollout.agent.num_workers)."""
-
-    def rollout(
-        self,
-        requests: Sequence[EpisodeRequest],
-        sampling: Sampling,
-        on_done: OnDone,
-        baselines: bool,
-    ) -> Coroutine[Any, Any, list[Episode]]:
-        """Run episodes as `rollout` of this module does, or `rollout_with_baselines`."""
-
-    def set_policy_version(self, step: int) -> None:
-        """Record that the vLLM servers have the weights of a step."""
-
-
 class Servers:
     """The vLLM replicas and the Gym servers of a run: the source of its episodes.
 
     actor: the trainer's worker group, whose weights the replicas receive (verl's
     CheckpointEngineManager). Without it they keep the weights of the model folder.
-    rollout_workers: they run the episodes instead of this process.
+    workers: of an optional feature, which run the episodes instead of this process, or None.
     """
 
     def __init__(
@@ -575,14 +560,14 @@ class Servers:
         actor: Any,  # a worker group of verl, whose methods are made at run time
         context: SamplerContext,
         gym: Gym,
-        loop: asyncio.Runner,
-        rollout_workers: RolloutWorkers | None = None,
+        loop: EventLoop,
+        workers: EpisodeWorkers | None = None,
     ):
         self.manager = manager
         self.context = context
         self.gym = gym
         self.loop = loop
-        self.rollout_workers = rollout_workers
+        self.workers = workers
         self.is_asleep = False
         self.checkpoint_manager: CheckpointEngineManager | None = None
         settings = omega_conf_to_dataclass(recipe.rollout.checkpoint_engine)
@@ -609,11 +594,11 @@ class Servers:
         on_done: OnDone,
         baselines: bool,
     ) -> Coroutine[Any, Any, list[Episode]]:
-        """Return a coroutine that runs the episodes, here or in the rollout workers."""
+        """Return a coroutine that runs the episodes, here or in the workers."""
         sampling = sampling | self.context.processor.sampling_params()
         self.context.endpoint_sampling = sampling
-        if self.rollout_workers:
-            return self.rollout_workers.rollout(requests, sampling, on_done, baselines)
+        if self.workers:
+            return self.workers.rollout(requests, sampling, on_done, baselines)
         run = rollout_with_baselines if baselines else rollout
         return run(requests, sampling, self.context, self.gym, on_done)
 
@@ -635,5 +620,5 @@ class Servers:
         self.checkpoint_manager.update_weights(step)
         self.is_asleep = False
         self.context.policy_version = step
-        if self.rollout_workers:
-            self.rollout_workers.set_policy_version(step)
+        if self.workers:
+            self.workers.set_policy_version(step)

@@ -2,7 +2,7 @@
 
     python benchmarks/ahead.py [--steps 5] [--speed 100] [--out docs/ahead.png]
 
-The simulation runs kit/extras/one_step_off.py over a rollout engine and a trainer that only wait.
+The simulation runs kit/extras/one_step_off/ over a rollout engine and a trainer that only wait.
 Their times are those that verl measured for DAPO with Qwen2.5-Math-7B and FSDP2 on 16 H20 GPUs
 (verl's docs/advance/one_step_off.md). If both use all 16 GPUs in turn, sampling a batch takes 321 s
 and training on it takes 374 s. If sampling has 4 GPUs and training 12, they take 458 s and 445 s.
@@ -45,7 +45,7 @@ from env import Task
 from kit.config.load import load_config
 from kit.config.recipe import freeze
 from kit.data.processor import TextProcessor
-from kit.extras import one_step_off
+from kit.extras.one_step_off import servers as ahead_servers
 from kit.rollout.chat_template import ChatTemplate
 from kit.rollout.client import Client
 from kit.rollout.sampler import make_sampler_context, repeat_per_group
@@ -211,14 +211,14 @@ def make_servers(case: Case, gpus: Gpus, loop: Any) -> Any:
         return gpus.generate(**arguments)
 
     LLMServerClient.generate = generate  # type: ignore[method-assign]
-    servers_class = one_step_off.Servers if case.one_step_off else inference.Servers
+    servers_class = ahead_servers.Servers if case.one_step_off else inference.Servers
     servers = object.__new__(servers_class)  # __init__ needs vLLM's replicas
     vars(servers).update(
         context=context,
         gym=Verifier(),
         loop=loop,
         checkpoint_manager=gpus,
-        rollout_workers=None,
+        workers=None,
         is_asleep=False,
     )
     return servers
@@ -228,7 +228,7 @@ def simulate(case: Case, steps: int, speed: float) -> Simulation:
     """Run some steps in the order of Trainer.step."""
     gpus = Gpus(case, speed)
     step_ends_s = [0.0]
-    with one_step_off.BackgroundLoop() if case.one_step_off else asyncio.Runner() as loop:
+    with ahead_servers.BackgroundLoop() if case.one_step_off else asyncio.Runner() as loop:
         servers = make_servers(case, gpus, loop)
         gpus.started_at = time.perf_counter()
         requests = repeat_per_group(gpus.make_tasks(1), GROUP_SIZE, "1")

@@ -84,8 +84,7 @@ def main() -> None:
     args = parser.parse_args()
     settings = ["trainer.experiment_name=bench-update", "env.val_files=[]", *args.changes]
     config, defaults = load_config(["math_cpu", "cpu"], settings)
-    cli.begin_imports(config)
-    recipe, inputs = prepare.prepare(config, defaults)
+    recipe, inputs = prepare.prepare(config, defaults, on_features=cli.begin_imports)
     import training
 
     episodes = load_replay(args.rollouts, inputs.train)[0]

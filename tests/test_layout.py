@@ -38,13 +38,12 @@ ROOT_NAMES = (
     "templates",
     "tests",
 )
-# A part imports only from the parts before it, and from the same folder. kit.extras is only its
-# __init__.py, which has the table of extras.
+# A part imports only from the parts before it, and from the same folder.
 PARTS = (
+    ("kit.errors",),
+    ("kit.features",),
     ("env",),
     ("gym_client",),
-    ("kit.errors",),
-    ("kit.extras",),
     ("kit.config",),
     ("kit.data",),
     ("kit.gym",),
@@ -61,6 +60,15 @@ TEMPLATE_IMPORTS = {
     "kit.config.python_files",
     "kit.data.episode",
     "kit.data.selection",
+}
+# Names of extras that are also common words in code, or keys of a recipe.
+COMMON_NAMES = {"backends", "convert", "images", "judges", "monitor", "one_step_off", "report"}
+VALUES = {  # other names of extras in a module, with another meaning
+    "kit.config.checks": {"gloo"},  # verl's name of a checkpoint engine
+    "kit.config.load": {"megatron"},  # verl's name of a training engine
+    "kit.config.numbers": {"megatron"},
+    "kit.data.verl_rows": {"sft"},  # the command, in a hint
+    "kit.runs.cli": {"sft"},  # the command, in the help
 }
 # Paths of one machine, or outside the repository. They are written so that they do not match here.
 FOREIGN_PATHS = [rf"(?<![\w.])/{name}/" for name in ("root", "work", "home", "mnt", "Users")]
@@ -156,14 +164,19 @@ def test_no_folder_of_a_script_has_a_module_with_a_standard_library_name():
 
 
 def get_module_name(path: Path) -> str:
-    """The dotted name of a file, such as env, kit.data.episode or kit.extras."""
+    """The dotted name of a file, such as env, kit.data.episode or kit.extras.judges."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts).removesuffix(".__init__")
 
 
 def list_imports(path: Path) -> Iterator[str]:
-    """The dotted name of each import of a file, at its top and in functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """The dotted name of each import of a file, at its top and in functions.
+
+    The functions of kit/features.py import optional features, and its hooks have types of all
+    parts, which only mypy imports. So of this file only the imports at its top count.
+    """
+    tree = ast.parse(path.read_text())
+    for node in tree.body if path == FEATURES else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -172,6 +185,7 @@ def list_imports(path: Path) -> Iterator[str]:
             yield str(node.module)
 
 
+FEATURES = ROOT / "kit" / "features.py"
 MODULES = {get_module_name(path): path for path in list_sources()}
 
 
@@ -189,7 +203,7 @@ def find_part(name: str) -> int | None:
     """The index of a module's part in PARTS. None for modules of extras and cpu."""
     for position, members in enumerate(PARTS):
         for member in members:
-            if name == member or (member != "kit.extras" and name.startswith(f"{member}.")):
+            if name == member or name.startswith(f"{member}."):
                 return position
     return None
 
@@ -206,15 +220,35 @@ def test_core_modules_import_only_from_parts_before_them():
             is_before = other_position is not None and other_position < position
             if not (is_before or is_same_folder):
                 problems.append(f"{name} imports {other}")
-    # kit/extras/__init__.py creates the processor of text models
-    allowed = {"kit.extras imports kit.data.processor"}
-    assert sorted(set(problems) - allowed) == []
+    assert problems == []
 
 
 def test_no_import_cycles():
     graph = {name: list_project_imports(path) for name, path in MODULES.items()}
-    graph["kit.extras"] -= {"kit.data.processor"}
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+class RemoveTexts(ast.NodeTransformer):
+    """Removes docstrings."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        return ast.Pass() if isinstance(node.value, ast.Constant) else node
+
+
+def test_only_the_table_of_features_names_an_extra():
+    extras = {path.stem for path in (ROOT / "kit" / "extras").iterdir()} - {"__init__"}
+    assert {"sft", "megatron", "policy_programs", "gloo"} <= extras
+    assert extras > COMMON_NAMES
+    problems = []
+    for name, path in MODULES.items():
+        if find_part(name) is None or path == FEATURES:
+            continue
+        text = path.read_text()
+        code = ast.unparse(RemoveTexts().visit(ast.parse(text)))
+        words = set(re.findall(r"\w+", code)) - COMMON_NAMES - VALUES.get(name, set())
+        paths = re.findall(r"\bextras[./]\w+", text)
+        problems += [f"{name}: {found}" for found in (*paths, *sorted(words & extras))]
+    assert problems == []
 
 
 def test_extras_do_not_import_each_other():

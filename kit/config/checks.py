@@ -17,8 +17,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from env import Task
-from kit.config.load import ACTOR, MODEL, ROLLOUT
-from kit.config.resources import model_parallel_size, rollout_gpus
+from kit.config.load import ACTOR, MODEL, ROLLOUT, SAMPLING_COMMANDS
+from kit.config.resources import rollout_gpus
 from kit.config.user_functions import (
     ADVANTAGE,
     LOSS_MODE,
@@ -89,14 +89,16 @@ def check_choices(
             yield f"{key}={value} is not supported. Use one of: {', '.join(options)}."
 
 
-def check_sizes(config: DictConfig, command: str) -> Iterator[str]:
-    """The sizes of batches and groups and the GPU counts fit together."""
-    yield from check_one_step_off(config)
+def check_sizes(config: DictConfig, command: str, split: int) -> Iterator[str]:
+    """The sizes of batches and groups and the GPU counts fit together.
+
+    split: GPUs that work on the same rows.
+    """
     yield from check_rollout_parallelism(config)
-    if command in ("train", "sft"):
+    if command not in SAMPLING_COMMANDS:
         yield from check_warmup(config)
-        yield from check_batch_sizes(config)
-        yield from check_cpu_engine(config)
+        yield from check_batch_sizes(config, split)
+        yield from check_cpu_engine(config, split)
 
 
 def check_run_name(config: DictConfig) -> Iterator[str]:
@@ -118,23 +120,6 @@ def check_warmup(config: DictConfig) -> Iterator[str]:
             )
 
 
-def check_one_step_off(config: DictConfig) -> Iterator[str]:
-    """trainer.one_step_off fits the rollout engine."""
-    rollout = config.actor_rollout_ref.rollout
-    sleeps = rollout.free_cache_engine and not rollout.nnodes
-    if config.trainer.one_step_off and sleeps:
-        yield (
-            "trainer.one_step_off=1 samples during the update, but "
-            f"{ROLLOUT}.free_cache_engine=true makes the rollout engine sleep. Set one of them "
-            "to false."
-        )
-    elif config.trainer.one_step_off and rollout.full_determinism:
-        yield (
-            f"trainer.one_step_off=1 cannot repeat at which token new weights arrive, which "
-            f"{ROLLOUT}.full_determinism=true requires. Set one of them to false."
-        )
-
-
 def check_rollout_parallelism(config: DictConfig) -> Iterator[str]:
     """The GPUs divide into whole rollout replicas."""
     rollout = config.actor_rollout_ref.rollout
@@ -149,11 +134,10 @@ def check_rollout_parallelism(config: DictConfig) -> Iterator[str]:
             )
 
 
-def check_batch_sizes(config: DictConfig) -> Iterator[str]:
+def check_batch_sizes(config: DictConfig, split: int) -> Iterator[str]:
     """The batch divides into equal mini-batches, and each mini-batch equally among the GPUs."""
     actor = config.actor_rollout_ref.actor
     world = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    split = model_parallel_size(config)
     if world % split:
         key = f"{ACTOR}.{config.model_engine}" if config.model_engine != "dp" else ULYSSES
         yield f"{world} GPUs must be a multiple of {key}={split}. Lower it."
@@ -179,12 +163,11 @@ def check_batch_sizes(config: DictConfig) -> Iterator[str]:
         yield f"{ACTOR}.use_dynamic_bsz=false needs {' and '.join(needed)}. Set them."
 
 
-def check_cpu_engine(config: DictConfig) -> Iterator[str]:
+def check_cpu_engine(config: DictConfig, split: int) -> Iterator[str]:
     """A CPU recipe sets no option of code that kit/cpu/cpu_engine.py replaces."""
     if config.trainer.device != "cpu":
         return
     actor = config.actor_rollout_ref.actor
-    split = model_parallel_size(config)
     if split > 1:
         yield (
             f"{ULYSSES}={split} on a CPU: kit/cpu/cpu_engine.py computes each prompt once, for "

@@ -19,6 +19,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kit import features
 from kit.config import resources  # noqa: F401  (it registers the resolvers of base.yaml)
 from kit.config.keys import (
     KEYS,
@@ -59,6 +60,9 @@ MICRO_BATCH_TOKENS = [
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
     f"{REF}.log_prob_max_token_len_per_gpu",
 ]
+SAMPLING_COMMANDS = ("rollout", "evaluate")  # they train nothing
+EPISODE_COMMANDS = ("train", *SAMPLING_COMMANDS)
+COMMANDS = (*EPISODE_COMMANDS, *features.COMMANDS)  # without `show`, which reads no recipe
 FSDP = "dp"  # verl's name of the engine that this kit runs by default
 MODEL_ENGINES = (FSDP, "megatron")  # verl composes a different configuration for each
 REFUSED_ENGINES = {
@@ -147,8 +151,7 @@ def read_overlays(
     for text in overrides:
         if "=" not in text:
             messages.append(
-                f"{text!r} is not key=value, and not one of train, rollout, evaluate, sft. Remove "
-                "it."
+                f"{text!r} is not key=value, and not one of {', '.join(COMMANDS)}. Remove it."
             )
             continue
         try:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 from kit.config.keys import to_plain
-from kit.config.load import override
+from kit.config.load import EPISODE_COMMANDS, SAMPLING_COMMANDS, override
 from kit.config.sections import EnvSection, GymSection, KitKeys, Sections, read_sections
 from kit.config.user_functions import (
     TEACHER,
@@ -22,8 +23,7 @@ from kit.config.user_functions import (
     estimator_arguments,
     load_recipe_functions,
 )
-
-SAMPLING_COMMANDS = ("rollout", "evaluate")  # they train nothing
+from kit.features import Feature, first, make_features
 
 
 class Parallelism(NamedTuple):
@@ -33,7 +33,13 @@ class Parallelism(NamedTuple):
     sequence: int = 1  # GPUs that share the tokens of one row
 
 
-ONE_GPU_PER_ROW = Parallelism()
+def find_parallelism(config: DictConfig, features: Sequence[Feature]) -> Parallelism:
+    """Find how the GPUs of the training engine share a model and its rows. features: of the run."""
+    other_engine = first(feature.parallelism for feature in features)
+    if other_engine:
+        return other_engine
+    ulysses = int(config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
+    return Parallelism(ulysses, ulysses)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Recipe:
     config.yaml. Code reads those from `sections`, where they have types.
     defaults: verl's configuration before any recipe.
     arguments: of the advantage estimator. They decide which models the run needs.
+    features: the optional features that are on.
     """
 
     command: str  # train, rollout, evaluate or sft
@@ -52,7 +59,7 @@ class Recipe:
     sections: Sections
     functions: RecipeFunctions
     arguments: frozenset[str]
-    parallelism: Parallelism
+    features: tuple[Feature, ...]
 
     def get(self, key: str) -> Any:
         """Return the value of a dotted key as plain data, None if there is no such key."""
@@ -137,6 +144,11 @@ class Recipe:
         return self.command not in SAMPLING_COMMANDS
 
     @property
+    def has_episodes(self) -> bool:
+        """Whether the command samples episodes, or trains on them."""
+        return self.command in EPISODE_COMMANDS
+
+    @property
     def has_critic(self) -> bool:
         """Whether the advantage needs the values of a critic."""
         return self.command == "train" and "values" in self.arguments
@@ -166,6 +178,11 @@ class Recipe:
         return "index" in self.arguments
 
     # --- GPUs ---
+
+    @functools.cached_property
+    def parallelism(self) -> Parallelism:
+        """How the GPUs of the training engine share a model and its rows."""
+        return find_parallelism(self.verl, self.features)
 
     def gpus_per_node(self, role: str = "actor") -> int:
         """GPUs per node for a role: those of its resource pool, or the actor's if it has none.
@@ -242,11 +259,11 @@ def freeze(
     defaults: DictConfig,
     command: str = "train",
     functions: RecipeFunctions | None = None,
-    parallelism: Parallelism = ONE_GPU_PER_ROW,
+    features: tuple[Feature, ...] | None = None,
 ) -> Recipe:
     """Make the recipe of a checked configuration, of which it has a copy.
 
-    functions: those that the configuration names; None: load them here.
+    functions, features: those of the configuration; None: load them here.
     """
     verl = copy.deepcopy(config)
     OmegaConf.set_readonly(verl, True)
@@ -257,5 +274,5 @@ def freeze(
         read_sections(verl),
         functions or load_recipe_functions(verl),
         frozenset(estimator_arguments(verl)),
-        parallelism,
+        make_features(verl, command) if features is None else features,
     )

@@ -7,8 +7,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kit import extras
-
 
 def gpus_per_node(config: DictConfig, role: str = "actor") -> int:
     """GPUs per node for a role: those of its resource pool, or the actor's if it has none.
@@ -36,23 +34,6 @@ def all_gpus(config: DictConfig, command: str = "train") -> int:
     if config.actor_rollout_ref.rollout.nnodes:
         total += rollout_gpus(config)
     return int(total)
-
-
-def model_parallel_size(config: DictConfig) -> int:
-    """GPUs that work on the same rows of a batch.
-
-    The data-parallel size is the number of all GPUs divided by this.
-    """
-    if config.model_engine == "dp":
-        return int(config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
-    return int(extras.first("model_parallel_size", config, "train", config))
-
-
-def sequence_parallel_size(config: DictConfig) -> int:
-    """GPUs that share the tokens of one row."""
-    if config.model_engine == "dp":
-        return int(config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
-    return int(extras.first("sequence_parallel_size", config, "train", config))
 
 
 def cores(processes: Any = 1) -> int:

@@ -101,7 +101,7 @@ class GymSection(Section):
     """The section `gym:`."""
 
     servers: dict[str, Server]
-    judges: dict[str, Any]  # kit/extras/judges parses it
+    judges: dict[str, Any]  # an optional feature parses it
     unchecked_judges: list[str] = []
     head_server: str | None
     timeout_s: Seconds

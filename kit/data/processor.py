@@ -1,6 +1,6 @@
 """The processor of text models: the steps before and after the tokenizer.
 
-kit/extras/images.py has the processor of models that read images.
+An optional feature (kit/features.py) has the processor of models that read images.
 """
 
 from __future__ import annotations

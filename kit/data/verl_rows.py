@@ -2,7 +2,7 @@
 
 A row of verl (RLHFDataset) has `prompt`, `data_source`, `reward_model` and `extra_info`. It becomes
 a Gym row: its prompt is the `input`, and all other keys stay at the top level, unchanged. So a
-verifier finds verl's fields, and `to_verl` (kit/extras/convert.py) gives the same row back. Only
+verifier finds verl's fields, and `to_verl` (`python env.py to-verl`) gives the same row back. Only
 `images` move into the prompt, to the places of `<image>`.
 
 A materialized task of Gym 0.7 is {"task_id": {"taskset", "task_id"}, "task_input": row}. It becomes

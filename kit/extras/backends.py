@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from kit.config.load import MODEL, ROLLOUT, base_configs
 from kit.config.model_files import expert_count
 from kit.config.recipe import Recipe
 from kit.errors import ConfigError
+from kit.features import Feature
 
 ENGINES = ("vllm", "hf", "sglang")
 QUANTIZATION = f"{ROLLOUT}.quantization"
@@ -30,32 +31,77 @@ UNREAD_BY_SGLANG = (  # keys of rollout that verl's SGLang server does not read
 )
 
 
-def speculative_config(config: DictConfig) -> dict[str, Any]:
-    """vLLM's speculative_config, or an empty dict."""
-    engine_kwargs = config.actor_rollout_ref.rollout.engine_kwargs
-    return dict((engine_kwargs.get("vllm") or {}).get("speculative_config") or {})
+class Backends(Feature):
+    """Another rollout engine than vLLM with its defaults."""
 
+    def __init__(self, config: DictConfig, command: str):
+        super().__init__(config, command)
+        engine_kwargs = config.actor_rollout_ref.rollout.engine_kwargs
+        self.drafts = dict((engine_kwargs.get("vllm") or {}).get("speculative_config") or {})
 
-def check_recipe(config: DictConfig, command: str) -> Iterator[str]:
-    """The rollout engine supports the options that the recipe sets."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name not in ENGINES:
-        note = ""
-        if rollout.name == "trtllm":
-            note = (
-                " TensorRT-LLM must share the trainer's placement group, where each process takes "
-                "its whole GPU."
+    def check_recipe(self, config: DictConfig) -> Iterator[str]:
+        """The rollout engine supports the options that the recipe sets."""
+        rollout = config.actor_rollout_ref.rollout
+        engine = f"{ROLLOUT}.name={rollout.name}"
+        if rollout.name not in ENGINES:
+            note = ""
+            if rollout.name == "trtllm":
+                note = (
+                    " TensorRT-LLM must share the trainer's placement group, where each process "
+                    "takes its whole GPU."
+                )
+            yield f"{engine} is not one of {', '.join(ENGINES)}.{note} Change it."
+        if rollout.name == "sglang":
+            yield from check_sglang(config)
+        elif rollout.engine_kwargs.sglang:
+            yield (
+                f"{ROLLOUT}.engine_kwargs.sglang needs {ROLLOUT}.name=sglang. Set that, or remove "
+                "it."
             )
-        yield f"{ROLLOUT}.name={rollout.name} is not one of {', '.join(ENGINES)}.{note} Change it."
-    if rollout.name == "sglang":
-        yield from check_sglang(config)
-    elif rollout.engine_kwargs.sglang:
-        yield (
-            f"{ROLLOUT}.engine_kwargs.sglang needs {ROLLOUT}.name=sglang. Set that, or remove it."
-        )
-    if rollout.name == "hf":
-        yield from check_transformers(config)
-    yield from check_speculative(config)
+        if rollout.name == "hf":
+            yield from check_transformers(config)
+        if self.drafts:
+            yield from check_speculative(config, self.drafts)
+
+    def set_sizes(self, config: DictConfig, hf_config: Any) -> None:
+        """Fill in values that follow from the rollout engine. Raises ConfigError."""
+        rollout = config.actor_rollout_ref.rollout
+        if rollout.name == "sglang" and not rollout.max_model_len:
+            longest = config.data.max_prompt_length + config.data.max_response_length
+            rollout.max_model_len = longest + 1  # verl's SGLang server leaves one token free
+        if self.drafts:
+            rollout.disable_log_stats = False  # for rollout/drafts_accepted_frac
+        text_config = hf_config.get_text_config()
+        if rollout.name == "hf" and expert_count(text_config):
+            raise ConfigError(
+                f"{ROLLOUT}.name=hf takes no mixture of experts: verl sends each expert by itself, "
+                "and transformers has them in one tensor. Remove it, for vLLM."
+            )
+
+    def check_model(self, recipe: Recipe, hf_config: Any) -> Iterator[str]:
+        """fp8 rollouts fit the device and the widths of the model."""
+        rollout = recipe.rollout
+        if not rollout.quantization:
+            return
+        if rollout.quantization != "fp8" or rollout.name == "hf":
+            yield (
+                f"{QUANTIZATION}={rollout.quantization} is not supported: only fp8 is, with vLLM "
+                "and SGLang. Set that, or remove it."
+            )
+        elif recipe.trainer.device == "cpu":
+            cpuinfo = Path("/proc/cpuinfo")
+            has_amx = "amx_tile" in (cpuinfo.read_text() if cpuinfo.is_file() else "")
+            reason = "verl's weight sync does not quantize on a CPU"
+            if not has_amx:
+                reason = "this CPU has no amx_tile, which vLLM's kernel needs"
+            yield f"{QUANTIZATION}=fp8 on a CPU: {reason}. Remove it."
+        else:
+            odd = indivisible_widths(hf_config.get_text_config())
+            if odd:
+                yield (
+                    f"{QUANTIZATION}=fp8 quantizes in blocks of {FP8_BLOCK}, which do not divide "
+                    f"this model's {', '.join(odd)}. Remove it."
+                )
 
 
 def check_sglang(config: DictConfig) -> Iterator[str]:
@@ -92,12 +138,9 @@ def check_transformers(config: DictConfig) -> Iterator[str]:
         yield f"{ROLLOUT}.name=hf takes no separate adapter. Set {MODEL}.lora.merge=true."
 
 
-def check_speculative(config: DictConfig) -> Iterator[str]:
-    """Speculative decoding uses n-grams, with vLLM."""
+def check_speculative(config: DictConfig, drafts: Mapping[str, Any]) -> Iterator[str]:
+    """Speculative decoding uses n-grams, with vLLM. drafts: vLLM's speculative_config."""
     rollout = config.actor_rollout_ref.rollout
-    drafts = speculative_config(config)
-    if not drafts:
-        return
     if rollout.name != "vllm":
         yield f"{SPECULATIVE}: {ROLLOUT}.name={rollout.name} takes no draft tokens. Remove it."
     method = drafts.get("method")
@@ -113,48 +156,6 @@ def check_speculative(config: DictConfig) -> Iterator[str]:
             f"{SPECULATIVE}: with {ROLLOUT}.full_determinism vLLM uses other random numbers where "
             "a draft ends. Set one of them."
         )
-
-
-def set_sizes(config: DictConfig, hf_config: Any, command: str) -> None:
-    """Fill in values that follow from the rollout engine. Raises ConfigError."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "sglang" and not rollout.max_model_len:
-        longest = config.data.max_prompt_length + config.data.max_response_length
-        rollout.max_model_len = longest + 1  # verl's SGLang server leaves one token free
-    if speculative_config(config):
-        rollout.disable_log_stats = False  # for rollout/drafts_accepted_frac
-    text_config = hf_config.get_text_config()
-    if rollout.name == "hf" and expert_count(text_config):
-        raise ConfigError(
-            f"{ROLLOUT}.name=hf takes no mixture of experts: verl sends each expert by itself, and "
-            "transformers has them in one tensor. Remove it, for vLLM."
-        )
-
-
-def check_model(recipe: Recipe, hf_config: Any) -> Iterator[str]:
-    """fp8 rollouts fit the device and the widths of the model."""
-    rollout = recipe.rollout
-    if not rollout.quantization:
-        return
-    if rollout.quantization != "fp8" or rollout.name == "hf":
-        yield (
-            f"{QUANTIZATION}={rollout.quantization} is not supported: only fp8 is, with vLLM and "
-            "SGLang. Set that, or remove it."
-        )
-    elif recipe.trainer.device == "cpu":
-        cpuinfo = Path("/proc/cpuinfo")
-        has_amx = "amx_tile" in (cpuinfo.read_text() if cpuinfo.is_file() else "")
-        reason = "verl's weight sync does not quantize on a CPU"
-        if not has_amx:
-            reason = "this CPU has no amx_tile, which vLLM's kernel needs"
-        yield f"{QUANTIZATION}=fp8 on a CPU: {reason}. Remove it."
-    else:
-        odd = indivisible_widths(hf_config.get_text_config())
-        if odd:
-            yield (
-                f"{QUANTIZATION}=fp8 quantizes in blocks of {FP8_BLOCK}, which do not divide this "
-                f"model's {', '.join(odd)}. Remove it."
-            )
 
 
 def indivisible_widths(text_config: Any) -> list[str]:

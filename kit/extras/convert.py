@@ -516,7 +516,3 @@ def main() -> None:
             print(f"{file.path}: {file.rows} rows{file.note}")
     except (DataError, UserFunctionError, OSError) as error:
         sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()

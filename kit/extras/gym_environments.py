@@ -27,11 +27,12 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import NormalizedName, canonicalize_name
 
 from kit.gym import process_specs
+from kit.gym.network import GymStartError
 
 TIMEOUT_S = 3600.0  # for one call of uv, which may download gigabytes
 
 
-class InstallError(RuntimeError):
+class InstallError(GymStartError):
     """An environment cannot be made. The message names the server, the cause and the fix."""
 
 

@@ -313,10 +313,6 @@ class Server:
     resume_kv_cache = clear_kv_cache = release_kv_cache
 
 
-def import_engine(config: Any) -> None:
-    """Import this module, which registers the engine in verl. A hook of kit/extras/__init__.py."""
-
-
 def find_device(_: Any) -> tuple[str, str]:
     """Return the Ray node and the device of the worker that runs this."""
     context = ray.get_runtime_context()

@@ -7,67 +7,92 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from kit.config.load import ACTOR, MODEL
+from kit.config.recipe import Parallelism
 from kit.config.user_functions import needs
+from kit.features import Feature
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 MOE_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+ALL_SIZES = (*SIZES, *MOE_SIZES)
 DEFAULT_BETAS = [0.9, 0.999]
 
 
-def parallel_sizes(config: DictConfig, section: str = ACTOR) -> dict[str, int]:
+class Megatron(Feature):
+    """Training by Megatron."""
+
+    layout_keys = (
+        *[f"{ACTOR}.megatron.{name}" for name in ALL_SIZES],
+        *[f"critic.megatron.{name}" for name in ALL_SIZES],
+    )
+    skips_nonfinite_steps = False
+
+    def __init__(self, config: DictConfig, command: str):
+        super().__init__(config, command)
+        self.sizes = parallel_sizes(config, ACTOR)
+        model = math.prod(self.sizes[name] for name in SIZES)
+        self.parallelism = Parallelism(model, self.sizes["context_parallel_size"])
+        parts = [f"{name} {size}" for name, size in self.sizes.items() if size > 1]
+        self.layout = f"megatron ({', '.join(parts) or 'each with the whole model'})"
+
+    def check_workers(self, config: DictConfig) -> Iterator[str]:
+        """Megatron fits the rest of the recipe."""
+        policy = config.actor_rollout_ref
+        has_critic = self.command == "train" and needs(config, "values")
+        for section in [ACTOR, "critic"] if has_critic else [ACTOR]:
+            strategy = OmegaConf.select(config, f"{section}.strategy")
+            if strategy != "megatron":
+                yield f"{section}.strategy={strategy} must be megatron, as model_engine. Change it."
+        if policy.model.lora_rank:
+            yield (
+                f"{MODEL}.lora_rank with model_engine=megatron: verl reads it with FSDP only. "
+                "Remove one of the two."
+            )
+        if config.reward.reward_model.enable:
+            yield (
+                "reward.reward_model with model_engine=megatron: its head may not be loaded. Use "
+                "env.reward instead."
+            )
+        replay = policy.actor.megatron.router_replay.mode
+        if replay != "disabled":
+            yield (
+                f"{ACTOR}.megatron.router_replay.mode={replay}: batches of this trainer hold no "
+                "expert routing to replay. Remove it."
+            )
+        if has_critic:
+            critic_sizes = parallel_sizes(config, "critic")
+            if self.sizes != critic_sizes:
+                yield (
+                    f"critic.megatron has {critic_sizes}, the actor {self.sizes}, and one process "
+                    "has both. Set them to the same values."
+                )
+        yield from check_unsupported_options(config)
+
+    def checkpoint_files(self, contents: Sequence[str], ranks: int) -> list[str]:
+        """Return the files that the ranks write into an actor's or a critic's folder."""
+        names = ["ckpt_contents.json"]
+        if "model" in contents:
+            names.append("model/huggingface/config.json")
+        if "optimizer" in contents:
+            names.append("optimizer/dist_ckpt/.metadata")
+        return names
+
+    def resume_notes(self, checkpoint: Path) -> list[str]:
+        """Warn of what the loading of a checkpoint runs."""
+        return [
+            f"Megatron reads {checkpoint} by pickle, which runs code in it. Resume only from your "
+            "checkpoints."
+        ]
+
+
+def parallel_sizes(config: DictConfig, section: str) -> dict[str, int]:
     """GPUs for each kind of parallelism, of the actor or the critic."""
     settings = OmegaConf.select(config, f"{section}.megatron")
-    return {name: int(settings[name] or 1) for name in (*SIZES, *MOE_SIZES)}
-
-
-def model_parallel_size(config: DictConfig) -> int:
-    """GPUs that work on the same rows of a batch."""
-    sizes = parallel_sizes(config)
-    return math.prod(sizes[name] for name in SIZES)
-
-
-def sequence_parallel_size(config: DictConfig) -> int:
-    """GPUs that share the tokens of one row."""
-    return parallel_sizes(config)["context_parallel_size"]
-
-
-def check_workers(config: DictConfig, command: str) -> Iterator[str]:
-    """Megatron fits the rest of the recipe."""
-    policy = config.actor_rollout_ref
-    has_critic = command == "train" and needs(config, "values")
-    for section in [ACTOR, "critic"] if has_critic else [ACTOR]:
-        strategy = OmegaConf.select(config, f"{section}.strategy")
-        if strategy != "megatron":
-            yield f"{section}.strategy={strategy} must be megatron, as model_engine. Change it."
-    if policy.model.lora_rank:
-        yield (
-            f"{MODEL}.lora_rank with model_engine=megatron: verl reads it with FSDP only. Remove "
-            "one of the two."
-        )
-    if config.reward.reward_model.enable:
-        yield (
-            "reward.reward_model with model_engine=megatron: its head may not be loaded. Use "
-            "env.reward instead."
-        )
-    replay = policy.actor.megatron.router_replay.mode
-    if replay != "disabled":
-        yield (
-            f"{ACTOR}.megatron.router_replay.mode={replay}: batches of this trainer hold no expert "
-            "routing to replay. Remove it."
-        )
-    if has_critic:
-        sizes = parallel_sizes(config)
-        critic_sizes = parallel_sizes(config, "critic")
-        if sizes != critic_sizes:
-            yield (
-                f"critic.megatron has {critic_sizes}, the actor {sizes}, and one process has both. "
-                "Set them to the same values."
-            )
-    yield from check_unsupported_options(config)
+    return {name: int(settings[name] or 1) for name in ALL_SIZES}
 
 
 def check_unsupported_options(config: DictConfig) -> Iterator[str]:
@@ -87,21 +112,3 @@ def check_unsupported_options(config: DictConfig) -> Iterator[str]:
             f"{ACTOR}.optim.betas is not read by Megatron. Set "
             f"{ACTOR}.optim.override_optimizer_config instead."
         )
-
-
-def layout_keys() -> list[str]:
-    """Keys that the layout of a checkpoint depends on."""
-    keys = []
-    for section in (ACTOR, "critic"):
-        keys += [f"{section}.megatron.{name}" for name in (*SIZES, *MOE_SIZES)]
-    return keys
-
-
-def checkpoint_files(config: DictConfig, contents: Sequence[str], ranks: int) -> list[str]:
-    """Files that the ranks write into an actor's or a critic's folder."""
-    names = ["ckpt_contents.json"]
-    if "model" in contents:
-        names.append("model/huggingface/config.json")
-    if "optimizer" in contents:
-        names.append("optimizer/dist_ckpt/.metadata")
-    return names

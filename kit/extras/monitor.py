@@ -12,22 +12,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 import yaml
+from omegaconf import DictConfig
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from kit.config.keys import ROOT
 from kit.config.load import ROLLOUT
-from kit.config.recipe import Recipe
 from kit.errors import RunError
+from kit.features import Feature
 from kit.gym.network import HOST as LOCAL
 from kit.gym.network import FetchError, fetch
 from kit.runs.console import say
-from kit.runs.run import Run
+
+if TYPE_CHECKING:
+    from kit.runs.launch import Launch
+    from kit.runs.run import Run
 
 
 class Label(NamedTuple):
@@ -52,28 +56,34 @@ ALERTS = ROOT / "docs" / "monitoring" / "alerts.yml"
 PAGE_TIMEOUT_S = 5.0  # for one page
 
 
-def check_recipe(recipe: Recipe, command: str) -> Iterator[str]:
-    """Yield a problem if vLLM does not publish the metrics that Prometheus reads."""
-    rollout = recipe.rollout
-    if rollout.prometheus.enable and rollout.disable_log_stats:
-        yield (
-            f"{ROLLOUT}.prometheus.enable needs {ROLLOUT}.disable_log_stats=false "
-            "(configs/monitoring.yaml). Set it."
-        )
+class Monitor(Feature):
+    """The page with a run's metrics, and the metrics of speculative decoding."""
 
+    def __init__(self, config: DictConfig, command: str):
+        super().__init__(config, command)
+        rollout = config.actor_rollout_ref.rollout
+        self.serves_page = bool(rollout.prometheus.enable)
+        engine_kwargs = rollout.engine_kwargs.get("vllm") or {}
+        self.has_drafts = bool(engine_kwargs.get("speculative_config"))
 
-def after_start(launch: Any, addresses: Sequence[str]) -> None:
-    """Serve the run's metrics, and read the draft tokens that vLLM accepted.
+    def check_recipe(self, config: DictConfig) -> Iterator[str]:
+        """Yield a problem if vLLM does not publish the metrics that Prometheus reads."""
+        if self.serves_page and config.actor_rollout_ref.rollout.disable_log_stats:
+            yield (
+                f"{ROLLOUT}.prometheus.enable needs {ROLLOUT}.disable_log_stats=false "
+                "(configs/monitoring.yaml). Set it."
+            )
 
-    launch: kit.runs.launch.Launch. addresses: of vLLM's pages; empty if nothing is sampled.
-    """
-    rollout = launch.recipe.rollout
-    engine_kwargs = rollout.engine_kwargs.get("vllm") or {}
-    if addresses and engine_kwargs.get("speculative_config"):
-        launch.run.log.gauges.append(track_draft_acceptance(addresses))
-    if rollout.prometheus.enable:
-        pages = addresses if rollout.name == "vllm" else []
-        serve_metrics(launch.run, ray.util.get_node_ip_address(), pages, launch.stack)
+    def after_start(self, launch: Launch, addresses: Sequence[str]) -> None:
+        """Serve the run's metrics, and read the draft tokens that vLLM accepted.
+
+        addresses: of vLLM's pages; empty if nothing is sampled.
+        """
+        if addresses and self.has_drafts:
+            launch.run.log.gauges.append(track_draft_acceptance(addresses))
+        if self.serves_page:
+            pages = addresses if launch.recipe.rollout.name == "vllm" else []
+            serve_metrics(launch.run, ray.util.get_node_ip_address(), pages, launch.stack)
 
 
 class RunCollector:

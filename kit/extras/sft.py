@@ -33,6 +33,7 @@ from kit.data.row_files import parse_object, read_raw_rows, report_progress
 from kit.data.tasks import FileEntry, parse_entries
 from kit.data.verl_rows import parse_messages
 from kit.errors import ConfigError
+from kit.features import OnFeatures, ignore_features
 from kit.rollout.chat_template import ChatTemplate, RenderError
 from kit.rollout.inputs import RunInputs
 from kit.runs import checkpoints
@@ -166,14 +167,16 @@ def check_messages(row: Mapping[str, Any], row_id: str) -> list[dict[str, Any]]:
 # --- the command ---------------------------------------------------------------------------------
 
 
-def prepare(config: DictConfig, defaults: DictConfig) -> Prepared:
+def prepare(
+    config: DictConfig, defaults: DictConfig, on_features: OnFeatures = ignore_features
+) -> Prepared:
     """Check a recipe and load its conversations, as kit.runs.prepare.prepare does for tasks.
 
     An entry of env.train_files or env.val_files is a path, or {path, weight}. Rows over the
     recipe's lengths are dropped. Raises env.DataError, and ConfigError, also if fewer rows are left
     than a batch needs.
     """
-    recipe, inputs = check_recipe(config, defaults, "sft")
+    recipe, inputs = check_recipe(config, defaults, "sft", on_features=on_features)
     if inputs.processor.reads_images:
         raise ConfigError(
             "`sft` does not support models that read images. Use another model, or train it from "

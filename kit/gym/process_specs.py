@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kit import extras
+from kit import features
 from kit.config.keys import ROOT
 from kit.gym import network
 from kit.gym.network import HOST, GymStartError
@@ -270,10 +270,9 @@ def resolve_python(name: str, start: Mapping[str, Any]) -> str:
     python = str(start.get("python") or PYTHON)
     if start.get("install"):
         key = f"gym.servers.{name}.start.install"
-        gym_environments = extras.load("kit.extras.gym_environments", key)
         try:
-            return str(gym_environments.install_environment(folder, python))
-        except gym_environments.InstallError as error:
+            return str(features.install_environment(folder, python, key))
+        except GymStartError as error:
             raise GymStartError(f"{key}: {error}") from None
     package = find_package(python)
     if package and not start.get("python"):
@@ -300,7 +299,7 @@ def find_package(python: str) -> Path | None:
 
 
 def environment_folder(server: str, package: Path) -> Path:
-    """Return the folder of the environment for one server (kit/extras/gym_environments.py).
+    """Return the folder of the environment for one server (kit/features.py).
 
     It is next to the environment that has nemo-gym. package: site-packages with nemo-gym.
     """

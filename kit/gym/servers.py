@@ -16,7 +16,7 @@ To serve one resources server until Ctrl-C:
 
     python -m kit.gym.servers NAME [--path FOLDER] [--port 8001] [--python PYTHON]
 
-To make an environment for a server with more requirements (kit/extras/gym_environments.py):
+To make an environment for a server with more requirements:
 
     python -m kit.gym.servers install NAME
 """

@@ -26,7 +26,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kit import extras
+from kit import features
 from kit.config.keys import KEYS, flatten
 from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
@@ -144,7 +144,8 @@ def find_missing_shards(folder: Path, ranks: int, recipe: Recipe) -> list[str]:
     """List the ranks' files that are missing in `folder` (actor or critic)."""
     section = "actor_rollout_ref.actor" if folder.name == "actor" else "critic"
     contents = recipe.get(f"{section}.checkpoint.save_contents") or list(SHARDS)
-    names = extras.first("checkpoint_files", recipe.verl, "train", recipe.verl, contents, ranks)
+    listed = [feature.checkpoint_files(contents, ranks) for feature in recipe.features]
+    names = features.first(listed)
     if names is None:
         prefixes = [prefix for kind, prefix in SHARDS.items() if kind in contents]
         names = []
@@ -361,11 +362,8 @@ def check(checkpoint: Path, recipe: Recipe) -> list[str]:
         tensors = read(path)
         if path.parent.name == "actor" and path.name.startswith("model_"):
             check_shapes(path, tensors, Path(recipe.model.path))
-    if recipe.verl.model_engine == "megatron":
-        notes.append(
-            f"Megatron reads {checkpoint} by pickle, which runs code in it. Resume only from your "
-            "checkpoints."
-        )
+    for feature in recipe.features:
+        notes += feature.resume_notes(checkpoint)
     return notes
 
 
@@ -385,8 +383,8 @@ def find_fixed_keys(
 ) -> dict[str, str]:
     """Return {key: reason} for the changed `keys` that must not change."""
     fixed_keys = dict(FIXED_KEYS)
-    layout_keys = extras.first("layout_keys", recipe.verl, "train", default=[])
-    fixed_keys |= dict.fromkeys(layout_keys, LAYOUT)
+    for feature in recipe.features:
+        fixed_keys |= dict.fromkeys(feature.layout_keys, LAYOUT)
     if math.prod(before[key] for key in RANKS) == math.prod(now[key] for key in RANKS):
         for key in RANKS:  # the same number of ranks, on another number of nodes
             del fixed_keys[key]

@@ -8,7 +8,7 @@ import logging
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,11 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 import env
 import gym_client
-from kit import extras
-from kit.config.load import load_config
+from kit import features
+from kit.config.load import COMMANDS, load_config
 from kit.config.recipe import Recipe
 from kit.data.episode import Episode
 from kit.errors import ConfigError, RunError, Stop, UserFunctionError
+from kit.features import Feature, OnFeatures, ignore_features
 from kit.gym import network
 from kit.rollout.inputs import RunInputs
 from kit.runs import checkpoints, files, isolation, prepare, summary, trial
@@ -35,7 +36,6 @@ EXPECTED_ERRORS = (  # printed as a message, without a traceback
     gym_client.GymError,
     network.GymStartError,
 )
-COMMANDS = ("train", "rollout", "evaluate", "sft")
 DESCRIPTION = "Quintet: RL post-training on NeMo Gym tasks with verl and vLLM."
 EXAMPLES = """commands, with an example each:
   train       python algorithm.py --config configs/math.yaml trainer.total_training_steps=100
@@ -56,10 +56,6 @@ class Plan(NamedTuple):
     notes: list[str]  # lines to print
 
 
-def do_nothing(config: DictConfig) -> None:
-    """The default of `on_merged`."""
-
-
 @contextlib.contextmanager
 def explain_config_errors() -> Iterator[None]:
     """Turn an error of OmegaConf, which has several lines, into a ConfigError of one line."""
@@ -75,13 +71,13 @@ def plan(
     overrides: Sequence[str] = (),
     command: str = "train",
     replay: str = "",
-    on_merged: Callable[[DictConfig], None] = do_nothing,
+    on_features: OnFeatures = ignore_features,
     is_dry_run: bool = False,
 ) -> Plan:
     """Merge recipe files and key=value, and check all that can be checked without a worker.
 
-    on_merged: called with the merged recipe before the checks. is_dry_run: a finished run of this
-    name is a warning. Raises EXPECTED_ERRORS.
+    on_features: called with the features that are on, before the checks. is_dry_run: a finished run
+    of this name is a warning. Raises EXPECTED_ERRORS.
     """
     isolation.set_home()
     silence_libraries()
@@ -89,15 +85,15 @@ def plan(
     config, defaults = load_config(recipe_files, overrides, problems)
     if problems:
         prepare.check_recipe(config, defaults, command, problems)  # raises these, and its own
-    on_merged(config)
     resume_from: Path | None = None
     notes: list[str] = []
     if replay:
         resume_from = checkpoints.prepare_replay(config, Path(replay).expanduser())
-    if command == "sft":
-        recipe, inputs = extras.load_command("sft").prepare(config, defaults)
+    if command in features.COMMANDS:
+        load = features.COMMANDS[command]
+        recipe, inputs = load().prepare(config, defaults, on_features)
     else:
-        recipe, inputs = prepare.prepare(config, defaults, command)
+        recipe, inputs = prepare.prepare(config, defaults, command, on_features)
     if recipe.trains and not replay:  # only now: the rows may set the number of steps
         try:
             resume_from, notes = checkpoints.find_resume_point(recipe)
@@ -182,7 +178,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "words",
         nargs="*",
-        metavar="[train|rollout|evaluate|sft] key=value",
+        metavar=f"[{'|'.join(COMMANDS)}] key=value",
         help="a command (default: train) and values that override the recipes",
     )
     return parser.parse_intermixed_args()
@@ -194,7 +190,7 @@ def read_plan() -> Plan | None:
     Returns None if nothing is left to run: after a dry run and after `show`.
     """
     if sys.argv[1:2] == ["show"]:
-        extras.load_command("show").main(sys.argv[2:])
+        features.show(sys.argv[2:])
         return None
     args = parse_arguments()
     console.is_interactive = console.is_interactive and not args.quiet
@@ -205,8 +201,8 @@ def read_plan() -> Plan | None:
     command = commands[0]
     if args.replay and command != "train":
         raise ConfigError(f"--replay repeats an update of `train`. Remove `{command}`.")
-    on_merged = do_nothing if args.dry_run else begin_imports
-    planned = plan(args.config, overrides, command, args.replay, on_merged, args.dry_run)
+    on_features = ignore_features if args.dry_run else begin_imports
+    planned = plan(args.config, overrides, command, args.replay, on_features, args.dry_run)
     text = describe_plan(planned, args.dry_run)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     return None if args.dry_run else planned
@@ -221,7 +217,7 @@ def describe_plan(planned: Plan, is_dry_run: bool) -> str:
     return remove_control_characters("\n".join(texts))
 
 
-def begin_imports(config: DictConfig) -> None:
+def begin_imports(active: Sequence[Feature], config: DictConfig) -> None:
     """Check this machine's limits, and start to import the workers' modules in another process.
 
     It imports them while the recipe is checked, if the run uses such a process.
@@ -229,18 +225,21 @@ def begin_imports(config: DictConfig) -> None:
     from kit.runs import node_checks
 
     node_checks.check_limits()
-    extras.call("begin_imports", config, "train", config)
+    for feature in active:
+        feature.begin_imports(config)
 
 
 def run_other(planned: Plan) -> None:
-    """Run sft, rollout or evaluate."""
+    """Run a command that is not `train`."""
     from kit.runs import collect
     from kit.runs.run import Run
 
-    is_sft = planned.recipe.command == "sft"
-    module = extras.load_command("sft") if is_sft else collect
+    run_command = collect.run_command
+    command = planned.recipe.command
+    if command in features.COMMANDS:
+        run_command = features.COMMANDS[command]().run_command
     with Run(planned.recipe, planned.resume_from) as started:
-        module.run_command(planned.recipe, started, planned.inputs)
+        run_command(planned.recipe, started, planned.inputs)
 
 
 def exit_with(message: str) -> NoReturn:

@@ -10,21 +10,14 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from kit.features import EventLoop
 
 SIGNAL_CHECK_S = 0.5
 CANCEL_TIMEOUT_S = 5.0  # for interrupted work to end
 T = TypeVar("T")
-
-
-class Runner(Protocol):
-    """The methods of asyncio.Runner that a run uses."""
-
-    def get_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the event loop."""
-
-    def run(self, work: Coroutine[Any, Any, T], /) -> T:
-        """Run a coroutine and wait for it."""
 
 
 class ThreadRunner:
@@ -77,7 +70,7 @@ class ThreadRunner:
         self.thread.submit(bool).result(timeout_s)
 
 
-def make_runner() -> asyncio.Runner | ThreadRunner:
+def make_runner() -> EventLoop:
     """Return a runner that works in this thread."""
     if get_running_loop():
         return ThreadRunner()

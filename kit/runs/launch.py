@@ -1,16 +1,7 @@
 """Start the processes of a run in their order: Gym servers and Ray, workers, the rollout engine.
 
 The run's ExitStack stops them in reverse order. Importing verl and vLLM takes 10 s, so functions
-import them late, while Ray starts. Optional features take part through these hooks
-(kit/extras/__init__.py). Most hooks get a Launch:
-
-    before_ray(launch)                       processes or settings that Ray or the Gym servers need
-    after_ray(launch, raylet_pid)            raylet_pid: of a local Ray, or None
-    import_engine(recipe)                    modules of another rollout engine, while Ray starts
-    make_loop(recipe)                        -> an event loop to use in place of make_runner's
-    start_rollout_workers(launch, context, urls)    -> processes that run the episodes
-    servers_class(recipe)                    -> a class to use in place of inference.Servers
-    after_start(launch, addresses)           addresses: of the rollout engine's HTTP servers
+import them late, while Ray starts. Optional features take part (kit/features.py).
 """
 
 from __future__ import annotations
@@ -22,14 +13,14 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 
-from kit import extras
+from kit import features
 from kit.config import user_functions
 from kit.config.keys import to_plain
 from kit.config.model_files import download_models
@@ -74,7 +65,7 @@ class PolicyEndpoint(NamedTuple):
 
 @dataclasses.dataclass
 class Launch:
-    """A run while it starts, for the hooks of optional features."""
+    """A run while it starts, for optional features."""
 
     run: Run
     inputs: RunInputs
@@ -87,8 +78,8 @@ class Launch:
     python: str = sys.executable  # the interpreter of Ray's workers
     worker_variables: dict[str, str] = dataclasses.field(default_factory=dict)  # environment
     on_restart: Callable[[str], None] | None = None  # gets the name of a restarted Gym server
-    # values that a feature keeps between its hooks
-    state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # to call when Ray runs, with the raylet's process id; None if this machine did not start Ray
+    on_ray: list[Callable[[int | None], None]] = dataclasses.field(default_factory=list)
 
     @property
     def recipe(self) -> Recipe:
@@ -105,14 +96,6 @@ class Launch:
         if self.on_restart:
             self.on_restart(server)
 
-    def call(self, hook: str, *args: Any) -> None:
-        """Call a hook of every active feature with this launch."""
-        extras.call(hook, self.recipe.verl, self.recipe.command, self, *args)
-
-    def first(self, hook: str, *args: Any, default: Any = None) -> Any:
-        """The result of the first active feature that has a hook, or `default`."""
-        return extras.first(hook, self.recipe.verl, self.recipe.command, *args, default=default)
-
 
 def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: bool = True) -> Stack:
     """Start the Gym servers, Ray, the rollout engine and the training workers that a command needs.
@@ -127,7 +110,9 @@ def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: boo
         node_checks.check_node(recipe)
         launch.worker_variables |= download_models(recipe, say)
         urls = start_servers_and_ray(launch)
-        loop = stack.enter_context(launch.first("make_loop", recipe) or make_runner())
+        other_loop = features.first(feature.make_loop() for feature in recipe.features)
+        new_loop = other_loop or make_runner()
+        loop = stack.enter_context(new_loop)
         run.stages.loop = loop
         stack.callback(run.stages.begin_shutdown)  # runs before the loop is closed
         engine_note = " and the rollout engine (about 1 min)" if samples else ""
@@ -143,10 +128,16 @@ def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: boo
         if not samples:
             workers.actor.init_model()
             finish_workers(launch, workers)
-            launch.call("after_start", [])
+            finish_start(launch, [])
             return Stack(workers, None)
         servers = start_sampling(launch, workers, loop, urls, endpoint)
         return Stack(workers, servers)
+
+
+def finish_start(launch: Launch, addresses: Sequence[str]) -> None:
+    """Let features start what needs the workers. addresses: of the rollout engine's servers."""
+    for feature in launch.recipe.features:
+        feature.after_start(launch, addresses)
 
 
 @contextlib.contextmanager
@@ -201,16 +192,20 @@ def start_sampling(
     if workers:
         finish_workers(launch, workers)
     launch.stack.callback(run.stages.begin_shutdown)  # runs before all of the above is closed
-    rollout_workers = launch.first("start_rollout_workers", launch, context, urls)
-    if rollout_workers:
-        launch.on_restart = rollout_workers.mark_restarted
-        run.log.gauges.append(rollout_workers.metrics)
+    episode_workers = features.first(
+        feature.start_episode_workers(launch, context, urls) for feature in recipe.features
+    )
+    if episode_workers:
+        launch.on_restart = episode_workers.mark_restarted
+        run.log.gauges.append(episode_workers.metrics)
     else:
         launch.on_restart = verifiers.gym.mark_restarted
         run.log.gauges.append(limits.metrics)
-    launch.call("after_start", manager.server_addresses)
-    servers_class = launch.first("servers_class", recipe, default=inference.Servers)
-    return servers_class(recipe, manager, actor, context, verifiers, loop, rollout_workers)
+    finish_start(launch, manager.server_addresses)
+    other_class = features.first(feature.servers_class() for feature in recipe.features)
+    servers_class = other_class or inference.Servers
+    gym: Any = verifiers  # it has the methods of gym_client.Gym
+    return servers_class(recipe, manager, actor, context, gym, loop, episode_workers)
 
 
 def make_policy_endpoint(recipe: Recipe) -> PolicyEndpoint:
@@ -234,8 +229,8 @@ def connect_to_engine(launch: Launch, manager: Any) -> Any:
 
     recipe = launch.recipe
     addresses = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
-    one_step_off = recipe.command == "train" and recipe.kit.one_step_off == 1
-    client = Client(recipe, addresses, one_step_off)
+    is_one_step_off = recipe.command == "train" and recipe.kit.one_step_off == 1
+    client = Client(recipe, addresses, is_one_step_off)
     timeout_s = max(MIN_RESPONSE_S, TOKEN_S * recipe.data.max_response_length)
     return sampler.make_sampler_context(recipe, client, launch.inputs, timeout_s)
 
@@ -257,7 +252,8 @@ def start_servers_and_ray(launch: Launch) -> Mapping[str, str]:
     recipe = launch.recipe
     servers = recipe.get("gym.servers") if launch.policy else {}
     tmpdir = launch.stack.enter_context(isolation.use_own_tmpdir())
-    launch.call("before_ray")
+    for feature in recipe.features:
+        feature.before_ray(launch)
     if run.stages.monitor:
         run.stages.monitor.register_folder(tmpdir)
     if not recipe.verl.ray_kwargs.ray_init.get("address"):
@@ -294,7 +290,8 @@ def start_ray(launch: Launch) -> None:
         processes = ray._private.worker._global_node.all_processes  # type: ignore[attr-defined]
         raylets = processes.get("raylet")  # of a Ray that this process started
         raylet_pid = raylets[0].process.pid if raylets else None
-        launch.call("after_ray", raylet_pid)
+        for call in launch.on_ray:
+            call(raylet_pid)
         run.stages.install_handlers()  # Ray replaced them
         link = launch.logs / "ray"
         link.unlink(missing_ok=True)
@@ -349,7 +346,6 @@ def import_engine(launch: Launch) -> None:
     if launch.policy:
         import inference  # noqa: F401
 
-        launch.first("import_engine", launch.recipe)
         get_rollout_replica_class(launch.recipe.rollout.name)
 
 
@@ -380,7 +376,7 @@ def find_missing_resources(recipe: Recipe, resources: Mapping[str, float]) -> st
         )
     processes = needed
     note = ""
-    if not recipe.trains or (recipe.rollout.nnodes and recipe.command != "sft"):
+    if not recipe.trains or (recipe.rollout.nnodes and recipe.has_episodes):
         processes += recipe.rollout_gpus
         note = ", two where the rollout engine is alone"
     cpus = resources.get("CPU", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import math
 import os
 import re
@@ -14,16 +15,27 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 import env
-from kit import extras
+from kit import features
 from kit.config import adapters, checks, model_files, trackers, user_functions
 from kit.config.keys import to_plain
-from kit.config.load import ACTOR, FSDP, MICRO_BATCH_TOKENS, MODEL, ROLLOUT, raise_all
-from kit.config.recipe import Parallelism, Recipe, freeze
-from kit.config.resources import model_parallel_size, sequence_parallel_size
+from kit.config.load import (
+    ACTOR,
+    COMMANDS,
+    EPISODE_COMMANDS,
+    FSDP,
+    MICRO_BATCH_TOKENS,
+    MODEL,
+    ROLLOUT,
+    SAMPLING_COMMANDS,
+    raise_all,
+)
+from kit.config.recipe import Recipe, find_parallelism, freeze
 from kit.data import generated_rows
+from kit.data.processor import TextProcessor
 from kit.data.row_files import find_files, read_raw_rows
 from kit.data.tasks import FileRows, TaskLoader, is_function
 from kit.errors import ConfigError, UserFunctionError
+from kit.features import Feature, OnFeatures, ignore_features
 from kit.gym import network, process_specs
 from kit.gym.python_verifiers.settings import (
     PythonVerifiers,
@@ -39,12 +51,8 @@ from kit.runs.verifier_trial import try_verifiers
 
 TRAIN = "env.train_files"
 VAL = "env.val_files"
-FILES = {  # {command: the keys that it reads}; the first key must be set
-    "train": [TRAIN, VAL],
-    "sft": [TRAIN, VAL],
-    "rollout": [TRAIN],
-    "evaluate": [VAL],
-}
+# {command: the keys that it reads}; the first key must be set
+FILES = {command: [TRAIN, VAL] for command in COMMANDS} | {"rollout": [TRAIN], "evaluate": [VAL]}
 
 
 class Prepared(NamedTuple):
@@ -54,15 +62,19 @@ class Prepared(NamedTuple):
     inputs: RunInputs
 
 
-def prepare(config: DictConfig, defaults: DictConfig, command: str = "train") -> Prepared:
+def prepare(
+    config: DictConfig,
+    defaults: DictConfig,
+    command: str = "train",
+    on_features: OnFeatures = ignore_features,
+) -> Prepared:
     """Check a configuration against its model, files and servers, and load its tasks.
 
-    Fills in the values of `config` that follow from them, and makes a recipe of it. command: train,
-    rollout or evaluate (kit/extras/sft.py has another function). Raises ConfigError,
-    UserFunctionError, env.DataError, gym_client.GymError or network.GymStartError, before any
-    worker starts.
+    Fills in the values of `config` that follow from them, and makes a recipe of it. command: one
+    with episodes. on_features: as of `check_recipe`. Raises ConfigError, UserFunctionError,
+    env.DataError, gym_client.GymError or network.GymStartError, before any worker starts.
     """
-    checked = check_recipe(config, defaults, command)
+    checked = check_recipe(config, defaults, command, on_features=on_features)
     inputs = checked.inputs
     servers: Mapping[str, str] = {}
     agents: Mapping[str, str] = {}
@@ -85,7 +97,8 @@ def prepare(config: DictConfig, defaults: DictConfig, command: str = "train") ->
             process_specs.check_server(name, server)
     inputs.processor.check(config, inputs.tasks, command)
     recipe = checked.recipe.with_config(copy.deepcopy(config))
-    extras.call("check_inputs", recipe.verl, command, recipe, inputs)
+    for feature in recipe.features:
+        feature.check_inputs(recipe, inputs)
     inputs.trials = try_verifiers(custom, inputs.tasks, recipe, inputs.tokenizer)
     return Prepared(recipe, inputs)
 
@@ -95,22 +108,27 @@ def check_recipe(
     defaults: DictConfig,
     command: str,
     problems: Sequence[Exception] = (),
+    on_features: OnFeatures = ignore_features,
 ) -> Prepared:
     """The checks of every command, cheap ones first -> a recipe and inputs without rows.
 
     There are three groups of checks. The first takes no time. The second needs verl, which takes
     7 s to import. The third loads the model's files, maybe from the hub. problems: errors of
-    load_config, which are raised with those of the first group. Raises the errors of `prepare`.
+    load_config, which are raised with those of the first group. on_features: called with the
+    features that are on, before the checks. Raises the errors of `prepare`.
     """
-    raise_all([*extras.find_missing(config, command), *find_missing_modules(config)])
-    verifiers = check_early(config, command, problems)
+    remove_unused_servers(config)
+    raise_all([*features.find_missing(config, command), *find_missing_modules(config)])
+    active = features.make_features(config, command)
+    on_features(active, config)
+    verifiers = check_early(config, command, active, problems)
     import_external_library(config)
     functions = user_functions.load_recipe_functions(config)
     raise_all([ConfigError(problem) for problem in checks.check_names(config, command)])
-    raise_all([as_error(problem) for problem in late_problems(config, command)])
+    raise_all([as_error(problem) for problem in late_problems(config, command, active)])
     checks.instantiate_verl_configs(config)
     files = model_files.load_model_files(config)
-    processor = extras.make_processor(config, files.hf_config, files.tokenizer)
+    processor = make_processor(config, files.hf_config, files.tokenizer)
     if not files.tokenizer.chat_template:
         path = config.actor_rollout_ref.model.path
         raise ConfigError(f"{path} has no chat template. Set {MODEL}.custom_chat_template.")
@@ -123,10 +141,10 @@ def check_recipe(
     check_other_models(config, command, files.tokenizer)
     if config.model_engine == FSDP:
         adapters.check_adapter(config, files.hf_config)
-    set_sizes(config, files.hf_config, command)
-    recipe = freeze(config, defaults, command, functions, read_parallelism(config))
-    model_problems = extras.collect("check_model", config, command, recipe, files.hf_config)
-    raise_all([as_error(problem) for problem in model_problems])
+    set_sizes(config, files.hf_config, command, active)
+    recipe = freeze(config, defaults, command, functions, active)
+    model_problems = [feature.check_model(recipe, files.hf_config) for feature in active]
+    raise_all([as_error(problem) for problem in itertools.chain(*model_problems)])
     inputs = RunInputs(
         train=[],
         validation=[],
@@ -142,18 +160,22 @@ def check_recipe(
     return Prepared(recipe, inputs)
 
 
-def read_parallelism(config: DictConfig) -> Parallelism:
-    """How the GPUs of the training engine share a model and its rows."""
-    return Parallelism(model_parallel_size(config), sequence_parallel_size(config))
+def make_processor(config: DictConfig, hf_config: Any, tokenizer: Any) -> TextProcessor:
+    """The processor of a model: for text, or the one for images if the model reads them."""
+    processor = None
+    if getattr(hf_config, "vision_config", None) is not None:
+        processor = features.make_image_processor(config, hf_config, tokenizer)
+    return processor or TextProcessor(tokenizer)
 
 
-def check_early(config: DictConfig, command: str, problems: Sequence[Exception]) -> PythonVerifiers:
-    """The first group of checks -> the Python verifiers of the recipe, none for `sft`."""
-    remove_unused_servers(config)
+def check_early(
+    config: DictConfig, command: str, active: Sequence[Feature], problems: Sequence[Exception]
+) -> PythonVerifiers:
+    """The first group of checks -> the Python verifiers of the recipe, none without episodes."""
     verifiers = PythonVerifiers({}, {})
-    errors = [*problems, *check_files(config, command), *early_problems(config, command)]
+    errors = [*problems, *check_files(config, command), *early_problems(config, command, active)]
     try:
-        if command != "sft":
+        if command in EPISODE_COMMANDS:
             verifiers = read_verifiers(config)
             check_any_verifier(config, verifiers)
     except (UserFunctionError, ConfigError) as error:
@@ -167,8 +189,8 @@ def find_missing_modules(config: DictConfig) -> Iterator[ConfigError]:
     sections = (config.ray_kwargs.ray_init, config.actor_rollout_ref.rollout)
     text = "".join(OmegaConf.to_yaml(section) for section in sections)
     for module in dict.fromkeys(re.findall(r"\bkit(?:\.[a-z]\w*)+", text)):
-        if not extras.is_installed(module):
-            yield extras.missing_error(module, "This recipe")
+        if not features.is_installed(module):
+            yield features.missing_error(module, "This recipe")
 
 
 def as_error(problem: Exception | str) -> Exception:
@@ -176,27 +198,33 @@ def as_error(problem: Exception | str) -> Exception:
     return problem if isinstance(problem, Exception) else ConfigError(problem)
 
 
-def early_problems(config: DictConfig, command: str) -> Iterator[Exception | str]:
+def early_problems(
+    config: DictConfig, command: str, active: Sequence[Feature]
+) -> Iterator[Exception | str]:
     """The checks that take no time."""
     yield from checks.check_choices(config)
     yield from checks.check_run_name(config)
-    yield from checks.check_sizes(config, command)
+    yield from checks.check_sizes(config, command, find_parallelism(config, active).model)
     yield from checks.check_algorithm(config)
     yield from adapters.check_keys(config)
     yield from checks.check_sampling(config, command)
     yield from trackers.find_problems(config)
     if command == "train":
         yield from checks.check_weight_sync(config)
-    yield from extras.collect("check_recipe", config, command, config, command)
+    for feature in active:
+        yield from feature.check_recipe(config)
 
 
-def late_problems(config: DictConfig, command: str) -> Iterator[Exception | str]:
+def late_problems(
+    config: DictConfig, command: str, active: Sequence[Feature]
+) -> Iterator[Exception | str]:
     """The checks that need verl, and the advantage and the loss that the recipe names."""
     if command == "train":
         yield from checks.check_pools(config)
     if config.model_engine == FSDP:
         yield from checks.check_strategies(config, command)
-    yield from extras.collect("check_workers", config, command, config, command)
+    for feature in active:
+        yield from feature.check_workers(config)
 
 
 def import_external_library(config: DictConfig) -> None:
@@ -231,7 +259,7 @@ def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
     """Row files, servers' interpreters and model folders exist. Hub names are not checked."""
     for key in FILES[command]:
         yield from check_row_files(config, command, key)
-    if command != "sft":
+    if command in EPISODE_COMMANDS:
         yield from check_servers(config)
     needed = [f"{MODEL}.path"]
     if config.reward.reward_model.enable:
@@ -250,14 +278,15 @@ def check_row_files(config: DictConfig, command: str, key: str) -> Iterator[Exce
             f"{key} is not set. Name a task, such as --config math_cpu, before other recipes."
         )
     columns = [config.data.prompt_key]
-    if command == "sft":
+    has_episodes = command in EPISODE_COMMANDS
+    if not has_episodes:
         columns.append("messages")
     for entry in entries or []:
         path = str(entry.get("path", entry) if isinstance(entry, Mapping) else entry)
         try:
-            if is_function(entry) and command == "sft":
+            if is_function(entry) and not has_episodes:
                 yield ConfigError(
-                    f"{key}={path}: `sft` reads files only. Write the function's rows to one."
+                    f"{key}={path}: `{command}` reads files only. Write the function's rows to one."
                 )
             elif is_function(entry):
                 generated_rows.parse_functions([entry], key)
@@ -479,7 +508,7 @@ def list_code_sources(inputs: RunInputs) -> list[tuple[VerifierSpec, str]]:
 def check_code_execution(config: DictConfig, inputs: RunInputs) -> None:
     """Refuse to run the policy's programs here unless the recipe allows it. Raises ConfigError."""
     for spec, source in list_code_sources(inputs):
-        extras.require("score_code", f"{spec.key}={spec.reference} with data_source={source}")
+        features.require_code_scorer(f"{spec.key}={spec.reference} with data_source={source}")
     if config.env.allow_unsandboxed_code:
         return
     for name, is_here in find_unsandboxed(config, inputs).items():
@@ -500,9 +529,15 @@ def check_code_execution(config: DictConfig, inputs: RunInputs) -> None:
 # --- sizes that follow ---------------------------------------------------------------------------
 
 
-def set_sizes(config: DictConfig, hf_config: Any, command: str = "train") -> None:
-    """Fill in the values that follow from the model and the recipe. Raises ConfigError."""
-    extras.call("set_sizes", config, command, config, hf_config, command)
+def set_sizes(
+    config: DictConfig, hf_config: Any, command: str = "train", active: Sequence[Feature] = ()
+) -> None:
+    """Fill in the values that follow from the model and the recipe. Raises ConfigError.
+
+    active: the features that are on.
+    """
+    for feature in active:
+        feature.set_sizes(config, hf_config)
     rollout = config.actor_rollout_ref.rollout
     longest = config.data.max_prompt_length + config.data.max_response_length
     rollout.max_model_len = rollout.max_model_len or longest
@@ -511,7 +546,7 @@ def set_sizes(config: DictConfig, hf_config: Any, command: str = "train") -> Non
     # a Ray process writes this file, and runs in another folder
     rollout.prometheus.file = os.path.abspath(rollout.prometheus.file)
     check_context_length(config, hf_config, longest, command)
-    set_micro_batches(config, longest)
+    set_micro_batches(config, longest, find_parallelism(config, active).sequence)
     set_loss_settings(config)
     if config.trainer.device == "cpu" and rollout.tensor_model_parallel_size > 1:
         # verl's default for this key starts a process for each part of the model
@@ -524,16 +559,19 @@ def check_context_length(config: DictConfig, hf_config: Any, longest: int, comma
     text_config = hf_config.get_text_config()
     max_model_len = config.actor_rollout_ref.rollout.max_model_len
     positions = getattr(text_config, "max_position_embeddings", None) or max_model_len
-    if command != "sft" and max_model_len > positions:
+    if command in EPISODE_COMMANDS and max_model_len > positions:
         raise ConfigError(
             f"data.max_prompt_length + max_response_length = {longest}, rollout.max_model_len="
             f"{max_model_len}: the model has only {positions} positions. Lower these."
         )
 
 
-def set_micro_batches(config: DictConfig, longest: int) -> None:
-    """Raise the token limits of micro-batches to the longest episode: verl packs whole episodes."""
-    share = math.ceil(longest / sequence_parallel_size(config))  # of each GPU
+def set_micro_batches(config: DictConfig, longest: int, gpus: int) -> None:
+    """Raise the token limits of micro-batches to the longest episode: verl packs whole episodes.
+
+    gpus: that share the tokens of an episode.
+    """
+    share = math.ceil(longest / gpus)  # of each GPU
     for key in MICRO_BATCH_TOKENS:
         OmegaConf.update(config, key, max(OmegaConf.select(config, key), share))
 
@@ -568,7 +606,7 @@ def set_steps(config: DictConfig, command: str, batches: int, is_endless: bool =
     Raises ConfigError.
     """
     trainer = config.trainer
-    if trainer.total_training_steps is None and command in ("train", "sft"):
+    if trainer.total_training_steps is None and command not in SAMPLING_COMMANDS:
         if is_endless:
             raise ConfigError(
                 f"trainer.total_training_steps=null: rows of a function in {TRAIN} have no epochs. "

@@ -18,7 +18,6 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 
 from env import Task
-from kit import extras
 from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
 from kit.data import json_lines
@@ -230,8 +229,8 @@ class RunFiles:
     def keep_nonfinite(self, step: int, reason: str, batch: DataProto) -> str:
         """Save the batch of a non-finite step to nonfinite/, and return a message.
 
-        Raises RunError at the last of MAX_NONFINITE_STEPS such steps in a row. With Megatron, the
-        first one raises it.
+        Raises RunError at the last of MAX_NONFINITE_STEPS such steps in a row, and at the first one
+        if the optimizer applies it. verl's other engines skip it.
         """
         import torch  # takes a second, which a refused recipe need not wait for
 
@@ -243,8 +242,8 @@ class RunFiles:
             path.parent.mkdir(exist_ok=True)
         with files.replace_atomically(path) as partial, partial.open("wb") as out:
             torch.save({"reason": reason, "uid": group_ids, **tensors}, out)
-        # Megatron's optimizer applies such a step; verl's other engines skip it
-        limit = 1 if self.recipe.verl.model_engine == "megatron" else MAX_NONFINITE_STEPS
+        are_skipped = all(feature.skips_nonfinite_steps for feature in self.recipe.features)
+        limit = MAX_NONFINITE_STEPS if are_skipped else 1
         if self.nonfinite_steps == limit:
             raise RunError(
                 f"{self.nonfinite_steps} non-finite steps in a row, the last: {reason}. Inspect "
@@ -270,7 +269,8 @@ class RunFiles:
             return
         begin = time.monotonic()
         try:
-            extras.call("write_report", self.recipe.verl, self.recipe.command, self.folder)
+            for feature in self.recipe.features:
+                feature.write_report(self.folder)
         except Exception as error:
             log = self.folder / "logs" / "report.log"
             say(f"report.html was not written ({error!r:.200}). See {log}")

@@ -24,10 +24,12 @@ from kit.data.episode import Episode
 from kit.errors import RunError, Stop
 from kit.runs import log_files, processes
 from kit.runs.console import Display, say
-from kit.runs.event_loops import Runner, get_running_loop
+from kit.runs.event_loops import get_running_loop
 
 if TYPE_CHECKING:
     from signal import _HANDLER  # what signal.signal sets and returns
+
+    from kit.features import EventLoop
 
 PEER_LOSS_S = 30  # seconds until Ray notices that a node is lost
 SHUTDOWN_TIMEOUT_S = 60  # seconds for the processes to end, before they are killed
@@ -50,7 +52,7 @@ class StopReason(enum.Enum):
 
 
 class Monitor(Protocol):
-    """Watches the processes of a run (kit/extras/supervisor)."""
+    """Watches the processes of a run."""
 
     def register_folder(self, folder: str) -> None:
         """Delete a folder when the run ends."""
@@ -92,7 +94,7 @@ class Stages:
         self.loop_stop_at = 0.0  # time of that call
         self.notebook_loop = get_running_loop()  # a notebook calls all of this inside its loop
         self.monitor: Monitor | None = None
-        self.loop: Runner | None = None
+        self.loop: EventLoop | None = None
         self.has_signals = threading.current_thread() is threading.main_thread()
         self.previous_handlers: dict[int, _HANDLER] = {}  # by signal
 

@@ -11,10 +11,8 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from kit import extras
 from kit.config import checks
 from kit.config.keys import find_changes, is_below
-from kit.config.load import FSDP
 from kit.config.neutral_sampling import find_distortions
 from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
@@ -30,13 +28,11 @@ MAX_DROPPED = 5  # dropped rows that the summary names
 
 def summarize(recipe: Recipe, inputs: RunInputs) -> str:
     """The sizes that follow from a recipe, and its warnings."""
-    lines = [
-        *describe_rows(recipe, inputs),
-        *describe_work(recipe, inputs),
-        *extras.collect("summary_lines", recipe.verl, recipe.command, recipe, inputs),
-        *describe_verifiers(recipe, inputs),
-    ]
-    if recipe.command != "sft":
+    lines = [*describe_rows(recipe, inputs), *describe_work(recipe, inputs)]
+    for feature in recipe.features:
+        lines += feature.summary_lines(recipe, inputs)
+    lines += describe_verifiers(recipe, inputs)
+    if recipe.has_episodes:
         lines.append(describe_devices(recipe))
     warnings = [f"WARNING     {text}" for text in list_warnings(recipe, inputs)]
     return "\n".join([*lines, *warnings])
@@ -50,7 +46,7 @@ def describe_length(recipe: Recipe) -> str:
 def describe_rows(recipe: Recipe, inputs: RunInputs) -> list[str]:
     """The model, the rows and their servers."""
     reason = f"prompt over {recipe.data.max_prompt_length} tokens"
-    if recipe.command == "sft":
+    if not recipe.has_episodes:
         reason = f"over {describe_length(recipe)}"
     generated = Counter(task.file for task in inputs.generated)
     counts = [f"{count} of each batch from {name}" for name, count in generated.items()]
@@ -62,7 +58,7 @@ def describe_rows(recipe: Recipe, inputs: RunInputs) -> list[str]:
         f"{len(inputs.dropped)} dropped ({reason})",
     ]
     lines += [f"            dropped {row}" for row in inputs.dropped[:MAX_DROPPED]]
-    if recipe.command != "sft":
+    if recipe.has_episodes:
         servers = Counter(task.server for task in inputs.tasks)
         names = [f"{name} ({count} rows)" for name, count in servers.items()]
         lines.append(f"servers     {', '.join(names)}")
@@ -73,7 +69,7 @@ def describe_work(recipe: Recipe, inputs: RunInputs) -> list[str]:
     """The work of one step, and the number of steps."""
     rollout = recipe.rollout
     longest = describe_length(recipe)
-    if recipe.command == "sft":
+    if not recipe.has_episodes:
         prompts = recipe.data.train_batch_size
         return [
             f"step        {prompts} conversations of at most {longest}, one optimizer step",
@@ -158,13 +154,7 @@ def describe_devices(recipe: Recipe) -> str:
     """The devices, and how the models are laid out over them."""
     rollout = recipe.rollout
     world = recipe.trainer.n_gpus_per_node * recipe.trainer.nnodes
-    engine = ""
-    if recipe.verl.model_engine != FSDP:
-        sizes = extras.first("parallel_sizes", recipe.verl, recipe.command, recipe.verl)
-        parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-        engine = (
-            f" of {recipe.verl.model_engine} ({', '.join(parts) or 'each with the whole model'})"
-        )
+    engine = "".join(f" of {feature.layout}" for feature in recipe.features if feature.layout)
     separate = {
         role.replace("_", " "): count * recipe.trainer.nnodes
         for role, count in recipe.kit.resource_pools.sizes().items()
@@ -190,8 +180,9 @@ def describe_devices(recipe: Recipe) -> str:
 
 def list_warnings(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
     """Problems that do not stop the run."""
-    yield from extras.collect("warnings", recipe.verl, recipe.command, recipe, inputs)
-    if recipe.command == "sft":
+    for feature in recipe.features:
+        yield from feature.warnings(recipe, inputs)
+    if not recipe.has_episodes:
         return
     distortions = find_distortions(recipe.rollout)
     if distortions and recipe.command == "train":
@@ -286,8 +277,10 @@ def describe_changes(recipe: Recipe) -> str:
 
 
 def describe_dry_run(recipe: Recipe, inputs: RunInputs) -> str:
-    """The last lines of a dry run: estimates of extras, stop ids, the first prompts."""
-    lines = extras.collect("dry_run_lines", recipe.verl, recipe.command, recipe, inputs)
+    """The last lines of a dry run: those of features, stop ids, the first prompts."""
+    lines: list[str] = []
+    for feature in recipe.features:
+        lines += feature.dry_run_lines(recipe, inputs)
     lines.append(
         f"stop ids    {sorted(inputs.stop_ids)}, pad id {inputs.tokenizer.pad_token_id} (masked)"
     )
@@ -300,7 +293,7 @@ def describe_first_prompts(inputs: RunInputs) -> list[str]:
     """The first prompt of each server, as the model sees it."""
     first: dict[str, Any] = {}
     for task in inputs.tasks:
-        first.setdefault(getattr(task, "server", "sft"), task)
+        first.setdefault(getattr(task, "server", ""), task)  # conversations have no server
     lines = []
     for task in first.values():
         lines.append(f"first prompt ({task.row_id}, {len(task.prompt_ids)} tokens):")

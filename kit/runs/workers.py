@@ -33,7 +33,7 @@ class Role(NamedTuple):
 
 
 def start_workers(recipe: Recipe) -> Workers:
-    """Start the workers of a command: all that train needs, and only the actor for sft.
+    """Start the workers of a command: without episodes, only the actor.
 
     The models of a process share one memory allocator. It can return its cached memory before vLLM
     wakes. The actor's models are loaded later, by `init_model()`. The other models are loaded here.
@@ -51,7 +51,7 @@ def choose_actor_role(recipe: Recipe) -> str:
     If a KL term or the advantage needs the frozen reference, the worker also holds it. Exceptions:
     the reference is the base model of a LoRA adapter, a teacher, or on separate GPUs.
     """
-    if recipe.command == "sft":
+    if not recipe.has_episodes:
         return "actor"
     is_elsewhere = recipe.model.lora_rank or recipe.teacher or recipe.kit.resource_pools.ref
     if recipe.has_reference and not is_elsewhere:

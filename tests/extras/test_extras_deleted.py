@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kit import extras
+from kit import features
 from tests.helpers.recipes import CLEAN_ENV, ROOT, row, write_rows
 
 FEATURES = sorted(
@@ -32,7 +32,7 @@ CHANGES = {
         "actor_rollout_ref.rollout.prometheus.enable=true",
         "actor_rollout_ref.rollout.disable_log_stats=false",
     ],
-    "gloo.py": [
+    "gloo": [
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
         "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
@@ -41,8 +41,8 @@ CHANGES = {
     "hf_rollout.py": ["actor_rollout_ref.rollout.name=hf"],
     "images.py": ["actor_rollout_ref.model.path={reads_images}"],
     "sft.py": ["sft"],
-    "one_step_off.py": ["trainer.one_step_off=1"],
-    "rollout_workers.py": ["actor_rollout_ref.rollout.agent.num_workers=2"],
+    "one_step_off": ["trainer.one_step_off=1"],
+    "rollout_workers": ["actor_rollout_ref.rollout.agent.num_workers=2"],
 }
 DRIVER = """
 import io, json, os, runpy, sys, traceback
@@ -172,7 +172,7 @@ def make_arguments(name: str, server: str, workspace: Path) -> list[str]:
 
 
 def test_a_dry_run_of_math_imports_few_features(workspace, driver):
-    """Only kit/extras/preflight, which estimates memory and disk, is part of every run."""
+    """Only kit/extras/preflight, which estimates memory and disk, is loaded by every run."""
     arguments = make_arguments("math", "math_with_judge", workspace)
     status, output = driver.run(ROOT, arguments)
     assert status == 0 and "nothing was started" in output, output[-3000:]
@@ -228,7 +228,7 @@ def test_without_the_scorer_of_programs_verls_other_scorers_work(
 
 def test_every_feature_that_a_recipe_turns_on_is_tested():
     """The other features are commands, or every run uses them if they exist."""
-    needed = {extra.module for extra in extras.EXTRAS if not extra.is_optional}
+    needed = {entry.module for entry in features.ENTRIES if not entry.is_optional}
     needed |= {"kit.extras.images", "kit.extras.sft"}
     tested = {f"kit.extras.{name.removesuffix('.py')}" for name in CHANGES}
     assert needed - tested == {"kit.cpu.preload"}  # the last test deletes it

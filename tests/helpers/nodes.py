@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import Qwen2Config
 
 from kit.config.load import load_config
+from kit.config.recipe import Recipe, freeze
+from kit.features import make_features
 from kit.runs import prepare
 
 SCRIPT = """#!/usr/bin/env bash
@@ -77,8 +81,12 @@ def qwen(name: str) -> Qwen2Config:
     return Qwen2Config(**dict(zip(CONFIG_KEYS, sizes, strict=True)))
 
 
-def make_config(model: str, *changes: str):
-    """Load configs/math.yaml for one GPU and a model of QWEN, and set the sizes of a run."""
-    config, _ = load_config(["math"], ["trainer.n_gpus_per_node=1", *changes])
-    prepare.set_sizes(config, qwen(model))
-    return config
+def make_recipe(
+    model: Any, *changes: str, recipes: Sequence[str] = ("math",), command: str = "train"
+) -> Recipe:
+    """Make a recipe for one GPU, with the sizes of a run. model: of QWEN, or its configuration."""
+    config, defaults = load_config(recipes, ["trainer.n_gpus_per_node=1", *changes])
+    active = make_features(config, command)
+    hf_config = qwen(model) if isinstance(model, str) else model
+    prepare.set_sizes(config, hf_config, command, active)
+    return freeze(config, defaults, command, features=active)

@@ -19,11 +19,11 @@ from verl import DataProto
 from verl.utils import tensordict_utils as tu
 
 import training
-from kit.config.recipe import Parallelism, Recipe
-from kit.config.resources import model_parallel_size, sequence_parallel_size
+from kit.config.recipe import Recipe
 from kit.config.user_functions import estimator_arguments
 from kit.data.episode import Episode, TurnSpan
 from kit.errors import UserFunctionError
+from kit.features import make_features
 from tests.helpers.recipes import load
 
 ACTOR = "actor_rollout_ref.actor"
@@ -92,8 +92,8 @@ def changed(recipe: Recipe, *changes: str) -> Recipe:
     An advantage that is no function of a file keeps the arguments of the recipe's.
     """
     config = OmegaConf.merge(recipe.for_verl(), OmegaConf.from_dotlist(list(changes)))
-    parallelism = Parallelism(model_parallel_size(config), sequence_parallel_size(config))
-    result = replace(recipe.with_config(config), parallelism=parallelism)
+    active = make_features(config, recipe.command)
+    result = replace(recipe.with_config(config), features=active)
     with contextlib.suppress(UserFunctionError):
         return replace(result, arguments=frozenset(estimator_arguments(config)))
     return result

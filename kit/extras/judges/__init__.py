@@ -1,7 +1,7 @@
 """Language models that Gym's verifiers use as judges (gym.judges).
 
-Hooks of kit/extras/__init__.py. Every run that starts a Gym server calls `check_recipe`, so this
-file imports the rest of the folder only for recipes with judges.
+Every run that starts a Gym server imports this file, so it imports the rest of the folder only for
+recipes with judges.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from kit.config.keys import to_plain
-from kit.config.recipe import Recipe
+from kit.features import Feature
 from kit.gym import process_specs
 from kit.gym.network import HOST, GymStartError
 from kit.gym.server_process import MODELS, RESOURCES, build_settings
 
 if TYPE_CHECKING:
+    from kit.config.recipe import Recipe
     from kit.extras.judges.judge_settings import Judge
     from kit.rollout.inputs import RunInputs
     from kit.runs.launch import Launch
@@ -26,79 +27,88 @@ if TYPE_CHECKING:
 SWITCHES = ("should_use_judge", "use_judge", "enable_llm_judge")
 
 
-# --- hooks ---------------------------------------------------------------------------------------
+class ServerJudges(Feature):
+    """The judges that the Gym servers of a run need, also if the recipe has none."""
+
+    def check_recipe(self, config: DictConfig) -> Iterator[str]:
+        """Yield a message for each missing judge, and for each key that a server would see."""
+        judges = to_plain(config.gym.judges)
+        for name, start in list_starts(config).items():
+            yield from find_missing_judges(name, start, list_models(name, start), judges)
+            yield from find_visible_keys(name, start, judges)
 
 
-def check_recipe(config: DictConfig, command: str) -> Iterator[str]:
-    """Yield a message for each invalid, missing or unused judge."""
-    if command == "sft":
-        return
-    judges = to_plain(config.gym.judges)
-    if judges:
+class Judges(Feature):
+    """The judges of a recipe."""
+
+    def __init__(self, config: DictConfig, command: str):
+        super().__init__(config, command)
+        self.specs: dict[str, Any] = to_plain(config.gym.judges)
+        self.timeout_s = float(config.gym.timeout_s)
+        self.device = str(config.trainer.device)
+        self.cpu_dtype = str(config.actor_rollout_ref.rollout.dtype) if self.device == "cpu" else ""
+
+    def build(self, policy: Mapping[str, str] | None = None) -> dict[str, Judge]:
+        """Return the judges by name. policy: the policy endpoint, when its address is known."""
         from kit.extras.judges import judge_settings
 
-        yield from judge_settings.find_problems(judges, config.gym.timeout_s, config.trainer.device)
-    used: set[str] = set()
-    for name, server in to_plain(config.gym.servers).items():
-        start = (server or {}).get("start")
-        if start:
-            models = list_models(name, start)
-            used |= set(models.values())
-            yield from find_missing_judges(name, start, models, judges)
-            yield from find_visible_keys(name, start, judges)
-    for name in judges:
-        if name not in used:
-            names = ", ".join(sorted(used)) or "no judge"
-            yield (
-                f"gym.judges.{name}: no server that this run starts uses it; they use {names}. "
-                "Remove it."
-            )
+        return judge_settings.build_judges(self.specs, self.timeout_s, policy, self.cpu_dtype)
 
+    def check_recipe(self, config: DictConfig) -> Iterator[str]:
+        """Yield a message for each invalid or unused judge."""
+        from kit.extras.judges import judge_settings
 
-def check_inputs(recipe: Recipe, inputs: RunInputs) -> None:
-    """Check that each judge with base_url answers. Raises ConfigError."""
-    from kit.extras.judges import judge_settings
+        yield from judge_settings.find_problems(self.specs, self.timeout_s, self.device)
+        used: set[str] = set()
+        for name, start in list_starts(config).items():
+            used |= set(list_models(name, start).values())
+        for name in self.specs:
+            if name not in used:
+                names = ", ".join(sorted(used)) or "no judge"
+                yield (
+                    f"gym.judges.{name}: no server that this run starts uses it; they use {names}. "
+                    "Remove it."
+                )
 
-    for judge in build_judges(recipe).values():
-        if judge.url and not judge.start:
-            judge_settings.check_endpoint(judge)
+    def check_inputs(self, recipe: Recipe, inputs: RunInputs) -> None:
+        """Check that each judge with base_url answers. Raises ConfigError."""
+        from kit.extras.judges import judge_settings
 
+        for judge in self.build().values():
+            if judge.url and not judge.start:
+                judge_settings.check_endpoint(judge)
 
-def summary_lines(recipe: Recipe, inputs: RunInputs) -> list[str]:
-    """Return the lines of the summary that describe the judges."""
-    from kit.extras.judges import judge_settings
+    def summary_lines(self, recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
+        """Yield the lines of the summary that describe the judges."""
+        from kit.extras.judges import judge_settings
 
-    return list(judge_settings.describe_judges(build_judges(recipe)))
+        yield from judge_settings.describe_judges(self.build())
 
+    def before_ray(self, launch: Launch) -> None:
+        """Start the proxy in front of the judges, and plan their processes."""
+        if not launch.policy:  # this command does not sample
+            return
+        from kit.extras.judges import judge_processes, judge_proxy
 
-def before_ray(launch: Launch) -> None:
-    """Start the proxy in front of the judges, and plan their processes."""
-    if not launch.policy:  # this command does not sample
-        return
-    from kit.extras.judges import judge_processes, judge_proxy, judge_settings
-
-    recipe = launch.recipe
-    specs = recipe.gym.judges
-    dtype = recipe.rollout.dtype if recipe.trainer.device == "cpu" else ""
-    judges = judge_settings.build_judges(specs, recipe.gym.timeout_s, launch.policy, dtype)
-    starts = [server.start for server in recipe.gym.servers.values() if server.start]
-    python = next((start.python for start in starts if start.python), None)
-    proxy = launch.stack.enter_context(judge_proxy.JudgeProxy(judges))
-    launch.stack.enter_context(judge_processes.reserve_gpus(specs))
-    launch.gym_processes += proxy.process_specs(launch.logs, python)
-    launch.gym_process_names += [f"{name} (a judge)" for name in judges]
-    launch.serves_policy |= "policy" in specs.values()
-    launch.run.log.gauges.append(proxy.metrics)
-
-
-def build_judges(recipe: Recipe) -> dict[str, Judge]:
-    """Return the judges of a recipe, by name."""
-    from kit.extras.judges import judge_settings
-
-    return judge_settings.build_judges(recipe.gym.judges, recipe.gym.timeout_s)
+        judges = self.build(launch.policy)
+        starts = [server.start for server in launch.recipe.gym.servers.values() if server.start]
+        python = next((start.python for start in starts if start.python), None)
+        proxy = launch.stack.enter_context(judge_proxy.JudgeProxy(judges))
+        launch.stack.enter_context(judge_processes.reserve_gpus(self.specs))
+        launch.gym_processes += proxy.process_specs(launch.logs, python)
+        launch.gym_process_names += [f"{name} (a judge)" for name in judges]
+        launch.serves_policy |= "policy" in self.specs.values()
+        launch.run.log.gauges.append(proxy.metrics)
 
 
 # --- the judges that a server's settings name ----------------------------------------------------
+
+
+def list_starts(config: DictConfig) -> dict[str, Mapping[str, Any]]:
+    """Return {name: start} of the Gym servers that the run starts."""
+    servers = to_plain(config.gym.servers).items()
+    starts = {name: (server or {}).get("start") for name, server in servers}
+    return {name: start for name, start in starts.items() if start}
 
 
 def list_models(name: str, start: Mapping[str, Any]) -> dict[str, str]:

@@ -11,10 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-from omegaconf import DictConfig
 
 from kit.config.keys import ROOT
 
@@ -28,16 +26,6 @@ OPTIONS = (
     *("--dev", "/dev"),
 )
 VARIABLES = (*("--setenv", "TMPDIR", "/tmp"), *("--setenv", "KIT_SANDBOX", "1"))
-
-
-def check_recipe(config: DictConfig, command: str) -> Iterator[str]:
-    """Check env.verifier_pool.sandbox: it is known, and works on this machine."""
-    name = config.env.verifier_pool.sandbox
-    problem = find_problem()
-    if name not in NAMES:
-        yield f"env.verifier_pool.sandbox={name} is not supported. Choose null or bwrap."
-    elif problem:
-        yield f"env.verifier_pool.sandbox={name}: {problem}, or set it to null."
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from kit import extras
+from kit import features
 from kit.config.load import ACTOR, FSDP, MODEL
 from kit.extras.preflight import gpus
 
@@ -84,7 +84,7 @@ def choose(config: DictConfig, hf_config: Any, command: str) -> None:
     Makes the workers import the module that computes it by torch, if they need that.
     """
     models = (config.actor_rollout_ref.model, config.critic.model)
-    has_substitute = extras.is_installed(SUBSTITUTE_MODULE)
+    has_substitute = features.is_installed(SUBSTITUTE_MODULE)
     if lacks_flash_attention(config, command):
         longest = config.data.max_prompt_length + config.data.max_response_length
         can_replace = has_substitute and supports_varlen(hf_config, longest)

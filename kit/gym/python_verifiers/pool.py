@@ -19,7 +19,7 @@ from typing import Any
 
 import gym_client
 from gym_client import GymError, Json
-from kit import extras
+from kit import features
 from kit.config.keys import ROOT
 from kit.config.recipe import Recipe
 from kit.gym import servers as gym_servers
@@ -138,18 +138,15 @@ class Worker:
     def make_command(self) -> list[str]:
         """Return the command line of the process."""
         memory = int(self.recipe.env.verifier_pool.memory_gb * 2**30)
-        # Skip kit/extras/__init__.py. It imports omegaconf: 0.1 s and 6 MB for each process.
         code = (
             f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-            "from kit.config.python_files import skip_package_init; "
-            "skip_package_init('kit.extras'); "
             "from kit.gym.python_verifiers.process import serve; "
-            f"serve({memory}, {extras.find_module('score_code')!r})"
+            f"serve({memory})"
         )
         command = [sys.executable, "-u", "-P", "-c", code]
         folders = [Path.cwd(), Path(self.spec.path).parent]
-        arguments = (command, folders)
-        return extras.first("sandbox_command", self.recipe.verl, "", *arguments, default=command)  # type: ignore[no-any-return]
+        sandboxed = [feature.sandbox_command(command, folders) for feature in self.recipe.features]
+        return features.first(sandboxed) or command
 
     async def kill(self) -> None:
         """Kill the process and all that it has started, and wait until it is gone."""

@@ -16,7 +16,6 @@ import asyncio
 import ctypes
 import faulthandler
 import functools
-import importlib
 import inspect
 import json
 import os
@@ -28,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kit import features
 from kit.gym.python_verifiers.calls import (
     CallResult,
     describe_failure,
@@ -47,16 +47,13 @@ PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def serve(memory: int, code_scorer: str) -> None:
-    """Answer requests until stdin is closed.
-
-    memory: the limit of this process in bytes. code_scorer: the module with the hook score_code.
-    """
+def serve(memory: int) -> None:
+    """Answer requests until stdin is closed. memory: the limit of this process in bytes."""
     requests, answers = take_pipes()
     protect_process(memory)
     faulthandler.enable()
     with asyncio.Runner() as runner:
-        server = VerifierServer(runner, memory, code_scorer)
+        server = VerifierServer(runner, memory)
         while header := requests.read(REQUEST.size):
             request, size = REQUEST.unpack(header)
             answers.write(server.respond(request, requests.read(size)))
@@ -66,10 +63,9 @@ def serve(memory: int, code_scorer: str) -> None:
 class VerifierServer:
     """One verifier and its requests."""
 
-    def __init__(self, runner: asyncio.Runner, memory: int, code_scorer: str):
+    def __init__(self, runner: asyncio.Runner, memory: int):
         self.runner = runner
         self.memory = memory
-        self.code_scorer = code_scorer
         self.path = ""  # of the verifier's file, empty for verl's scorer
         self.verifier: functools.partial[Any] | None = None  # a function or class with its settings
 
@@ -90,9 +86,9 @@ class VerifierServer:
         """Load the verifier or call it. Raises VerifierError and the verifier's errors."""
         if method == "load":
             return self.load(*arguments)
+        assert self.verifier, "the first request loads the verifier"
         if method == "score" and not self.path and arguments[0]["data_source"] in CODE_SOURCES:
-            scorer: Any = importlib.import_module(self.code_scorer)
-            return scorer.score_code(self.verifier, self.runner, *arguments, self.memory)  # type: ignore[no-any-return]
+            return features.score_code(self.verifier, self.runner, arguments[0], self.memory)
         return CALLS[method](self.verifier, self.runner, *arguments)
 
     def load(self, path: str, attribute: str, settings: dict[str, Any]) -> CallResult:

@@ -13,6 +13,7 @@ from ray._private.services import determine_plasma_store_config
 from ray._private.utils import resolve_object_store_memory
 
 from kit.config.load import load_config
+from kit.config.recipe import freeze
 from kit.extras.preflight import gpus, memory
 from kit.extras.preflight import node as node_checks
 from kit.extras.preflight.memory import GIB
@@ -132,12 +133,12 @@ def read_number(name: str) -> int:
 
 def test_the_disk_has_room_for_all_files_of_make_math(monkeypatch):
     """The script's number is the sum of the installed files and of all that the run writes."""
-    config, _ = load_config(["math", "warm_math"], [])
+    recipe = freeze(*load_config(["math", "warm_math"], []))
     model = qwen("0.5B")
     monkeypatch.setattr(node_checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
-    (line,) = node_checks.check_disk(config, model)
+    (line,) = node_checks.check_disk(recipe, model)
     checkpoints = float(re.search(r"take ([0-9.]+) GiB", line)[1])
-    episodes = config.trainer.total_training_steps * 8 * config.data.train_batch_size
+    episodes = recipe.trainer.total_training_steps * 8 * recipe.data.train_batch_size
     rollouts = episodes * 340 / 1000 * 20 / 2**20  # 20 KiB per 1,000 tokens
     weights = memory.count_parameters(model).model / GIB
     environments = (9.7e9 + 1.2e9) / GIB  # as the Makefile says

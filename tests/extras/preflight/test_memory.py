@@ -15,13 +15,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from kit.config.load import load_config
 from kit.extras import preflight
 from kit.extras.preflight import memory
 from kit.extras.preflight.memory import GIB
-from kit.runs import prepare
 from tests.helpers import nodes
-from tests.helpers.nodes import QWEN, make_config, qwen
+from tests.helpers.nodes import QWEN, make_recipe, qwen
 from tests.helpers.recipes import ROOT
 
 TINY = {"vocab_size": 40, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
@@ -30,7 +28,7 @@ FUSED = "actor_rollout_ref.actor.optim.override_optimizer_config={fused: true}"
 
 def estimate(model: str, *changes: str):
     """Estimate the memory of each stage of training on GPUs of 80 GiB."""
-    return memory.estimate_stages(make_config(model, *changes), qwen(model), 80 * GIB, "train")
+    return memory.estimate_stages(make_recipe(model, *changes), qwen(model), 80 * GIB)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -81,23 +79,23 @@ def test_activations_are_the_tensors_that_autograd_keeps(kv_heads, dtype):
 def test_the_kv_cache_agrees_with_sizes_computed_by_hand():
     # 2 tensors (key, value) x 28 layers x 2 heads x 128 values x 2 bytes
     assert memory.kv_bytes_per_token(qwen("1.5B"), 2) == 2 * 28 * 2 * 128 * 2
-    config = make_config("1.5B")
-    lines = memory.describe(config, qwen("1.5B"), "evaluate")
+    recipe = make_recipe("1.5B", command="evaluate")
+    lines = memory.describe(recipe, qwen("1.5B"))
     cache = 0.6 * 80 * GIB - 2 * memory.count_parameters(qwen("1.5B")).model
-    cache -= memory.estimate_workspace(config, qwen("1.5B"))
+    cache -= memory.estimate_workspace(recipe, qwen("1.5B"))
     episodes = f"{int(cache / 28672 / 1536)} concurrent episodes of 1536 tokens"
     assert lines[-1] == f"KV cache    28 KiB a token: {episodes}"
-    assert not memory.find_shortages(config, qwen("1.5B"), "evaluate")
+    assert not memory.find_shortages(recipe, qwen("1.5B"))
 
 
 @pytest.mark.parametrize("gpus", [1, 8])
 @pytest.mark.parametrize("changes", [[], ["algorithm.adv_estimator=gae"]], ids=["grpo", "ppo"])
 def test_the_gpu_recipe_fits_and_the_kv_cache_holds_all_concurrent_episodes(gpus, changes):
-    config = make_config("0.5B", f"trainer.n_gpus_per_node={gpus}", *changes)
-    assert not memory.find_shortages(config, qwen("0.5B"), "train")
-    episode = config.data.max_prompt_length + config.data.max_response_length
+    recipe = make_recipe("0.5B", f"trainer.n_gpus_per_node={gpus}", *changes)
+    assert not memory.find_shortages(recipe, qwen("0.5B"))
+    episode = recipe.data.max_prompt_length + recipe.data.max_response_length
     cache = estimate("0.5B", f"trainer.n_gpus_per_node={gpus}", *changes)["generate"]["KV cache"]
-    needed = config.actor_rollout_ref.rollout.max_num_seqs * episode
+    needed = recipe.rollout.max_num_seqs * episode
     assert needed * memory.kv_bytes_per_token(qwen("0.5B"), 2) < cache
 
 
@@ -127,10 +125,10 @@ def test_weights_and_optimizer_agree_with_sizes_computed_by_hand():
 
 def test_each_stage_that_does_not_fit_is_a_line_with_its_keys(monkeypatch):
     monkeypatch.setattr(memory, "find_device", lambda _: memory.Device(80 * GIB, ""))
-    small = make_config("1.5B")
-    assert not memory.find_shortages(small, qwen("1.5B"), "train")
-    assert len(memory.describe(small, qwen("1.5B"), "train")) == 6
-    shortages = memory.find_shortages(make_config("32B"), qwen("32B"), "train")
+    small = make_recipe("1.5B")
+    assert not memory.find_shortages(small, qwen("1.5B"))
+    assert len(memory.describe(small, qwen("1.5B"))) == 6
+    shortages = memory.find_shortages(make_recipe("32B"), qwen("32B"))
     stages = [text.split()[0] for text in shortages[:4]]
     assert stages == ["generate", "log-probs", "update", "sync"] and len(shortages) == 5
     for text in shortages[:4]:
@@ -143,7 +141,7 @@ def test_each_stage_that_does_not_fit_is_a_line_with_its_keys(monkeypatch):
         "Set actor_rollout_ref.actor.optim.override_optimizer_config={fused: true}" in shortages[2]
     )
     assert "offload" in shortages[0] and "offload" not in shortages[2]
-    by_tokens = memory.find_shortages(make_config("32B", FUSED), qwen("32B"), "train")[2]
+    by_tokens = memory.find_shortages(make_recipe("32B", FUSED), qwen("32B"))[2]
     assert "Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in by_tokens
     engine = "actor_rollout_ref.actor.fsdp_config"
     changes = [  # eight GPUs, and states offloaded to the CPU
@@ -154,24 +152,23 @@ def test_each_stage_that_does_not_fit_is_a_line_with_its_keys(monkeypatch):
         FUSED,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
     ]
-    assert not memory.find_shortages(make_config("32B", *changes), qwen("32B"), "train")
+    assert not memory.find_shortages(make_recipe("32B", *changes), qwen("32B"))
 
 
 def test_a_model_with_other_configuration_keys_is_not_estimated():
-    config = make_config("1.5B")
+    recipe = make_recipe("1.5B")
     other = SimpleNamespace(hidden_size=8)
-    lines = memory.describe(config, other, "train")
+    lines = memory.describe(recipe, other)
     assert "no intermediate_size, num_hidden_layers" in lines[0]
-    assert not memory.find_shortages(config, other, "train")
+    assert not memory.find_shortages(recipe, other)
 
 
 @pytest.mark.parametrize("recipes", [["math"], ["math", "ppo"], ["math", "ahead"]])
 def test_the_sizes_of_math_yaml_fit_on_one_h100(recipes):
     """The sizes are estimates, so a tenth of the GPU's 79.6 GiB must stay free."""
-    config, _ = load_config(recipes, ["trainer.n_gpus_per_node=1"])
     model = qwen("0.5B")  # the model of configs/math.yaml
-    prepare.set_sizes(config, model)
-    stages = memory.estimate_stages(config, model, int(79.6 * GIB), "train")
+    recipe = make_recipe(model, recipes=recipes)
+    stages = memory.estimate_stages(recipe, model, int(79.6 * GIB))
     assert max(sum(parts.values()) for parts in stages.values()) < 0.9 * 79.6 * GIB
 
 
@@ -231,15 +228,14 @@ MEASURED_SIZES = [
 @pytest.mark.parametrize("name", READINGS)
 def test_the_estimates_agree_with_readings_on_one_h100(name):
     model, readings, cache, tokens = READINGS[name]
-    config, _ = load_config(["math"], ["trainer.n_gpus_per_node=1", *MEASURED_SIZES])
-    prepare.set_sizes(config, model)
-    stages = memory.estimate_stages(config, model, H100_MIB * 2**20, "train")
+    recipe = make_recipe(model, *MEASURED_SIZES)
+    stages = memory.estimate_stages(recipe, model, H100_MIB * 2**20)
     for stage, reading in readings.items():
         estimated = sum(stages[stage].values()) / GIB
         assert reading - 0.2 < estimated < reading + 0.6, stage
     estimated_cache = stages["generate"]["KV cache"]
     assert estimated_cache / GIB == pytest.approx(cache, rel=0.01)
-    token = memory.cache_bytes_per_token(config, model)
+    token = memory.cache_bytes_per_token(recipe, model)
     assert estimated_cache / token == pytest.approx(tokens, rel=0.01)
 
 
@@ -273,16 +269,19 @@ def test_vllm_needs_memory_for_the_logits_of_all_rows_and_for_graphs():
     ],
 )
 def test_a_kv_cache_without_room_for_a_replicas_episodes_is_a_warning(gpus, changes, warned):
-    config = make_config("0.5B", f"trainer.n_gpus_per_node={gpus}", *changes)
-    lines = memory.find_shortages(config, qwen("0.5B"), "train")
+    recipe = make_recipe("0.5B", f"trainer.n_gpus_per_node={gpus}", *changes)
+    lines = memory.find_shortages(recipe, qwen("0.5B"))
     assert [line.startswith("The KV cache has room for") for line in lines] == [True] * warned
     if warned:
-        room = int(memory.describe(config, qwen("0.5B"), "train")[-1].split(": ")[1].split()[0])
-        rollout = config.actor_rollout_ref.rollout
+        room = int(memory.describe(recipe, qwen("0.5B"))[-1].split(": ")[1].split()[0])
+        rollout = recipe.rollout
         needed = min(rollout.max_num_seqs, 256 * 8 // gpus)
         assert f"room for {room} episodes" in lines[0] and room < needed
         assert f"samples up to {needed} concurrently" in lines[0]
-    assert not memory.find_shortages(config, qwen("0.5B"), "evaluate")
+    evaluation = make_recipe(
+        "0.5B", f"trainer.n_gpus_per_node={gpus}", *changes, command="evaluate"
+    )
+    assert not memory.find_shortages(evaluation, qwen("0.5B"))
 
 
 # --- AdamW's step --------------------------------------------------------------------------------
@@ -364,19 +363,16 @@ def test_offloading_lowers_the_stages_but_not_the_update(fused):
 def test_a_stage_far_over_the_gpus_memory_is_refused(
     factor, changes, note, is_refused, command, monkeypatch
 ):
-    config = make_config("1.5B", *changes)
+    recipe = make_recipe("1.5B", *changes, command=command)
     model = qwen("1.5B")
-    needed = sum(memory.estimate_stages(config, model, 80 * GIB, command)["update"].values())
+    needed = sum(memory.estimate_stages(recipe, model, 80 * GIB)["update"].values())
     fraction = "actor_rollout_ref.rollout.gpu_memory_utilization=0.01"  # only `update` is large
-    config = make_config("1.5B", fraction, *changes)
+    recipe = make_recipe("1.5B", fraction, *changes, command=command)
     device = memory.Device(int(needed / factor), note)
     monkeypatch.setattr(memory, "find_device", lambda _: device)
     hf_config = SimpleNamespace(get_text_config=lambda: model, model_type="qwen2")
-    problems = [
-        problem
-        for problem in preflight.check_model(config, hf_config, command)
-        if "update needs" in problem
-    ]
+    found = preflight.Preflight(recipe.verl, command).check_model(recipe, hf_config)
+    problems = [problem for problem in found if "update needs" in problem]
     assert len(problems) == is_refused
     for problem in problems:
         for text in (
@@ -386,7 +382,7 @@ def test_a_stage_far_over_the_gpus_memory_is_refused(
         ):
             assert text in problem
         assert "\n" not in problem
-    shortages = memory.find_shortages(config, model, command)
+    shortages = memory.find_shortages(recipe, model)
     assert any(line.startswith("update needs") for line in shortages) is (factor > 1)
 
 
@@ -420,17 +416,16 @@ def test_qwen3_4b_fits_on_one_gpu_with_its_recipe(recipes, refused, tmp_path, mo
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", nodes.write_nvidia_smi(tmp_path)["PATH"])
-    config, _ = load_config(recipes, ["trainer.n_gpus_per_node=1"])
     model = AutoConfig.from_pretrained(tmp_path)
     assert memory.count_parameters(model).model == pytest.approx(4.02e9, rel=0.01)
-    prepare.set_sizes(config, model)
-    lines = memory.describe(config, model, "train")
+    recipe = make_recipe(model, recipes=recipes)
+    lines = memory.describe(recipe, model)
     assert lines[0].endswith("a GPU has 79.6 GiB")
-    problems = list(memory.find_excess(config, model, "train"))
+    problems = list(memory.find_excess(recipe, model))
     assert [problem.split()[0] for problem in problems][: len(refused)] == refused
     assert bool(problems) is bool(refused)
     if recipes[-1] == "math_4b":
-        assert not memory.find_shortages(config, model, "train")
+        assert not memory.find_shortages(recipe, model)
         stages = {line.split()[0]: float(line.split()[1].rstrip(":")) for line in lines[1:-1]}
         assert max(stages.values()) < 0.95 * 79.6
         text = (ROOT / "configs" / "math_4b.yaml").read_text().replace("\n# ", " ")

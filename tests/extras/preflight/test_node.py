@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 from transformers import (
     Gemma2Config,
     GPT2Config,
@@ -19,11 +20,11 @@ from transformers import (
 )
 
 from kit.config.load import load_config
-from kit.extras.preflight import attention, gpus, memory, node
+from kit.config.recipe import freeze
+from kit.extras.preflight import Preflight, attention, gpus, memory, node
 from kit.extras.preflight.memory import GIB
-from kit.runs import prepare
 from tests.helpers import nodes
-from tests.helpers.nodes import make_config, qwen
+from tests.helpers.nodes import make_recipe, qwen
 
 
 @pytest.fixture
@@ -59,14 +60,14 @@ def test_without_nvidia_smi_there_is_no_gpu(monkeypatch, tmp_path):
 
 
 def test_the_memory_of_a_device_is_that_of_the_smallest_visible_gpu(smi, monkeypatch, tmp_path):
-    config, _ = load_config(["math", "cpu"], ["trainer.n_gpus_per_node=2"])
-    assert memory.find_device(config).size == memory.psutil.virtual_memory().total // 2
-    config, _ = load_config(["math"], [])
+    on_cpu = freeze(*load_config(["math", "cpu"], ["trainer.n_gpus_per_node=2"]))
+    assert memory.find_device(on_cpu).size == memory.psutil.virtual_memory().total // 2
+    recipe = freeze(*load_config(["math"], []))
     smi(gpus=2)
-    assert memory.find_device(config) == (81559 * 2**20, "")
+    assert memory.find_device(recipe) == (81559 * 2**20, "")
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert memory.find_device(config).size == 80 * GIB
-    assert "assumed" in memory.find_device(config).note
+    assert memory.find_device(recipe).size == 80 * GIB
+    assert "assumed" in memory.find_device(recipe).note
 
 
 @pytest.mark.parametrize(("driver", "is_old"), [("570.124.06", True), ("580.65.06", False)])
@@ -98,10 +99,10 @@ def test_each_shortage_of_a_node_is_a_line_with_a_fix(smi, no_packages, monkeypa
         f"trainer.default_local_dir={tmp_path}/new",
         "trainer.save_freq=10",
     ]
-    config = make_config("1.5B", *changes)
+    recipe = make_recipe("1.5B", *changes)
     monkeypatch.setattr(node.shutil, "disk_usage", lambda _: SimpleNamespace(free=500 * GIB))
     # This machine has no GPU, so the run is taken to be on another node.
-    assert list(node.find_problems(config, qwen("1.5B"), "train")) == []
+    assert list(node.find_problems(recipe, qwen("1.5B"))) == []
 
     def report_little_space(folder):
         free = 2**26 if str(folder) == "/dev/shm" else 50 * GIB
@@ -110,8 +111,8 @@ def test_each_shortage_of_a_node_is_a_line_with_a_fix(smi, no_packages, monkeypa
     monkeypatch.setattr(node.shutil, "disk_usage", report_little_space)
     monkeypatch.setattr(node.os, "sched_getaffinity", lambda _: {0, 1})
     smi(gpus=2)
-    config = make_config("1.5B", *changes)
-    problems = list(node.find_problems(config, qwen("1.5B"), "train"))
+    recipe = make_recipe("1.5B", *changes)
+    problems = list(node.find_problems(recipe, qwen("1.5B")))
     disk, shared_memory, gpu_count, cores, engine = problems
     # Two checkpoints stay while the third is written. Each has weights and two moments in fp32.
     size = 3 * 12 * memory.count_parameters(qwen("1.5B")).model / GIB
@@ -126,11 +127,11 @@ def test_each_shortage_of_a_node_is_a_line_with_a_fix(smi, no_packages, monkeypa
     )
     assert cores.startswith("This node has 2 cores, and Ray gives one to each of 4 processes. Set ")
     assert engine == "vllm is not installed. See docs/backends.md."
-    rollout_problems = node.find_problems(make_config("1.5B"), qwen("1.5B"), "rollout")
+    rollout_problems = node.find_problems(make_recipe("1.5B", command="rollout"), qwen("1.5B"))
     assert len(list(rollout_problems)) == 3  # nothing is trained
-    config.actor_rollout_ref.rollout.nnodes = 1
-    config.actor_rollout_ref.rollout.checkpoint_engine.backend = "nccl"
-    *_, gpu_count, _, cupy, _ = node.find_problems(config, qwen("1.5B"), "train")
+    rollout = "actor_rollout_ref.rollout"
+    separate = recipe.change(f"{rollout}.nnodes=1", f"{rollout}.checkpoint_engine.backend=nccl")
+    *_, gpu_count, _, cupy, _ = node.find_problems(separate, qwen("1.5B"))
     assert "the run uses 8" in gpu_count
     assert "by cupy, which is not installed. Install requirements-gpu.txt, or set" in cupy
 
@@ -138,10 +139,9 @@ def test_each_shortage_of_a_node_is_a_line_with_a_fix(smi, no_packages, monkeypa
 def test_weights_pass_through_shared_memory_on_a_cpu_only(monkeypatch):
     """On GPUs the weights stay in GPU memory, so eight GPUs do not need 32 GiB of /dev/shm."""
     monkeypatch.setattr(node.shutil, "disk_usage", lambda _: SimpleNamespace(free=20 * GIB))
-    on_gpus = make_config("1.5B", "trainer.n_gpus_per_node=8")
+    on_gpus = make_recipe("1.5B", "trainer.n_gpus_per_node=8")
     assert not list(node.check_shared_memory(on_gpus))
-    on_gpus.trainer.device = "cpu"
-    (problem,) = node.check_shared_memory(on_gpus)
+    (problem,) = node.check_shared_memory(on_gpus.change("trainer.device=cpu"))
     assert problem.startswith("/dev/shm has 20.00 GiB free, and the weight sync and NCCL need 32.0")
 
 
@@ -163,7 +163,9 @@ def list_modules(config) -> list[str]:
 
 def test_torch_replaces_flash_attn_for_all_models(smi, no_packages):
     smi(gpus=1)
-    config = make_config("1.5B", "algorithm.adv_estimator=gae", "reward.reward_model.enable=true")
+    config = make_recipe(
+        "1.5B", "algorithm.adv_estimator=gae", "reward.reward_model.enable=true"
+    ).verl
     models = (config.actor_rollout_ref.model, config.critic.model)
     assert [model.override_config.attn_implementation for model in models] == ["torch_varlen"] * 2
     assert list_modules(config) == ["kit.rollout.verl_patches", "kit.extras.without_flash_attn"]
@@ -171,14 +173,15 @@ def test_torch_replaces_flash_attn_for_all_models(smi, no_packages):
     assert not list(attention.warnings(config, "train"))
     (line,) = attention.describe(config, "train")
     assert line.startswith("attention   torch_varlen: flash-attn is not installed")
-    chosen = config.copy()
-    attention.choose(config, qwen("1.5B"), "train")  # a second time
-    assert config == chosen
+    again = config.copy()
+    OmegaConf.set_readonly(again, False)
+    attention.choose(again, qwen("1.5B"), "train")
+    assert again == config
 
 
 def test_models_that_are_not_packed_use_sdpa_without_a_warning(smi, no_packages):
     smi(gpus=1)
-    config = make_config("1.5B", "actor_rollout_ref.model.use_remove_padding=false")
+    config = make_recipe("1.5B", "actor_rollout_ref.model.use_remove_padding=false").verl
     assert get_attention(config) == "sdpa"
     assert config.critic.model.override_config.attn_implementation == "torch_varlen"
     assert not list(attention.warnings(config, "train")) and not attention.describe(config, "train")
@@ -212,10 +215,12 @@ def test_without_a_substitute_the_trainer_uses_sdpa_and_a_warning_names_the_cost
 ):
     smi(gpus=1)
     if reason == "deleted":
-        monkeypatch.setattr(attention.extras, "is_installed", lambda module: "flash" not in module)
+        monkeypatch.setattr(
+            attention.features, "is_installed", lambda module: "flash" not in module
+        )
     else:
         monkeypatch.setattr(attention, "supports_varlen", lambda *_: False)
-    config = make_config("1.5B")
+    config = make_recipe("1.5B").verl
     assert get_attention(config) == "sdpa"
     (warning,) = attention.warnings(config, "train")
     assert "covers all pairs of tokens of a micro-batch. Install flash-attn (make math" in warning
@@ -226,9 +231,9 @@ def test_without_a_substitute_the_trainer_uses_sdpa_and_a_warning_names_the_cost
 
 def test_an_attention_that_the_recipe_names_is_kept(smi, no_packages):
     smi(gpus=1)
-    eager = make_config("1.5B", f"+{ATTENTION}.attn_implementation=eager")
+    eager = make_recipe("1.5B", f"+{ATTENTION}.attn_implementation=eager").verl
     assert get_attention(eager) == "eager" and not list(attention.warnings(eager, "train"))
-    flash = make_config("1.5B", f"+{ATTENTION}.attn_implementation=flash_attention_2")
+    flash = make_recipe("1.5B", f"+{ATTENTION}.attn_implementation=flash_attention_2").verl
     (warning,) = attention.warnings(flash, "train")
     assert warning.startswith("flash_attention_2 is not installed. Install flash-attn")
     assert "or set actor_rollout_ref.model.override_config.attn_implementation=torch_v" in warning
@@ -240,7 +245,7 @@ def test_ulysses_is_one_error_without_flash_attn(smi, no_packages, command):
     smi(gpus=2)
     key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
     config, _ = load_config(["math"], ["trainer.n_gpus_per_node=2", f"{key}=2"])
-    (problem,) = prepare.extras.collect("check_workers", config, command, config, command)
+    (problem,) = Preflight(config, command).check_workers(config)
     assert f"is not installed, and verl needs it for {key}=2. Install flash-attn" in problem
     assert f"or set {key}=1" in problem and problem.endswith(PAGE)
 
@@ -262,10 +267,10 @@ def test_another_node_may_have_flash_attn(no_packages, monkeypatch, tmp_path):
     """A dry run on a machine without GPUs changes no attention and refuses nothing."""
     monkeypatch.setenv("PATH", str(tmp_path))
     ulysses = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
-    config = make_config("1.5B", "algorithm.adv_estimator=gae", ulysses)
+    config = make_recipe("1.5B", "algorithm.adv_estimator=gae", ulysses).verl
     assert get_attention(config) is None and not list(attention.check(config, "train"))
     assert list_modules(config) == ["kit.rollout.verl_patches"]
-    named = make_config("1.5B", f"+{ATTENTION}.attn_implementation=torch_varlen")
+    named = make_recipe("1.5B", f"+{ATTENTION}.attn_implementation=torch_varlen").verl
     assert "kit.extras.without_flash_attn" in list_modules(named)
 
 
@@ -274,7 +279,7 @@ def test_flash_attn_is_used_if_it_is_installed(smi, monkeypatch, package):
     """If transformers downloads the kernel, log-probs still need a substitute."""
     smi(gpus=1)
     monkeypatch.setattr(attention, "is_installed", lambda name: name == package)
-    config = make_config("1.5B", "algorithm.adv_estimator=gae")
+    config = make_recipe("1.5B", "algorithm.adv_estimator=gae").verl
     assert get_attention(config) is None and not list(attention.check(config, "train"))
     assert not list(attention.warnings(config, "train"))
     is_loaded = "kit.extras.without_flash_attn" in list_modules(config)

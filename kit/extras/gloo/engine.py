@@ -15,7 +15,6 @@ from typing import Any
 
 import ray
 import torch
-from omegaconf import DictConfig
 from torch.distributed import ProcessGroupGloo, TCPStore
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
@@ -107,9 +106,3 @@ class GlooCheckpointEngine(CheckpointEngine):
         """Replace the tensor by rank 0's. Returns it."""
         self.group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait()
         return tensor
-
-
-def set_sizes(config: DictConfig, hf_config: Any, command: str) -> None:
-    """Make verl import this module in every process. A hook of kit/extras/__init__.py."""
-    engine = config.actor_rollout_ref.rollout.checkpoint_engine
-    engine.custom_backend_module = __name__

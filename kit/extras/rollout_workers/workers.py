@@ -1,11 +1,4 @@
-"""Run episodes in N Ray actors (rollout.agent.num_workers), for batches too large for one process.
-
-Each worker has separate clients of vLLM and of the Gym servers, separate Python verifiers, and an
-equal part of all limits of the recipe. A group of episodes goes to one worker. Requests have the
-same ids as without workers, so with rollout.full_determinism the tokens are the same for any N. The
-policy endpoint for agents (openai_server.py) stays in the driver. The workers run on the driver's
-node, since the Gym servers listen on its loopback address only.
-"""
+"""The worker processes: Ray actors, and the object that calls them."""
 
 from __future__ import annotations
 
@@ -34,13 +27,6 @@ from kit.rollout.inputs import RunInputs
 from kit.rollout.sampler import EpisodeRequest, SamplerContext, Sampling, make_sampler_context
 
 MAX_CALLS = 10_000  # concurrent calls of one actor; a call is a group of episodes
-
-
-def start_rollout_workers(
-    launch: Any, context: SamplerContext, urls: Mapping[str, str]
-) -> RolloutWorkers:
-    """Start the workers: the hook of kit/runs/launch.py."""
-    return RolloutWorkers(launch.recipe, context, urls, launch.inputs, launch.logs)
 
 
 def split_limits(recipe: Recipe, count: int) -> Recipe:

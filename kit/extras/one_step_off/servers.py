@@ -1,17 +1,4 @@
-"""One-step off-policy training (trainer.one_step_off: 1): sample the next batch during an update.
-
-    step k: collect batch k, started a step ago | start batch k+1 | update | update_weights | ...
-
-The servers stay awake. `update_weights` interrupts the responses in progress. vLLM aborts their
-requests and loads the new weights. Then kit/rollout/client.py requests the rest of each response:
-the tokens sampled so far become the end of its prompt. So the weights that sample a token are at
-most one step older than the weights that it updates. `Episode.policy_versions` records the former,
-and `rollout/staleness/*` counts the steps. configs/ahead.yaml corrects for staleness with
-importance weights of tokens.
-
-An evaluation waits for the batch in progress. Checkpoints do not contain that batch: a resumed run
-samples its prompts again.
-"""
+"""An event loop in a thread, and servers with one batch in progress."""
 
 from __future__ import annotations
 
@@ -124,13 +111,3 @@ class Servers(inference.Servers):
         self.checkpoint_manager.abort_replicas()
         super().update_weights(step)
         self.checkpoint_manager.resume_generation_replicas()
-
-
-def make_loop(config: Any) -> BackgroundLoop:
-    """Return the event loop of the run: a hook of kit/runs/launch.py."""
-    return BackgroundLoop()
-
-
-def servers_class(config: Any) -> type[Servers]:
-    """Return the class of the run's servers: a hook of kit/runs/launch.py."""
-    return Servers

@@ -1,0 +1,58 @@
+"""One-step off-policy training (trainer.one_step_off: 1): sample the next batch during an update.
+
+    step k: collect batch k, started a step ago | start batch k+1 | update | update_weights | ...
+
+The servers stay awake. `update_weights` interrupts the responses in progress. vLLM aborts their
+requests and loads the new weights. Then kit/rollout/client.py requests the rest of each response:
+the tokens sampled so far become the end of its prompt. So the weights that sample a token are at
+most one step older than the weights that it updates. `Episode.policy_versions` records the former,
+and `rollout/staleness/*` counts the steps. configs/ahead.yaml corrects for staleness with
+importance weights of tokens.
+
+An evaluation waits for the batch in progress. Checkpoints do not contain that batch: a resumed run
+samples its prompts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kit.config.load import ROLLOUT
+from kit.features import Feature
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from kit.extras.one_step_off.servers import BackgroundLoop, Servers
+
+
+class OneStepOff(Feature):
+    """Sampling one step ahead."""
+
+    def check_recipe(self, config: DictConfig) -> Iterator[str]:
+        """trainer.one_step_off fits the rollout engine."""
+        rollout = config.actor_rollout_ref.rollout
+        if rollout.free_cache_engine and not rollout.nnodes:
+            yield (
+                "trainer.one_step_off=1 samples during the update, but "
+                f"{ROLLOUT}.free_cache_engine=true makes the rollout engine sleep. Set one of them "
+                "to false."
+            )
+        elif rollout.full_determinism:
+            yield (
+                "trainer.one_step_off=1 cannot repeat at which token new weights arrive, which "
+                f"{ROLLOUT}.full_determinism=true requires. Set one of them to false."
+            )
+
+    def make_loop(self) -> BackgroundLoop:
+        """Return an event loop that also runs while the driver waits for an update."""
+        from kit.extras.one_step_off.servers import BackgroundLoop
+
+        return BackgroundLoop()
+
+    def servers_class(self) -> type[Servers]:
+        """Return the class that samples ahead."""
+        from kit.extras.one_step_off.servers import Servers
+
+        return Servers

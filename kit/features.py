@@ -1,0 +1,436 @@
+"""Optional features: the class that they derive from, and the table by which the kit finds them.
+
+Each entry of ENTRIES is a module or folder that you can delete. A key of the recipe or a command
+turns a feature on. If you delete a feature, recipes that do not turn it on keep working. A recipe
+that does gets one error with its name. No other part of the kit names a feature.
+
+A run has an object of each feature that is on (Recipe.features). The kit calls the methods of
+`Feature` on all of them. This file also has functions for parts that no recipe turns on: a command,
+a model that reads images, a server with more requirements, rows with programs.
+
+Every process may import this file, so it imports only light modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
+
+from kit.errors import ConfigError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from omegaconf import DictConfig
+
+    from inference import OnDone, Servers
+    from kit.config.recipe import Parallelism, Recipe
+    from kit.data.episode import Episode
+    from kit.data.processor import TextProcessor
+    from kit.gym.python_verifiers.calls import CallResult
+    from kit.rollout.inputs import RunInputs
+    from kit.rollout.sampler import EpisodeRequest, SamplerContext, Sampling
+    from kit.runs.launch import Launch
+    from kit.runs.prepare import Prepared
+    from kit.runs.run import Run
+
+Result = TypeVar("Result")
+
+
+class Feature:
+    """A feature of a run. The methods are all that the kit calls; here, each does nothing.
+
+    A feature parses its keys once, in its constructor, when the recipe is not checked yet. Later it
+    never changes: other processes get copies of it. What it starts belongs to `Launch.stack`.
+    """
+
+    # --- of a training engine ---
+
+    parallelism: Parallelism | None = None  # how its GPUs share a model and its rows
+    layout = ""  # the same in words, for the summary
+    layout_keys: Sequence[str] = ()  # keys that a resumed run must not change
+    skips_nonfinite_steps = True  # whether its optimizer leaves the weights as they are
+
+    def __init__(self, config: DictConfig, command: str):
+        """Parse the recipe. command: train, rollout, evaluate or sft."""
+        self.command = command
+
+    def checkpoint_files(self, contents: Sequence[str], ranks: int) -> Sequence[str] | None:
+        """Return the files of an actor's or a critic's checkpoint, if it writes others than FSDP.
+
+        contents: of checkpoint.save_contents.
+        """
+        return None
+
+    def resume_notes(self, checkpoint: Path) -> Iterable[str]:
+        """Return lines to print about a checkpoint that the run resumes from."""
+        return ()
+
+    # --- before the recipe is complete; problems are exceptions or texts ---
+
+    def begin_imports(self, config: DictConfig) -> None:
+        """Start work that can overlap with the checks. Not called in a dry run."""
+
+    def check_recipe(self, config: DictConfig) -> Iterable[Exception | str]:
+        """Return the problems that can be found without verl."""
+        return ()
+
+    def check_workers(self, config: DictConfig) -> Iterable[Exception | str]:
+        """Return the problems that can be found when verl is imported."""
+        return ()
+
+    def set_sizes(self, config: DictConfig, hf_config: Any) -> None:
+        """Set values that follow from the model. hf_config: its Hugging Face configuration."""
+
+    # --- the complete recipe ---
+
+    def check_model(self, recipe: Recipe, hf_config: Any) -> Iterable[Exception | str]:
+        """Return problems with the sizes of the model."""
+        return ()
+
+    def check_inputs(self, recipe: Recipe, inputs: RunInputs) -> None:
+        """Check the loaded rows, and servers that the run needs. Raises ConfigError."""
+
+    def summary_lines(self, recipe: Recipe, inputs: RunInputs) -> Iterable[str]:
+        """Return lines of the summary."""
+        return ()
+
+    def warnings(self, recipe: Recipe, inputs: RunInputs) -> Iterable[str]:
+        """Return warnings, one line each."""
+        return ()
+
+    def dry_run_lines(self, recipe: Recipe, inputs: RunInputs) -> Iterable[str]:
+        """Return more lines of a dry run."""
+        return ()
+
+    # --- while the run starts (kit/runs/launch.py) ---
+
+    def before_ray(self, launch: Launch) -> None:
+        """Start processes, or set values, that Ray or the Gym servers need."""
+
+    def make_loop(self) -> EventLoop | None:
+        """Return an event loop to use in place of make_runner's."""
+        return None
+
+    def start_episode_workers(
+        self, launch: Launch, context: SamplerContext, urls: Mapping[str, str]
+    ) -> EpisodeWorkers | None:
+        """Start processes that run the episodes. urls: {Gym server: url}."""
+        return None
+
+    def servers_class(self) -> type[Servers] | None:
+        """Return a class to use in place of inference.Servers."""
+        return None
+
+    def after_start(self, launch: Launch, addresses: Sequence[str]) -> None:
+        """Start what needs the workers. addresses: HTTP servers of the rollout engine."""
+
+    # --- while it runs ---
+
+    def sandbox_command(self, command: Sequence[str], folders: Sequence[Path]) -> list[str] | None:
+        """Return the command line that runs a verifier process in a sandbox.
+
+        folders: that the process reads.
+        """
+        return None
+
+    def write_report(self, folder: Path) -> None:
+        """Write the report of a run. folder: of the run."""
+
+
+class EventLoop(Protocol):
+    """The methods of asyncio.Runner that a run uses."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def get_loop(self) -> asyncio.AbstractEventLoop: ...
+
+    def run(self, work: Coroutine[Any, Any, Result], /) -> Result: ...
+
+
+class EpisodeWorkers(Protocol):
+    """Processes that run episodes in place of the driver (inference.py)."""
+
+    async def rollout(
+        self,
+        requests: Sequence[EpisodeRequest],
+        sampling: Sampling,
+        on_done: OnDone,
+        baselines: bool = False,
+    ) -> list[Episode]: ...
+
+    def set_policy_version(self, step: int) -> None: ...
+
+    def mark_restarted(self, server: str) -> None: ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+
+OnFeatures: TypeAlias = "Callable[[Sequence[Feature], DictConfig], None]"
+
+
+def ignore_features(features: Sequence[Feature], config: DictConfig) -> None:
+    """Do nothing: the default of `on_features`."""
+
+
+def first(results: Iterable[Result | None]) -> Result | None:
+    """Return the first result that is not None, if there is one."""
+    return next((result for result in results if result is not None), None)
+
+
+# --- what turns a feature on ---------------------------------------------------------------------
+
+
+def always(config: DictConfig, command: str) -> bool:
+    """For features that every run uses."""
+    return True
+
+
+def starts_servers(config: DictConfig, command: str) -> bool:
+    """Whether the run starts a Gym server, whose settings may name a judge."""
+    servers = [server for server in config.gym.servers.values() if isinstance(server, Mapping)]
+    return command != "sft" and any(server.get("start") for server in servers)
+
+
+def uses_judges(config: DictConfig, command: str) -> bool:
+    """Whether a verifier uses a language model as a judge."""
+    return bool(command != "sft" and config.gym.judges)
+
+
+def uses_sandbox(config: DictConfig, command: str) -> bool:
+    """Whether Python verifiers run in a sandbox."""
+    return bool(command != "sft" and config.env.verifier_pool.sandbox)
+
+
+def uses_megatron(config: DictConfig, command: str) -> bool:
+    """Whether Megatron trains."""
+    return bool(config.model_engine == "megatron")
+
+
+def uses_other_backend(config: DictConfig, command: str) -> bool:
+    """Whether sampling uses SGLang, transformers, fp8 or speculative decoding."""
+    rollout = config.actor_rollout_ref.rollout
+    engine_kwargs = rollout.engine_kwargs
+    return bool(
+        rollout.name != "vllm"
+        or rollout.quantization
+        or engine_kwargs.get("sglang")
+        or (engine_kwargs.get("vllm") or {}).get("speculative_config")
+    )
+
+
+def uses_transformers(config: DictConfig, command: str) -> bool:
+    """Whether transformers samples."""
+    return bool(config.actor_rollout_ref.rollout.name == "hf")
+
+
+def uses_gloo(config: DictConfig, command: str) -> bool:
+    """Whether weights are sent to separate servers by gloo."""
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    return bool(command == "train" and engine.backend == "gloo")
+
+
+def uses_monitor(config: DictConfig, command: str) -> bool:
+    """Whether the run serves metrics to Prometheus, or reads those of speculative decoding."""
+    rollout = config.actor_rollout_ref.rollout
+    drafts = (rollout.engine_kwargs.get("vllm") or {}).get("speculative_config")
+    return bool(rollout.prometheus.enable or drafts)
+
+
+def samples_ahead(config: DictConfig, command: str) -> bool:
+    """Whether the next batch is sampled while this one is trained on."""
+    return bool(command == "train" and config.trainer.one_step_off == 1)
+
+
+def uses_rollout_workers(config: DictConfig, command: str) -> bool:
+    """Whether other processes run the episodes."""
+    return bool(command != "sft" and config.actor_rollout_ref.rollout.agent.num_workers)
+
+
+def forks_workers(config: DictConfig, command: str) -> bool:
+    """Whether workers are forked from a process that has imported their modules."""
+    is_other_cluster = config.ray_kwargs.ray_init.get("address")
+    return bool(os.environ.get("PRELOAD_MODULES")) and not is_other_cluster
+
+
+class Entry(NamedTuple):
+    """A feature that can be deleted."""
+
+    module: str
+    class_name: str  # of its Feature; empty: verl imports the module, and the kit calls nothing
+    turned_on_by: str  # a key of the recipe, or a command
+    is_on: Callable[[DictConfig, str], bool]
+    is_optional: bool = False  # True: a run that turns it on also works without it
+
+
+ENTRIES = (
+    Entry("kit.extras.preflight", "Preflight", "every run", always, True),
+    Entry("kit.extras.supervisor", "Supervisor", "every run", always, True),
+    Entry("kit.extras.report", "Report", "every run", always, True),
+    Entry("kit.extras.judges", "ServerJudges", "a Gym server", starts_servers, True),
+    Entry("kit.extras.judges", "Judges", "gym.judges", uses_judges),
+    Entry(
+        "kit.extras.policy_programs", "PolicyPrograms", "env.verifier_pool.sandbox", uses_sandbox
+    ),
+    Entry("kit.extras.megatron", "Megatron", "model_engine", uses_megatron),
+    Entry(
+        "kit.extras.backends",
+        "Backends",
+        "rollout.name, or another option of the rollout engine",
+        uses_other_backend,
+    ),
+    Entry("kit.extras.hf_rollout", "", "rollout.name=hf", uses_transformers),
+    Entry("kit.extras.gloo", "Gloo", "checkpoint_engine.backend=gloo", uses_gloo),
+    Entry("kit.extras.monitor", "Monitor", "rollout.prometheus.enable", uses_monitor),
+    Entry("kit.extras.one_step_off", "OneStepOff", "trainer.one_step_off", samples_ahead),
+    Entry(
+        "kit.extras.rollout_workers",
+        "RolloutWorkers",
+        "rollout.agent.num_workers",
+        uses_rollout_workers,
+    ),
+    Entry("kit.cpu.preload", "Preload", "PRELOAD_MODULES", forks_workers),
+)
+
+
+def make_features(config: DictConfig, command: str) -> tuple[Feature, ...]:
+    """Make the features that a recipe and a command turn on, in the order of ENTRIES.
+
+    Raises ConfigError if one of them was deleted.
+    """
+    made = []
+    for entry in ENTRIES:
+        if not entry.class_name or not entry.is_on(config, command):
+            continue
+        if is_installed(entry.module) or not entry.is_optional:
+            require(entry.module, entry.turned_on_by)
+            module = importlib.import_module(entry.module)
+            feature = cast("type[Feature]", getattr(module, entry.class_name))
+            made.append(feature(config, command))
+    return tuple(made)
+
+
+def find_missing(config: DictConfig, command: str) -> list[ConfigError]:
+    """Return an error for each feature that a recipe turns on, and that was deleted."""
+    needed = [entry for entry in ENTRIES if not entry.is_optional and entry.is_on(config, command)]
+    missing = [entry for entry in needed if not is_installed(entry.module)]
+    return [missing_error(entry.module, entry.turned_on_by) for entry in missing]
+
+
+def require(module: str, turned_on_by: str) -> None:
+    """Check that a module is there. Raises ConfigError if it was deleted."""
+    if not is_installed(module):
+        raise missing_error(module, turned_on_by)
+
+
+def missing_error(module: str, turned_on_by: str) -> ConfigError:
+    """Return the error about a feature that was deleted."""
+    path = module.replace(".", "/")
+    return ConfigError(
+        f"{turned_on_by} needs {path}, which this copy does not have. Restore it, or remove that "
+        "key or command."
+    )
+
+
+@functools.cache
+def is_installed(module: str) -> bool:
+    """Return whether a module or folder is there."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent folder is missing
+        return False
+
+
+# --- parts that a command, a model or rows need. All raise ConfigError if the part was deleted ---
+
+
+class Command(Protocol):
+    """A module with a command of algorithm.py that trains without episodes."""
+
+    def prepare(
+        self,
+        config: DictConfig,
+        defaults: DictConfig,
+        on_features: OnFeatures = ...,
+    ) -> Prepared:
+        """Check a configuration and load its rows, as kit.runs.prepare.prepare does."""
+
+    def run_command(self, recipe: Recipe, run: Run, inputs: RunInputs) -> None:
+        """Run the command."""
+
+
+def load_sft() -> Command:
+    """Return the command that trains on conversations."""
+    require("kit.extras.sft", "the command sft")
+    from kit.extras import sft
+
+    return sft
+
+
+COMMANDS: Mapping[str, Callable[[], Command]] = {"sft": load_sft}  # those of optional features
+
+
+def show(arguments: Sequence[str]) -> None:
+    """Run the command `show`, which prints the metrics and episodes of a run."""
+    require("kit.extras.report.show", "the command show")
+    from kit.extras.report.show import main
+
+    main(arguments)
+
+
+def convert_rows() -> None:
+    """Run a command of env.py that converts rows, with the arguments of this process."""
+    require("kit.extras.convert", "this command")
+    from kit.extras.convert import main
+
+    main()
+
+
+def make_image_processor(
+    config: DictConfig, hf_config: Any, tokenizer: Any
+) -> TextProcessor | None:
+    """Return the processor of a model that reads images, None if it can only read text here."""
+    model = config.actor_rollout_ref.model.path
+    require("kit.extras.images", f"the model {model}, which reads images,")
+    from kit.extras.images import make_processor
+
+    return make_processor(config, hf_config, tokenizer)
+
+
+def install_environment(server: str, python: str, key: str) -> Path:
+    """Make the environment of a Gym server that requires more packages -> its interpreter.
+
+    python: the interpreter that has nemo-gym. key: of the recipe, for messages. Raises
+    GymStartError.
+    """
+    require("kit.extras.gym_environments", key)
+    from kit.extras import gym_environments
+
+    return gym_environments.install_environment(server, python)
+
+
+def require_code_scorer(reason: str) -> None:
+    """Check that responses that are code can be scored. Raises ConfigError."""
+    require("kit.extras.policy_programs", reason)
+
+
+def score_code(
+    verifier: functools.partial[Any],
+    runner: asyncio.Runner,
+    arguments: dict[str, Any],
+    memory: int,
+) -> CallResult:
+    """Score a response that is code, in the process of a verifier. Raises VerifierError.
+
+    verifier: verl's scorer with its settings. arguments: of its call. memory: bytes.
+    """
+    from kit.extras.policy_programs.program_scores import score_code
+
+    return score_code(verifier, runner, arguments, memory)
