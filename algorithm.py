@@ -72,6 +72,7 @@ from kit.errors import NonFiniteStep, SkippedStep
 from kit.rollout.inputs import RunInputs
 from kit.runs import checkpoints, cli
 from kit.runs.checkpoints import LoopState
+from kit.runs.console import say
 
 # Functions import training.py when they need it: verl and vLLM take 10 s to import. A recipe with
 # an error fails before that, and a run imports them while Ray starts.
@@ -83,7 +84,7 @@ class Trainer:
 
     recipe: Recipe
     inputs: RunInputs
-    run: Any  # kit.runs.run_dir.Run
+    run: Any  # kit.runs.run.Run
     workers: Any  # training.Workers
     servers: Any  # inference.Servers, or ReplayServers
     state: LoopState  # saved in a checkpoint
@@ -108,7 +109,7 @@ class Trainer:
         """Train to the last step; evaluate and save as the recipe says."""
         if self.recipe.trainer.val_before_train:
             self.evaluate()
-        self.run.log(self.state.step, self.run.timings())
+        self.run.log.write(self.state.step, self.run.stages.timings())
         while self.state.step < self.run.last:
             self.step_or_skip()
         if not self.scores:  # no step was left: the run resumed after its last one
@@ -117,7 +118,7 @@ class Trainer:
 
     def finish(self) -> None:
         """Let `train` export the model after the processes have ended."""
-        self.run.guard.pending_export = "Rerun the same command to export the model"
+        self.run.stages.is_export_pending = True
 
     def step_or_skip(self) -> dict[str, float]:
         """Run one step and, if due, an evaluation -> the metrics of the step."""
@@ -143,7 +144,7 @@ class Trainer:
 
         self.state = replace(self.state, step=self.state.step + 1)
         self.metrics = {}
-        self.run.begin_step(self.state.step)
+        self.run.stages.begin_step(self.state.step)
         with self.run.stage("step"):
             episodes = self.collect()  # 1 to 4
             with self.run.stage("sleep"):  # frees the rollout engine's GPU memory
@@ -153,12 +154,12 @@ class Trainer:
             batch = training.to_batch(episodes, self.inputs, self.recipe)
             self.compute_log_probs(batch)  # 5
             self.compute_advantages(batch)  # 6
-            self.run.write_advantages(self.state.step, episodes, batch.batch)
+            self.run.files.write_advantages(self.state.step, episodes, batch.batch)
             self.update(batch)  # 7
             self.save_if_due()  # 8
             self.update_weights()
-        self.metrics |= training.compute_step_metrics(batch, self.run.timing, self.recipe)
-        self.run.nonfinite_steps = 0
+        self.metrics |= training.compute_step_metrics(batch, self.run.stages.timing, self.recipe)
+        self.run.files.nonfinite_steps = 0
         self.log_step(episodes)
 
     def collect(self) -> list[Episode]:
@@ -214,11 +215,11 @@ class Trainer:
         batch_name = name if validate else str(self.state.batches)
         args = make_rollout_args(self.recipe, tasks, batch_name, validate)
         count = len(args.requests) + (len(tasks) if args.baselines else 0)
-        on_done = self.run.count_episodes(count)
+        on_done = self.run.stages.count_episodes(count)
         episodes = self.servers.rollout(args.requests, args.sampling, on_done, args.baselines)
         file_tasks = self.inputs.validation if validate else self.inputs.train
         assign_record_indices(episodes, file_tasks, before)
-        self.run.write_episodes(name, episodes, file_tasks, before)
+        self.run.files.write_episodes(name, episodes, file_tasks, before)
         check_failures(episodes, self.recipe.gym.max_failed_frac)
         return episodes
 
@@ -298,7 +299,7 @@ class Trainer:
             with self.run.stage("update_critic"):
                 self.metrics |= training.update_critic(self.workers.critic, batch, self.recipe)
         if self.updates_actor and training.lacks_signal(batch, self.recipe):
-            self.run.say(f"step {self.state.step} changes no weights: all advantages are 0")
+            say(f"step {self.state.step} changes no weights: all advantages are 0")
         elif self.updates_actor:
             batch.meta_info[POSITION] = done - self.recipe.trainer.critic_warmup
             with self.run.stage("update_actor"):
@@ -326,11 +327,11 @@ class Trainer:
         self.saved_state = self.state
         reason = str(skipped)
         if isinstance(skipped, NonFiniteStep):
-            reason = self.run.keep_nonfinite(self.state.step, reason, skipped.batch)
+            reason = self.run.files.keep_nonfinite(self.state.step, reason, skipped.batch)
         else:
-            self.run.nonfinite_steps = 0
-        self.run.say(f"step {self.state.step} {skipped.outcome}: {reason}")
-        self.metrics["training/skipped_nonfinite_steps"] = self.run.nonfinite_steps
+            self.run.files.nonfinite_steps = 0
+        say(f"step {self.state.step} {skipped.outcome}: {reason}")
+        self.metrics["training/skipped_nonfinite_steps"] = self.run.files.nonfinite_steps
         self.save_if_due()
         if self.servers.is_asleep:
             self.update_weights()
@@ -343,7 +344,7 @@ class Trainer:
 
     def save(self) -> Path | None:
         """Save the workers' weights if they are finite -> the last checkpoint."""
-        return self.run.save(self.workers, self.saved_state)
+        return self.run.files.save(self.workers, self.saved_state)
 
     def evaluate(self) -> None:
         """Score the held-out rows, greedily unless rollout.val_kwargs says otherwise."""
@@ -354,19 +355,20 @@ class Trainer:
             episodes = self.rollout(self.inputs.validation, f"val_{step}", validate=True)
             n = self.recipe.rollout.val_kwargs.n
             self.scores = compute_validation_metrics(episodes, n)
-            warn_about_failures(self.scores, self.run.say)
-            self.run.log_evaluation(step, self.scores, episodes)
-        self.run.log(step, self.scores | {"timing_s/testing": self.run.timing["testing"]})
-        self.run.report_if_due()
+            warn_about_failures(self.scores, say)
+            self.run.log.write_evaluation(step, self.scores, episodes)
+        timing = {"timing_s/testing": self.run.stages.timing["testing"]}
+        self.run.log.write(step, self.scores | timing)
+        self.run.files.report_if_due()
 
     def log_step(self, episodes: Sequence[Episode]) -> None:
         """Write the step's metrics to metrics.jsonl and the console."""
         step = self.state.step
         prompts = self.state.batches * self.recipe.data.train_batch_size
-        self.metrics |= self.run.timings() | {"training/global_step": step}
+        self.metrics |= self.run.stages.timings() | {"training/global_step": step}
         self.metrics["training/epoch"] = prompts / self.inputs.per_epoch
-        self.run.log(step, self.metrics)
-        self.run.print_step(step, self.metrics, episodes)
+        self.run.log.write(step, self.metrics)
+        self.run.log.print_step(step, self.metrics, episodes)
 
 
 @contextlib.contextmanager
@@ -375,16 +377,16 @@ def train(plan: cli.Plan) -> Iterator[Trainer]:
 
     On Ctrl-C, SIGTERM or an error, save the last complete update.
     """
-    from kit.runs.run_dir import Run
+    from kit.runs.run import Run
 
     with Run(plan.recipe, plan.resume_from) as run:
         with contextlib.ExitStack() as stack:
             trainer = start_trainer(plan, run, stack)
-            with run.save_on_stop(trainer.save):
+            with run.stages.save_on_stop(trainer.save):
                 yield trainer
-        if run.guard.pending_export:
-            run.export()
-            run.print_result(trainer.scores)
+        if run.stages.is_export_pending:
+            run.files.export()
+            run.log.print_result(trainer.scores)
 
 
 def start_trainer(plan: cli.Plan, run: Any, stack: contextlib.ExitStack) -> Trainer:
@@ -402,7 +404,7 @@ def start_trainer(plan: cli.Plan, run: Any, stack: contextlib.ExitStack) -> Trai
     if plan.resume_from:
         with run.stage("load_checkpoint"):
             state = checkpoints.load(workers, plan.resume_from)
-        run.say(f"Resumed from {plan.resume_from}")
+        say(f"Resumed from {plan.resume_from}")
     trainer = Trainer(plan.recipe, plan.inputs, run, workers, servers, state)
     trainer.update_weights()
     return trainer

@@ -60,7 +60,7 @@ from kit.rollout.sampler import (
     repeat_per_group,
 )
 from kit.runs.cli import silence_libraries
-from kit.runs.run_dir import Run
+from kit.runs.run import Run
 from tests.helpers.rollouts import make_tokenizer
 
 STAGES = ("rollout", "write", "keep", "to_batch", "pack")
@@ -216,7 +216,7 @@ def measure(count: int, tokens: int, rate: float) -> dict[str, float]:
     loop.close()
     with measure_stage("write", seconds):
         rollout_files.assign_record_indices(episodes, tasks)
-        run.write_episodes("step_1", episodes, tasks)
+        run.files.write_episodes("step_1", episodes, tasks)
     with measure_stage("keep", seconds):
         selection.check_failures(episodes, 0.5)
         metrics.update_pass_rates(episodes, {})

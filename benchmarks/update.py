@@ -29,7 +29,7 @@ import ray
 from kit.config.load import load_config
 from kit.data.rollout_files import load_replay
 from kit.runs import cli, launch, prepare
-from kit.runs.run_dir import Run
+from kit.runs.run import Run
 
 
 class Usage(NamedTuple):

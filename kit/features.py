@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kit.rollout.sampler import EpisodeRequest, SamplerContext, Sampling
     from kit.runs.launch import Launch
     from kit.runs.prepare import Prepared
-    from kit.runs.run_dir import Run
+    from kit.runs.run import Run
 
 Result = TypeVar("Result")
 
@@ -152,7 +152,7 @@ class EventLoop(Protocol):
 
     def get_loop(self) -> asyncio.AbstractEventLoop: ...
 
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any: ...
+    def run(self, work: Coroutine[Any, Any, Result], /) -> Result: ...
 
 
 class EpisodeWorkers(Protocol):

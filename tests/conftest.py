@@ -101,7 +101,7 @@ def timeout_s(item: pytest.Item) -> float:
     """Return how many seconds a test may take, with its fixtures.
 
     pyproject.toml sets pytest-timeout's method `thread`. The method `signal` would use SIGALRM,
-    which kit/runs/signals.py needs. After a timeout, pytest's process ends. Then
+    which kit/runs/stages.py needs. After a timeout, pytest's process ends. Then
     kit/extras/supervisor/reaper.py kills the processes that a run started.
     """
     if item.get_closest_marker("soak"):
@@ -195,8 +195,8 @@ def values(stack):
         f"reward.reward_model.model_path={stack.workspace / 'scored'}",
         "env.val_files=[]",
     ]
-    config, _ = load(stack.workspace, *SESSION, *changes)
-    groups = start_roles(config, optional_roles(config))
+    recipe = load(stack.workspace, *SESSION, *changes).recipe
+    groups = start_roles(recipe, optional_roles(recipe))
     groups.critic.save_checkpoint(str(stack.workspace / "fresh_critic"), None, 0, None)
     yield groups
     kill_workers(groups)

@@ -65,14 +65,14 @@ def test_servers_and_models_load_concurrently_only_if_vllm_measures_no_memory(
 
 @pytest.mark.parametrize(("nnodes", "expected"), [(0, 3), (2, 2)])
 def test_standalone_servers_load_the_weights_of_the_model_folder(manager, nnodes, expected):
-    config = make_recipe(nnodes=nnodes)
-    servers = asyncio.run(inference.start_standalone_servers(config, start_rank=5))
+    recipe = make_recipe(nnodes=nnodes)
+    servers = asyncio.run(inference.start_standalone_servers(recipe, start_rank=5))
     rollout = servers.config.actor_rollout_ref.rollout
     assert (rollout.load_format, rollout.nnodes) == ("auto", expected)
     assert servers.more == {"start_rank": 5}
     assert manager.events[-1] == "servers are ready"
-    assert config == make_recipe(nnodes=nnodes)  # the recipe of the caller is not changed
-    assert asyncio.run(inference.start_standalone_servers(config)).more == {"start_rank": 0}
+    assert recipe == make_recipe(nnodes=nnodes)  # the recipe of the caller is not changed
+    assert asyncio.run(inference.start_standalone_servers(recipe)).more == {"start_rank": 0}
 
 
 class RecordingCheckpointManager:

@@ -154,7 +154,7 @@ def test_distillation_learns_only_from_the_teachers_log_probs(stack):
     make_pretrained(stack.workspace / "teacher", stack.workspace / "untied", FOUR_WORDS, "7")
     teacher = f"{user_functions.TEACHER}=teacher"
     with stack.trainer("distill", NO_EVALUATION, teacher, overlays=["distill"]) as trainer:
-        groups = start_roles(trainer.config, optional_roles(trainer.config))
+        groups = start_roles(trainer.recipe, optional_roles(trainer.recipe))
         trainer.workers = trainer.workers._replace(ref=groups.ref)
         try:
             steps = [dict(trainer.step_or_skip()) for _ in range(10)]

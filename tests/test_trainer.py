@@ -37,8 +37,7 @@ def test_a_run_evaluates_and_saves_after_the_steps_in_the_recipe(workspace, reco
     with algorithm.train(make_plan(workspace, *sizes)) as trainer:
         assert trainer.scores == {}
         trainer.fit()
-        expected = "Rerun the same command to export the model"
-        assert trainer.run.guard.pending_export == expected
+        assert trainer.run.stages.is_export_pending
     kinds = ("validate", "rollout", "save", "update_weights", "export")
     calls = [name for name in recorder.calls if name.startswith(kinds)]
     assert calls == [
@@ -81,9 +80,8 @@ def test_a_run_starts_with_servers_and_a_new_state(workspace, recorder):
         assert (trainer.recipe, trainer.inputs) == (plan.recipe, plan.inputs)
         assert trainer.workers == recorder.workers
         assert trainer.servers is recorder.servers
-        assert {"sleep", "update_weights"} <= set(trainer.run.timing)
+        assert {"sleep", "update_weights"} <= set(trainer.run.stages.timing)
         assert run.last == 40
-        assert run.command == "train"
 
 
 def test_a_resumed_run_has_the_state_of_its_checkpoint(workspace, recorder, tmp_path, capsys):
@@ -101,8 +99,8 @@ def test_a_resumed_run_has_the_state_of_its_checkpoint(workspace, recorder, tmp_
         assert recorder.arguments["load"] == (recorder.workers, folder)
         assert trainer.state == state
         assert trainer.kl_controller.value == 0.75
-        assert trainer.run.checkpoint == folder
-        assert "load_checkpoint" in trainer.run.timing
+        assert trainer.run.files.checkpoint == folder
+        assert "load_checkpoint" in trainer.run.stages.timing
         assert f"Resumed from {folder}" in capsys.readouterr().out.replace("\n", "")
         trainer.step_or_skip()
         assert (trainer.state.step, trainer.state.batches) == (6, 10)
@@ -143,9 +141,9 @@ def test_a_checkpoint_has_the_state_after_the_last_update(workspace, recorder):
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
         trainer.step_or_skip()
         assert trainer.saved_state == trainer.state
-        recorder.record(trainer.run, "save")
+        recorder.record(trainer.run.files, "save")
         trainer.state = replace(trainer.state, step=9)
-        assert trainer.save() == trainer.run.checkpoint
+        assert trainer.save() == trainer.run.files.checkpoint
         workers, state = recorder.arguments["save"]
         assert workers is recorder.workers
         assert state.step == 1
@@ -170,7 +168,7 @@ def test_a_step_passes_its_episodes_to_the_batch_and_the_batch_to_the_update(wor
         assert inputs.processor.tokenizer is inputs.tokenizer
         assert recorder.arguments["update_actor"] == ("actor", batch, trainer.recipe)
         assert recorder.arguments["compute_advantages"] == (batch, trainer.recipe)
-        expected = (batch, trainer.run.timing, trainer.recipe)
+        expected = (batch, trainer.run.stages.timing, trainer.recipe)
         assert recorder.arguments["compute_step_metrics"] == expected
         written = np.load(trainer.run.folder / "advantages" / "step_1.npz")
         assert [tuple(index) for index in written["record_index"]] == [e.record_index for e in kept]
@@ -179,11 +177,11 @@ def test_a_step_passes_its_episodes_to_the_batch_and_the_batch_to_the_update(wor
 def test_a_step_has_no_metrics_or_times_of_the_previous_step(workspace, recorder):
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
         trainer.metrics["stale"] = 1.0
-        trainer.run.timing["stale"] = 1.0
-        trainer.run.nonfinite_steps = 2
+        trainer.run.stages.timing["stale"] = 1.0
+        trainer.run.files.nonfinite_steps = 2
         metrics = trainer.step_or_skip()
         assert metrics is trainer.metrics
-        assert trainer.run.nonfinite_steps == 0
+        assert trainer.run.files.nonfinite_steps == 0
         assert not {"stale", "timing_s/stale"} & set(metrics)
         stages = ("step", "gen", "sleep", "adv", "update_actor", "update_weights")
         assert {f"timing_s/{name}" for name in stages} <= set(metrics)
@@ -233,13 +231,13 @@ def test_an_evaluation_samples_each_held_out_task_with_val_kwargs(workspace, rec
         assert rollout.sampling["top_k"] == 5
         assert rollout.baselines is False
         assert "val-core/reasoning_gym/reward/mean@3" in trainer.scores
-        assert trainer.run.open_episodes == 0
+        assert trainer.run.stages.open_episodes == 0
         records = read_run_lines(trainer, "rollouts/val_3.jsonl")
         assert [record["_ng_task_index"] for record in records] == np.repeat(range(8), 3).tolist()
         line = read_run_lines(trainer)[-1]
         assert line["step"] == 3
         assert line["val-core/reasoning_gym/reward/mean@3"] == 8 / 24
-        assert line["timing_s/testing"] == trainer.run.timing["testing"]
+        assert line["timing_s/testing"] == trainer.run.stages.timing["testing"]
 
 
 def test_a_step_samples_each_training_task_with_the_rollout_settings(workspace, recorder):
@@ -262,10 +260,10 @@ def test_a_step_samples_each_training_task_with_the_rollout_settings(workspace, 
 
 def test_an_evaluation_sends_its_responses_to_trackers_and_report(workspace, recorder):
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        recorder.record(trainer.run, "log_evaluation")
-        recorder.record(trainer.run, "report_if_due")
+        recorder.record(trainer.run.log, "write_evaluation")
+        recorder.record(trainer.run.files, "report_if_due")
         trainer.evaluate()
-        step, scores, episodes = recorder.arguments["log_evaluation"]
+        step, scores, episodes = recorder.arguments["write_evaluation"]
         assert step == 0
         assert scores == trainer.scores
         assert len(episodes) == 8

@@ -36,7 +36,7 @@ def test_greedy_responses_are_sampled_for_an_advantage_that_reads_them(workspace
         trainer.step_or_skip()
         baselines = [rollout.baselines for rollout in recorder.servers.rollouts]
         assert baselines == [False, name == "remax"]
-        assert trainer.run.open_episodes == (8 if name == "remax" else 0)
+        assert trainer.run.stages.open_episodes == (8 if name == "remax" else 0)
         batch = recorder.arguments["compute_advantages"][0].batch
         if name == "remax":
             rewards = torch.tensor([float(i % 3 == 0) for i in range(64)])

@@ -163,11 +163,11 @@ def test_a_step_whose_tokens_are_all_rejected_is_skipped(workspace, recorder, mo
     monkeypatch.setattr(training, "apply_rollout_correction", reject)
     plan = make_plan(workspace, *QUIET, "algorithm.recompute_old_log_probs=true")
     with algorithm.train(plan) as trainer:
-        trainer.run.nonfinite_steps = 2
+        trainer.run.files.nonfinite_steps = 2
         trainer.step_or_skip()
         assert "update_actor" not in recorder.calls
         assert recorder.calls[-1] == "update_weights 1"
-        assert trainer.run.nonfinite_steps == 0
+        assert trainer.run.files.nonfinite_steps == 0
         assert trainer.metrics["training/skipped_nonfinite_steps"] == 0
         assert not (trainer.run.folder / "nonfinite").exists()
     output = capsys.readouterr().out.replace("\n", "")
@@ -217,7 +217,7 @@ def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeyp
                 recorder.calls.clear()
                 metrics = trainer.step_or_skip()
                 assert metrics["training/skipped_nonfinite_steps"] == step
-                assert trainer.run.nonfinite_steps == step
+                assert trainer.run.files.nonfinite_steps == step
                 assert recorder.calls[-2:] == [f"save {step}", f"update_weights {step}"]
                 assert (trainer.run.folder / "nonfinite" / f"step_{step}.pt").is_file()
                 assert trainer.saved_state.step == trainer.state.step == step
@@ -249,7 +249,7 @@ def test_a_finite_step_resets_the_count_of_nonfinite_steps(workspace, recorder, 
         for update, count in ((break_update, 1), (break_update, 2), (finite, 0), (break_update, 1)):
             monkeypatch.setattr(training, "update_actor", update)
             metrics = trainer.step_or_skip()
-            assert trainer.run.nonfinite_steps == count
+            assert trainer.run.files.nonfinite_steps == count
             assert metrics.get("training/skipped_nonfinite_steps", 0) == count
 
 

@@ -194,10 +194,6 @@ def load_recipe_functions(config: DictConfig) -> RecipeFunctions:
     """
     settings: Any = OmegaConf.to_container(config.env, resolve=True)
     specs = settings["filters"]
-    if not isinstance(specs, list):
-        raise UserFunctionError(
-            f"env.filters={specs} must be a list. Write [templates/filters.py:drop_uniform, ...]."
-        )
     filter_groups = config.algorithm.filter_groups
     if filter_groups.enable:
         function = f"{ROOT}/templates/filters.py:drop_uniform"

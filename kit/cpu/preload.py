@@ -38,8 +38,8 @@ class Preload(Feature):
         running = fork_server.running(self.modules, launch.logs / "fork.log")
         with isolation.show_logical_gpus(launch.recipe.verl):  # it may start only now
             server = launch.stack.enter_context(running)
-        if launch.run.guard.monitor:
-            launch.run.guard.monitor.register_folder(os.path.dirname(server.python))
+        if launch.run.stages.monitor:
+            launch.run.stages.monitor.register_folder(os.path.dirname(server.python))
         launch.python = server.python
 
         def set_variables(raylet_pid: int | None) -> None:

@@ -27,10 +27,11 @@ from kit.errors import RunError
 from kit.features import Feature
 from kit.gym.network import HOST as LOCAL
 from kit.gym.network import FetchError, fetch
+from kit.runs.console import say
 
 if TYPE_CHECKING:
     from kit.runs.launch import Launch
-    from kit.runs.run_dir import Run
+    from kit.runs.run import Run
 
 
 class Label(NamedTuple):
@@ -79,7 +80,7 @@ class Monitor(Feature):
         addresses: of vLLM's pages; empty if nothing is sampled.
         """
         if addresses and self.has_drafts:
-            launch.run.gauges.append(track_draft_acceptance(addresses))
+            launch.run.log.gauges.append(track_draft_acceptance(addresses))
         if self.serves_page:
             pages = addresses if launch.recipe.rollout.name == "vllm" else []
             serve_metrics(launch.run, ray.util.get_node_ip_address(), pages, launch.stack)
@@ -96,7 +97,7 @@ class RunCollector:
         self.run = run
         self.latest: dict[str, float] = {}
         self.failures: dict[str, float] = {}  # by reason
-        run.log_readers.append(self.record)
+        run.log.readers.append(self.record)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one line of metrics.jsonl."""
@@ -114,8 +115,8 @@ class RunCollector:
         yield make_family(
             CounterMetricFamily, "failures", "failed episodes by reason", "reason", failures
         )
-        stage = self.run.guard.current_stage or "none"
-        seconds = time.monotonic() - self.run.guard.last_progress_at
+        stage = self.run.stages.current_stage or "none"
+        seconds = time.monotonic() - self.run.stages.last_progress_at
         yield make_family(
             GaugeMetricFamily,
             "stage_running_seconds",
@@ -126,10 +127,12 @@ class RunCollector:
         yield GaugeMetricFamily(
             "kit_nonfinite_steps",
             "consecutive steps skipped for non-finite numbers",
-            self.run.nonfinite_steps,
+            self.run.files.nonfinite_steps,
         )
         yield GaugeMetricFamily(
-            "kit_episodes_open", "unfinished episodes of the current batch", self.run.open_episodes
+            "kit_episodes_open",
+            "unfinished episodes of the current batch",
+            self.run.stages.open_episodes,
         )
         yield from self._collect_latest()
 
@@ -175,7 +178,7 @@ def serve_metrics(run: Run, host: str, servers: Sequence[str], stack: contextlib
     address = f"{host}:{server.server_port}"
     file = Path(settings.file)
     write_scrape_file(file, run.recipe.trainer.experiment_name, address, servers)
-    run.say(f"Prometheus metrics: http://{address}/metrics. {reload_prometheus(settings, file)}")
+    say(f"Prometheus metrics: http://{address}/metrics. {reload_prometheus(settings, file)}")
 
 
 def write_scrape_file(file: Path, run_name: str, address: str, servers: Sequence[str]) -> None:

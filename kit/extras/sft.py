@@ -40,7 +40,7 @@ from kit.runs import checkpoints
 from kit.runs.checkpoints import LoopState
 from kit.runs.console import format_value, say
 from kit.runs.prepare import Prepared, check_recipe, set_steps
-from kit.runs.run_dir import Run
+from kit.runs.run import Run
 
 if TYPE_CHECKING:  # verl takes 7 s to import
     from tensordict import TensorDict
@@ -236,16 +236,16 @@ def run_command(recipe: Recipe, run: Run, inputs: RunInputs) -> None:
         workers = launch.start(run, inputs, stack, samples=False).workers
         set_loss(recipe, workers)
         state = LoopState(command="sft")
-        if run.checkpoint:
+        if run.files.checkpoint:
             with run.stage("load_checkpoint"):
-                state = checkpoints.load(workers, run.checkpoint)
+                state = checkpoints.load(workers, run.files.checkpoint)
         trainer = Trainer(recipe, run, inputs, workers, state)
-        with run.save_on_stop(trainer.save):
+        with run.stages.save_on_stop(trainer.save):
             trainer.fit()
-        run.guard.pending_export = "Rerun the same command to export the model"
-    run.export()  # only now: the workers no longer hold memory, and no monitor watches them
-    run.say(f"The model is in {run.folder}/export. Train it with RL by")
-    run.say(f"    actor_rollout_ref.model.path={run.folder}/export")
+        run.stages.is_export_pending = True
+    run.files.export()  # only now: the workers no longer hold memory, and no monitor watches them
+    say(f"The model is in {run.folder}/export. Train it with RL by")
+    say(f"    actor_rollout_ref.model.path={run.folder}/export")
 
 
 @dataclass
@@ -261,7 +261,7 @@ class Trainer:
     def fit(self) -> None:
         """Train to the last step; measure the held-out loss and save as the recipe says."""
         with self.run.stage("testing"):
-            self.run.log(self.state.step, self.compute_validation_loss())
+            self.run.log.write(self.state.step, self.compute_validation_loss())
         while self.state.step < self.run.last:
             self.step()
 
@@ -273,7 +273,7 @@ class Trainer:
         run = self.run
         data = self.recipe.data
         step = self.state.step + 1
-        run.begin_step(step)
+        run.stages.begin_step(step)
         with run.stage("update_actor"):
             rows = env.take_batch(
                 self.inputs.train, data.train_batch_size, step, data.seed, data.shuffle
@@ -284,18 +284,18 @@ class Trainer:
             self.state = replace(self.state, step=step)
         reason = finite_check.find_reason_to_skip(batch, metrics, self.recipe)
         if reason:
-            run.say(f"step {step} skipped: {run.keep_nonfinite(step, reason, batch)}")
+            say(f"step {step} skipped: {run.files.keep_nonfinite(step, reason, batch)}")
         else:
-            run.nonfinite_steps = 0
+            run.files.nonfinite_steps = 0
         if run.is_due(step, self.recipe.trainer.save_freq):
             self.save()
         if run.is_due(step, self.recipe.trainer.test_freq):
             with run.stage("testing"):
                 metrics |= self.compute_validation_loss()
-        run.log(step, metrics | run.timings())
+        run.log.write(step, metrics | run.stages.timings())
         names = {"loss": "actor/loss", "val loss": "val/loss"}
         values = {label: format_value(metrics[n]) for label, n in names.items() if n in metrics}
-        run.display.print_step(step, values, run.timing)
+        run.display.print_step(step, values, run.stages.timing)
 
     def compute_validation_loss(self) -> dict[str, float]:
         """The mean loss over all trained tokens of the held-out rows, in nats."""
@@ -315,7 +315,7 @@ class Trainer:
 
     def save(self) -> Path | None:
         """Save the workers' weights if they are finite -> the last checkpoint."""
-        return self.run.save(self.workers, self.state)
+        return self.run.files.save(self.workers, self.state)
 
 
 def set_loss(recipe: Recipe, workers: Any) -> None:

@@ -27,7 +27,7 @@ from kit.features import Feature, OnFeatures, ignore_features
 from kit.gym import network
 from kit.rollout.inputs import RunInputs
 from kit.runs import checkpoints, files, isolation, prepare, summary, trial
-from kit.runs.console import console, remove_control_characters
+from kit.runs.console import console, remove_control_characters, say
 
 EXPECTED_ERRORS = (  # printed as a message, without a traceback
     ConfigError,
@@ -240,7 +240,7 @@ def run_training(
     with train(planned) as trainer:
         if is_replay:
             trainer.step_or_skip()
-            trainer.run.say(f"Repeated the update. Its weights are in {trainer.run.checkpoint}.")
+            say(f"Repeated the update. Its weights are in {trainer.run.files.checkpoint}.")
         else:
             trainer.fit()
 
@@ -248,13 +248,13 @@ def run_training(
 def run_other(planned: Plan, command: str) -> None:
     """Run a command that is not `train`."""
     from kit.runs import collect
-    from kit.runs.run_dir import Run
+    from kit.runs.run import Run
 
     run_command = collect.run_command
     if command in features.COMMANDS:
         run_command = features.COMMANDS[command]().run_command
-    with Run(planned.recipe, planned.resume_from) as run_folder:
-        run_command(planned.recipe, run_folder, planned.inputs)
+    with Run(planned.recipe, planned.resume_from) as started:
+        run_command(planned.recipe, started, planned.inputs)
 
 
 def exit_with(message: str) -> NoReturn:

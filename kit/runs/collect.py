@@ -36,8 +36,8 @@ from kit.errors import ConfigError
 from kit.rollout.inputs import RunInputs
 from kit.rollout.sampler import build_sampling_params
 from kit.runs import files
-from kit.runs.console import print_examples
-from kit.runs.run_dir import Run
+from kit.runs.console import print_examples, say
+from kit.runs.run import Run
 
 PRINTED_EXAMPLES = 3  # best and worst episodes
 # large fields of a record, which Gym's /aggregate_metrics does not get
@@ -85,11 +85,11 @@ class Collector:
 
     def report_count(self) -> None:
         """Print how many episodes the file holds."""
-        self.run.say(f"{len(self.done)} of {len(self.tasks) * self.n} episodes are in {self.path}")
+        say(f"{len(self.done)} of {len(self.tasks) * self.n} episodes are in {self.path}")
 
     def sample(self, servers: Any) -> list[Episode]:
         """Sample the missing episodes, and write each when it ends."""
-        on_done = self.run.count_episodes(len(self.missing))
+        on_done = self.run.stages.count_episodes(len(self.missing))
         requests = [(self.tasks[row], f"{row}/{k}") for row, k in self.missing]
         sampling = build_sampling_params(self.recipe, self.validate)
         with contextlib.ExitStack() as stack:
@@ -115,7 +115,7 @@ class Collector:
             rollout_files.write_record(out, record)
             out.flush()
         else:
-            summary = {"rollout": self.run.command, **record["_episode"]}
+            summary = {"rollout": self.recipe.command, **record["_episode"]}
             rollout_files.write_record(failures, summary)
 
     def score(self, servers: Any, failed: Sequence[Episode]) -> dict[str, float]:
@@ -137,7 +137,7 @@ class Collector:
             for server in sorted({item.episode.server for item in collected}):
                 scores |= self.aggregate(servers, server, collected)
         for name, value in scores.items():
-            self.run.say(f"    {name}: {value:.4g}")
+            say(f"    {name}: {value:.4g}")
         return scores
 
     def aggregate(
@@ -158,19 +158,19 @@ def run_command(recipe: Recipe, run: Run, inputs: RunInputs) -> None:
     """
     from kit.runs import launch
 
-    collector = Collector(recipe, run, inputs, validate=run.command == "evaluate")
+    collector = Collector(recipe, run, inputs, validate=recipe.command == "evaluate")
     collector.report_count()
     with contextlib.ExitStack() as stack:
         servers = launch.start(run, inputs, stack).servers
         episodes = collector.sample(servers)
-        metrics = run.timings()
+        metrics = run.stages.timings()
         if episodes:
             kept, _ = select_trainable(episodes, 1)
             metrics |= episode_metrics.compute_rollout_metrics(episodes, kept)
         failed = [episode for episode in episodes if episode.status != "ok"]
         metrics |= collector.score(servers, failed)
-        episode_metrics.warn_about_failures(metrics, run.say)
-        run.log(0, metrics)
+        episode_metrics.warn_about_failures(metrics, say)
+        run.log.write(0, metrics)
     print_examples([item.episode for item in collector.done.values()], PRINTED_EXAMPLES)
     collector.report_count()
     check_failures(episodes, recipe.gym.max_failed_frac)

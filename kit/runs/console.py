@@ -39,7 +39,8 @@ console = Console(emoji=False)
 class Display:
     """The progress of a run on the console.
 
-    title: the label of the bar. total: the number of steps. completed: steps of earlier runs.
+    title: the label of the bar. total: the number of steps; 0: the command has none, and the bar
+    counts episodes. completed: steps of earlier runs.
     """
 
     def __init__(self, title: str, total: int, completed: int):
@@ -56,7 +57,9 @@ class Display:
         )
         # steps are long, so the time left is estimated from the mean of all steps
         self.bar = Progress(*columns, speed_estimate_period=math.inf)
-        self.task = self.bar.add_task(title, total=total, completed=completed, stage="starting")
+        self.task = self.bar.add_task(
+            title, total=total or 1, completed=completed, stage="starting"
+        )
         self.live = Live(self, console=console) if console.is_interactive else None
 
     def start(self) -> None:
@@ -72,6 +75,12 @@ class Display:
     def show_stage(self, stage: str) -> None:
         """Show the current stage next to the bar."""
         self.bar.update(self.task, stage=stage)
+
+    def show_episodes(self, done: int, total: int) -> None:
+        """Show how many episodes of a batch have ended."""
+        self.show_stage(f"{done}/{total} episodes")
+        if not self.total:
+            self.set_progress(done, total)
 
     def set_progress(self, completed: int, total: int | None = None) -> None:
         """Move the bar."""

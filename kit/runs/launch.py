@@ -33,8 +33,9 @@ from kit.gym.verifiers import make_verifiers
 from kit.rollout import sampler
 from kit.rollout.inputs import RunInputs
 from kit.runs import files, isolation, node_checks
+from kit.runs.console import say
 from kit.runs.event_loops import make_runner
-from kit.runs.run_dir import Run
+from kit.runs.run import Run
 
 JOIN_S = 120.0  # seconds to wait for nodes of a cluster that join after the run starts
 # Timeout of one response, or of an agent's episode: the larger of these two
@@ -76,6 +77,7 @@ class Launch:
     serves_policy: bool = False  # whether a feature calls the policy endpoint
     python: str = sys.executable  # the interpreter of Ray's workers
     worker_variables: dict[str, str] = dataclasses.field(default_factory=dict)  # environment
+    on_restart: Callable[[str], None] | None = None  # gets the name of a restarted Gym server
     # to call when Ray runs, with the raylet's process id; None if this machine did not start Ray
     on_ray: list[Callable[[int | None], None]] = dataclasses.field(default_factory=list)
 
@@ -89,6 +91,11 @@ class Launch:
         """The folder for logs."""
         return self.run.folder / "logs"
 
+    def report_restart(self, server: str) -> None:
+        """Report a restarted Gym server to its clients, so that they may repeat earlier calls."""
+        if self.on_restart:
+            self.on_restart(server)
+
 
 def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: bool = True) -> Stack:
     """Start the Gym servers, Ray, the rollout engine and the training workers that a command needs.
@@ -101,19 +108,19 @@ def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: boo
     launch = Launch(run, inputs, stack, endpoint.as_server() if samples else None)
     with run.stage("start"), explain_start_errors():
         node_checks.check_node(recipe)
-        launch.worker_variables |= download_models(recipe, run.say)
+        launch.worker_variables |= download_models(recipe, say)
         urls = start_servers_and_ray(launch)
         other_loop = features.first(feature.make_loop() for feature in recipe.features)
         loop = stack.enter_context(other_loop or make_runner())
-        run.guard.loop = loop
-        stack.callback(run.guard.begin_shutdown)  # runs before the loop is closed
+        run.stages.loop = loop
+        stack.callback(run.stages.begin_shutdown)  # runs before the loop is closed
         engine_note = " and the rollout engine (about 1 min)" if samples else ""
-        run.say(f"Starting training workers{engine_note}")
+        say(f"Starting training workers{engine_note}")
         user_functions.register_in_verl(
             recipe.algorithm.adv_estimator, recipe.actor.policy_loss.loss_mode
         )
         workers: Any = None
-        if run.trains:  # their models are loaded while the rollout engine starts
+        if recipe.trains:  # their models are loaded while the rollout engine starts
             from kit.runs.workers import start_workers
 
             workers = start_workers(recipe)
@@ -183,16 +190,16 @@ def start_sampling(
         enter(server, loop, launch.stack)
     if workers:
         finish_workers(launch, workers)
-    launch.stack.callback(run.guard.begin_shutdown)  # runs before all of the above is closed
+    launch.stack.callback(run.stages.begin_shutdown)  # runs before all of the above is closed
     episode_workers = features.first(
         feature.start_episode_workers(launch, context, urls) for feature in recipe.features
     )
     if episode_workers:
-        run.on_restart = episode_workers.mark_restarted
-        run.gauges.append(episode_workers.metrics)
+        launch.on_restart = episode_workers.mark_restarted
+        run.log.gauges.append(episode_workers.metrics)
     else:
-        run.on_restart = verifiers.gym.mark_restarted
-        run.gauges.append(limits.metrics)
+        launch.on_restart = verifiers.gym.mark_restarted
+        run.log.gauges.append(limits.metrics)
     finish_start(launch, manager.server_addresses)
     other_class = features.first(feature.servers_class() for feature in recipe.features)
     servers_class = other_class or inference.Servers
@@ -246,20 +253,20 @@ def start_servers_and_ray(launch: Launch) -> Mapping[str, str]:
     tmpdir = launch.stack.enter_context(isolation.use_own_tmpdir())
     for feature in recipe.features:
         feature.before_ray(launch)
-    if run.guard.monitor:
-        run.guard.monitor.register_folder(tmpdir)
+    if run.stages.monitor:
+        run.stages.monitor.register_folder(tmpdir)
     if not recipe.verl.ray_kwargs.ray_init.get("address"):
         launch.stack.enter_context(isolation.set_ray_token())
     launch.stack.callback(ray.shutdown)
-    launch.stack.callback(run.guard.begin_shutdown)
+    launch.stack.callback(run.stages.begin_shutdown)
     names = ", ".join([*servers, *launch.gym_process_names])
-    run.say(f"Starting Ray and the Gym servers {names}" if servers else "Starting Ray")
+    say(f"Starting Ray and the Gym servers {names}" if servers else "Starting Ray")
     group = GymServers(
         servers,
         launch.logs,
         launch.policy,
         launch.gym_processes,
-        on_restart=run.report_restart,
+        on_restart=launch.report_restart,
     )
     launch.stack.callback(group.close)
     group.start()
@@ -284,7 +291,7 @@ def start_ray(launch: Launch) -> None:
         raylet_pid = raylets[0].process.pid if raylets else None
         for call in launch.on_ray:
             call(raylet_pid)
-        run.guard.install_handlers()  # Ray replaced them
+        run.stages.install_handlers()  # Ray replaced them
         link = launch.logs / "ray"
         link.unlink(missing_ok=True)
         link.symlink_to(Path(session) / "logs")

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from kit.config import checks, user_functions
-from kit.config.load import load_config
+from kit.config.load import base_configs, load_config
 from kit.config.user_functions import ADVANTAGE, LOSS_MODE, TEACHER
 from kit.errors import ConfigError
 from kit.extras import sft
@@ -171,7 +171,7 @@ def test_all_estimators_and_losses_of_verl_are_accepted_and_some_need_groups(tin
 def test_an_invalid_combination_is_an_error(tiny_recipe, workspace, monkeypatch, changes, message):
     monkeypatch.chdir(workspace)
     with pytest.raises(ConfigError, match=message):
-        prepare.check_recipe(with_changes(tiny_recipe, *changes), "train")
+        prepare.check_recipe(with_changes(tiny_recipe, *changes), base_configs()[0], "train")
 
 
 def test_a_teacher_with_another_vocabulary_is_an_error(tiny_recipe, workspace, tmp_path):
@@ -189,7 +189,7 @@ def test_a_teacher_with_another_vocabulary_is_an_error(tiny_recipe, workspace, t
         ConfigError,
         match=rf"{TEACHER}={tmp_path}: its vocabulary differs from the policy's.*'stranger'",
     ):
-        prepare.check_recipe(config, "train")
+        prepare.check_recipe(config, base_configs()[0], "train")
 
 
 def test_the_summary_warns_of_a_truncated_sampling_distribution(workspace):
@@ -198,7 +198,7 @@ def test_the_summary_warns_of_a_truncated_sampling_distribution(workspace):
         ("top_k=20", True),
         ("temperature=0.9", False),
     ):
-        text = summary.summarize(*load(workspace, f"actor_rollout_ref.rollout.{change}"), "train")
+        text = summary.summarize(*load(workspace, f"actor_rollout_ref.rollout.{change}"))
         assert ("rollout_correction is biased" in text) == has_warning
 
 
@@ -209,7 +209,7 @@ def test_the_summary_warns_of_verl_rows_for_a_gym_server(workspace):
     verifier = ", verifier: templates/reward.py:compute_score"
     for settings, has_warning in (("", True), (verifier, False)):
         files = f"env.train_files=[{{path: {rows}{settings}}}]"
-        text = summary.summarize(*load(workspace, files), "train")
+        text = summary.summarize(*load(workspace, files))
         assert (warning in text) == has_warning
 
 
@@ -273,11 +273,9 @@ def test_an_overlay_is_short_and_works_with_both_math_recipes(workspace, path):
         ]
         rows = write_rows(workspace / "eight.jsonl", [{"messages": messages}] * 8)
         changes.append(f"env.train_files=[{rows}]")
-    config, _ = load_config(
-        [str(CPU), str(RECIPE), str(path)], [*changes, "data.train_batch_size=8"]
-    )
-    data = sft.prepare_inputs(config) if path.stem == "sft" else prepare.prepare(config)
-    trial.try_functions(config, data)
+    merged = load_config([str(CPU), str(RECIPE), str(path)], [*changes, "data.train_batch_size=8"])
+    recipe, inputs = (sft if path.stem == "sft" else prepare).prepare(*merged)
+    trial.try_functions(recipe, inputs)
 
 
 def test_the_advantage_decides_whether_there_is_a_critic(workspace):

@@ -265,9 +265,9 @@ def test_all_problems_are_in_one_message_without_the_network(workspace, monkeypa
         "algorithm.filter_groups.enable=true": "needs max_num_gen_batches",
     }
     problems: list[Exception] = []
-    config, _ = load_config([str(CPU), str(RECIPE)], [*tiny(workspace), *mistakes], problems)
+    merged = load_config([str(CPU), str(RECIPE)], [*tiny(workspace), *mistakes], problems)
     with pytest.raises(ConfigError) as raised:
-        prepare.check_recipe(config, "train", problems)
+        prepare.check_recipe(*merged, "train", problems)
     first, *lines = str(raised.value).split("\n")
     assert first == "9 problems with this recipe:"
     assert [line.split(". ")[0] for line in lines] == [f"  {number}" for number in range(1, 10)]
@@ -349,45 +349,45 @@ def test_the_accepted_names_are_those_that_verl_accepts():
 
 
 def test_derived_sizes(workspace):
-    config, data = load(workspace, "env.val_max_rows=3")
-    rollout = config.actor_rollout_ref.rollout
+    recipe, inputs = load(workspace, "env.val_max_rows=3")
+    rollout = recipe.rollout
     assert rollout.max_model_len == 32 + 12
-    assert config.actor_rollout_ref.actor.optim.total_training_steps == 40
+    assert recipe.actor.optim.total_training_steps == 40
     # the minimum, because the model is tiny
     assert rollout.checkpoint_engine.update_weights_bucket_megabytes == 64
-    assert data.stop_ids == {1} and len(data.validation) == 3
+    assert inputs.stop_ids == {1} and len(inputs.validation) == 3
     # the value in configs/machines/cpu.yaml
-    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 1024
+    assert recipe.actor.ppo_max_token_len_per_gpu == 1024
     small = [f"{key}=100" for key in MICRO_BATCH_TOKENS]
     # a micro-batch must be large enough for a whole episode
-    longer, _ = load(workspace, "data.max_prompt_length=1000", *small)
+    longer = load(workspace, "data.max_prompt_length=1000", *small).recipe.for_verl()
     assert [OmegaConf.select(longer, key) for key in MICRO_BATCH_TOKENS] == [1012] * 4
     longer.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 2  # possible only on GPUs
     for key in MICRO_BATCH_TOKENS:
         OmegaConf.update(longer, key, 100)
-    prepare.set_sizes(longer, data.model)
+    prepare.set_sizes(longer, inputs.model)
     assert [OmegaConf.select(longer, key) for key in MICRO_BATCH_TOKENS] == [506] * 4
     parts, _ = load(
         workspace,
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
     )
-    assert "distributed_executor_backend" not in parts.actor_rollout_ref.rollout.engine_kwargs.vllm
-    variables = parts.ray_kwargs.ray_init.runtime_env.env_vars
+    assert "distributed_executor_backend" not in parts.rollout.engine_kwargs.vllm
+    variables = parts.verl.ray_kwargs.ray_init.runtime_env.env_vars
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert str(threads) == variables.OMP_NUM_THREADS and variables.TENSOR_PARALLEL == "2"
-    assert "8 prompts x 8 responses = 64 episodes" in summary.summarize(config, data, "train")
+    assert "8 prompts x 8 responses = 64 episodes" in summary.summarize(recipe, inputs)
     overlap = load(workspace, f"env.val_files=[{workspace / 'train.jsonl'}]")
-    assert "WARNING     8 of the held-out prompts" in summary.summarize(*overlap, "train")
+    assert "WARNING     8 of the held-out prompts" in summary.summarize(*overlap)
 
 
 @pytest.mark.parametrize(
     ("command", "rows"), [("train", (4, 8)), ("rollout", (4, 0)), ("evaluate", (0, 8))]
 )
 def test_the_rows_of_a_command(workspace, command, rows):
-    config = load_tiny(*tiny(workspace, "env.max_rows=4", "data.train_batch_size=4"))
-    data = prepare.prepare(config, command)
-    assert (len(data.train), len(data.validation)) == rows
+    changes = ["env.max_rows=4", "data.train_batch_size=4"]
+    inputs = load(workspace, *changes, command=command).inputs
+    assert (len(inputs.train), len(inputs.validation)) == rows
 
 
 @pytest.mark.parametrize(
@@ -432,11 +432,11 @@ def test_a_head_server_provides_servers_that_the_recipe_lacks(workspace):
     ]
     files = f"env.train_files=[{write_rows(workspace / 'odd.jsonl', rows)}]"
     head = f"http://127.0.0.1:{server.server_port}"
-    config, data = load(workspace, files, "env.val_files=[]", f"gym.head_server={head}")
-    assert [task.server for task in data.train] == ["reasoning_gym", "puzzles"] * 4
-    assert config.gym.servers.puzzles.url == head
+    recipe, inputs = load(workspace, files, "env.val_files=[]", f"gym.head_server={head}")
+    assert [task.server for task in inputs.train] == ["reasoning_gym", "puzzles"] * 4
+    assert recipe.gym.servers["puzzles"].url == head
     # no row uses the server `unused`, so it is not contacted
-    assert set(config.gym.servers) == {"reasoning_gym", "puzzles"}
+    assert set(recipe.gym.servers) == {"reasoning_gym", "puzzles"}
     with pytest.raises(
         env.DataError,
         match=r"'reasoning_gym_agent' matches none of gym.servers \(puzzles, unused\)",

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
-from omegaconf import OmegaConf
 
 from kit.config import model_files
+from kit.config.recipe import Recipe
 from kit.errors import RunError
 from tests.helpers.recipes import load
+from tests.helpers.workers import changed
 
 KEY = "actor_rollout_ref.model.path"
 FILES = ["config.json", "model.safetensors", "pytorch_model.bin", "original/weights.pth"]
@@ -32,54 +34,46 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     return calls
 
 
-def load_recipe(workspace: Path, *changes: str):
+@pytest.fixture(scope="module")
+def recipe(workspace: Path) -> Recipe:
     """The tiny recipe with the name of a hub model. The model is not loaded."""
-    config, _ = load(workspace, *changes)
-    config.actor_rollout_ref.model.path = "org/policy"
-    return config
+    return load(workspace).recipe.change(f"{KEY}=org/policy")
 
 
-def get_offline_variable(config) -> str | None:
-    return config.ray_kwargs.ray_init.runtime_env.env_vars.get(model_files.OFFLINE)
-
-
-def test_a_model_is_downloaded_once_and_then_the_workers_are_offline(workspace, downloads):
-    config = load_recipe(workspace)
-    config.algorithm.adv_estimator = "gae"  # the critic starts from the same model
+def test_a_model_is_downloaded_once_and_then_the_workers_are_offline(recipe, downloads):
+    recipe = changed(recipe, "algorithm.adv_estimator=gae")  # the critic starts from the same model
+    assert recipe.has_critic
     messages: list[str] = []
-    model_files.download_models(config, "train", messages.append)
+    variables = model_files.download_models(recipe, messages.append)
     ((name, ignored),) = downloads
     assert name == "org/policy" and {"*.bin", "*.pth", "original/*"} <= set(ignored)
     assert messages == ["Downloading org/policy from the hub, if it is not here"]
-    assert get_offline_variable(config) == "1"
+    assert variables == {"HF_HUB_OFFLINE": "1"}
 
 
-def test_every_model_of_a_recipe_is_downloaded(workspace, downloads):
-    config = load_recipe(workspace)
-    config.reward.reward_model.enable = True
-    config.reward.reward_model.model_path = "org/reward"
-    assert model_files.list_hub_models(config, "train") == ["org/policy", "org/reward"]
-    assert model_files.list_hub_models(config, "evaluate") == ["org/policy"]
+def test_every_model_of_a_recipe_is_downloaded(recipe, downloads):
+    recipe = recipe.change("reward.reward_model={enable: true, model_path: org/reward}")
+    assert model_files.list_hub_models(recipe) == ["org/policy", "org/reward"]
+    evaluation = dataclasses.replace(recipe, command="evaluate")
+    assert model_files.list_hub_models(evaluation) == ["org/policy"]
 
 
-def test_a_folder_is_not_downloaded(workspace, downloads):
-    config, _ = load(workspace)
-    model_files.download_models(config, "train", lambda _: None)
-    assert not downloads and get_offline_variable(config) == "1"
+def test_a_folder_is_not_downloaded(workspace, recipe, downloads):
+    recipe = recipe.change(f"{KEY}={workspace / 'tied'}")
+    variables = model_files.download_models(recipe, lambda _: None)
+    assert not downloads and variables == {"HF_HUB_OFFLINE": "1"}
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    "change",
     [
-        ("ray_kwargs.ray_init.address", "auto"),  # other nodes have not downloaded the model
-        ("actor_rollout_ref.model.trust_remote_code", True),  # its code may be elsewhere
+        "ray_kwargs.ray_init.address=auto",  # other nodes have not downloaded the model
+        "actor_rollout_ref.model.trust_remote_code=true",  # its code may be elsewhere
     ],
 )
-def test_workers_that_may_need_the_hub_are_not_offline(workspace, downloads, key, value):
-    config = load_recipe(workspace)
-    OmegaConf.update(config, key, value, force_add=True)
-    model_files.download_models(config, "train", lambda _: None)
-    assert len(downloads) == 1 and get_offline_variable(config) is None
+def test_workers_that_may_need_the_hub_are_not_offline(recipe, downloads, change):
+    assert not model_files.download_models(recipe.change(change), lambda _: None)
+    assert len(downloads) == 1
 
 
 def test_other_weight_files_are_downloaded_if_there_are_no_safetensors(monkeypatch, downloads):

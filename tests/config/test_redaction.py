@@ -1,16 +1,17 @@
 """Tests that a recipe contains no secrets when it is written or printed."""
 
 import base64
+import dataclasses
 import gzip
 
 import pytest
 from omegaconf import OmegaConf
 
-from kit.config.load import base_configs, load_config
+from kit.config.load import load_config
 from kit.config.redaction import HIDDEN, redacted
 from kit.extras.report import report_page
 from kit.runs import cli
-from kit.runs.run_dir import Run
+from kit.runs.run import Run
 from tests.helpers.recipes import CPU, RECIPE, load, tiny
 
 
@@ -46,11 +47,10 @@ def test_the_value_of_a_variable_with_a_secret_name_is_never_written(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(name, "planted8")  # the shortest value that counts as a secret
-    config, _ = load(
-        workspace, "gym.servers.reasoning_gym.start.config.url=http://planted8.example/v1"
-    )
+    change = "gym.servers.reasoning_gym.start.config.url=http://planted8.example/v1"
+    recipe = load(workspace, change).recipe
     for command in ("train", "evaluate"):
-        with Run(config, command) as run:
+        with Run(dataclasses.replace(recipe, command=command)) as run:
             pass
     written = [path.read_text() for path in tmp_path.rglob("*.yaml")]
     assert len(written) == 2 and "planted8" not in "".join(written)
@@ -63,9 +63,8 @@ def test_the_value_of_a_variable_with_a_secret_name_is_never_written(
 def test_a_dry_run_shows_no_secret(workspace, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "planted8")
     extra = "actor_rollout_ref.rollout.engine_kwargs.vllm"
-    config, data = load(workspace, f"{extra}.hf_token=planted8", f"{extra}.api_key=sk-planted")
-    planned = cli.Plan(config, base_configs()[0], data, None, [], [])
-    text = cli.describe_plan(planned, "train", is_dry_run=True)
+    prepared = load(workspace, f"{extra}.hf_token=planted8", f"{extra}.api_key=sk-planted")
+    text = cli.describe_plan(cli.Plan(*prepared, None, [], []), is_dry_run=True)
     assert f"{extra}.hf_token: ${{oc.env:HF_TOKEN}}" in text and f"{extra}.api_key: " in text
     assert "planted8" not in text and "sk-planted" not in text
 

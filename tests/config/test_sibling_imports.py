@@ -24,7 +24,7 @@ from kit.runs import verifier_trial
 from tests.helpers.verifiers import (
     CharTokenizer,
     list_rewards,
-    make_config,
+    make_recipe,
     make_router,
     play,
     run_session,
@@ -205,10 +205,10 @@ def test_verifiers_import_their_siblings_in_the_pool_and_in_the_trial(tmp_path):
     reference = f"{folder}/my.py:compute_score"
     results = play(make_router(tmp_path, reference), "helpers", "helpers of chain", "other")
     assert list_rewards(results) == [1.0, 1.0, 0.0]
-    config = make_config(reference)
+    recipe = make_recipe(reference)
     task = Task("r:1", {"answer": "helpers"}, "compute_score", [], [])
-    specs = read_verifiers(config).specs
-    lines = verifier_trial.try_verifiers(specs, [task], config, CharTokenizer())
+    specs = read_verifiers(recipe.verl).specs
+    lines = verifier_trial.try_verifiers(specs, [task], recipe, CharTokenizer())
     assert lines == [
         "tried on row r:1: reward 0 for 'So the answer is 7.', 1 for the ground truth 'helpers'"
     ]
@@ -324,10 +324,10 @@ def test_a_worker_gets_a_loss_with_the_siblings_of_its_file(tmp_path, monkeypatc
 def test_an_import_that_fails_is_an_error_with_the_right_fix(tmp_path, source, expected):
     folder = write_files(tmp_path / "my folder", my=source, uses_absent="import absent")
     expected = expected.format(python=sys.executable, folder=folder)
-    config = make_config(f"{folder}/my.py:f")
-    specs = read_verifiers(config).specs
+    recipe = make_recipe(f"{folder}/my.py:f")
+    specs = read_verifiers(recipe.verl).specs
     with pytest.raises(UserFunctionError) as error:
-        verifier_trial.try_verifiers(specs, [], config, CharTokenizer())
+        verifier_trial.try_verifiers(specs, [], recipe, CharTokenizer())
     assert expected in str(error.value)
     with pytest.raises(UserFunctionError) as error:
         load(folder, "f", "env.reward")

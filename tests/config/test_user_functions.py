@@ -5,8 +5,6 @@ A mistake is found in a trial before the run starts. The error has the key and t
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
 import re
 import sys
@@ -17,6 +15,7 @@ from omegaconf import OmegaConf
 
 import env
 from kit.config import user_functions
+from kit.config.recipe import Recipe, freeze
 from kit.config.user_functions import ADVANTAGE, LOSS_MODE
 from kit.data.episode import Episode
 from kit.data.selection import select_trainable
@@ -66,16 +65,14 @@ def tiny_recipe(workspace):
 
 
 @pytest.fixture
-def make_inputs(tiny_recipe):
-    """A function that loads the tiny recipe with {key: value} changes -> (config, data)."""
+def make_recipe(tiny_recipe):
+    """A function that makes the tiny recipe with {key: value} changes."""
 
-    def make(changes):
-        config = copy.deepcopy(tiny_recipe[0])
-        data = tiny_recipe[1]
+    def make(changes) -> Recipe:
+        config = tiny_recipe.recipe.for_verl()
         for key, value in changes.items():
             OmegaConf.update(config, key, value, merge=False)
-        reward, filters, sampler = user_functions.load_recipe_functions(config)
-        return config, dataclasses.replace(data, reward=reward, filters=filters, sampler=sampler)
+        return freeze(config, tiny_recipe.recipe.defaults)
 
     return make
 
@@ -104,7 +101,6 @@ def make_inputs(tiny_recipe):
             {"function": "good.py:shorter", "per_word": 1},
             r"called with \(episode\) .*per_word",
         ),
-        ("env.filters", "good.py:none", "env.filters=good.py:none must be a list"),
         (
             "env.filters",
             ["good.py:shorter", "good.py:first"],
@@ -131,19 +127,19 @@ def make_inputs(tiny_recipe):
     ],
 )
 def test_an_invalid_function_is_an_error_before_anything_starts(
-    make_inputs, tmp_path, monkeypatch, key, value, message
+    make_recipe, tmp_path, monkeypatch, key, value, message
 ):
     (tmp_path / "good.py").write_text(GOOD)
     (tmp_path / "broken.py").write_text(BROKEN)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserFunctionError, match=message):
-        make_inputs({key: value})
+        make_recipe({key: value})
 
 
 def test_custom_functions_are_called_with_their_settings(workspace, tmp_path, monkeypatch):
     (tmp_path / "good.py").write_text(GOOD)
     monkeypatch.chdir(tmp_path)
-    config, data = load(
+    recipe, inputs = load(
         workspace,
         "env.reward={function: good.py:shorter, per_token: 0.5}",
         "env.filters=[good.py:none, templates/filters.py:drop_uniform]",
@@ -151,21 +147,20 @@ def test_custom_functions_are_called_with_their_settings(workspace, tmp_path, mo
         "algorithm.adv_estimator=good.py:flat",
         f"{LOSS_MODE}=good.py:loss",
     )
-    assert data.reward(episode(length=3)) == 1.0 - 1.5
-    assert [f([]) for f in data.filters] == [[], []] and data.filters[0]([episode()]) == []
+    reward, filters, sampler = recipe.functions
+    assert reward(episode(length=3)) == 1.0 - 1.5
+    assert [f([]) for f in filters] == [[], []] and filters[0]([episode()]) == []
     # these are the names in the metrics rollout/filtered/<name>
-    assert [f.__name__ for f in data.filters] == ["none", "drop_uniform"]
-    assert data.sampler(data.train, 2, 1, 0, {}) == data.train[:2]
+    assert [f.__name__ for f in filters] == ["none", "drop_uniform"]
+    assert sampler(inputs.train, 2, 1, 0, {}) == inputs.train[:2]
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 
     for _ in range(2):  # a second registration is not an error
-        user_functions.register_in_verl(
-            config.algorithm.adv_estimator, OmegaConf.select(config, LOSS_MODE)
-        )
-    trial.try_functions(config, data)
+        user_functions.register_in_verl(recipe.algorithm.adv_estimator, recipe.get(LOSS_MODE))
+    trial.try_functions(recipe, inputs)
     assert get_adv_estimator_fn("good.py:flat").__name__ == "flat"
     assert get_policy_loss_fn("good.py:loss").__name__ == "loss"
-    assert not user_functions.needs(config, "values") and not user_functions.needs(config, "index")
+    assert not recipe.has_critic and not recipe.compares_group
     import ray
 
     # worker processes get the loss without its file
@@ -179,18 +174,19 @@ def test_custom_functions_are_called_with_their_settings(workspace, tmp_path, mo
         sys.modules[name] = module
 
 
-def test_verls_filter_groups_is_the_last_filter(make_inputs, tmp_path, monkeypatch):
+def test_verls_filter_groups_is_the_last_filter(make_recipe, tmp_path, monkeypatch):
     (tmp_path / "templates").mkdir()
     # an empty user file with the path of the kit's template
     (tmp_path / "templates" / "filters.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    filters = make_inputs({"algorithm.filter_groups": {"enable": True, "metric": "acc"}})[1].filters
+    refill = {"enable": True, "metric": "acc"}
+    filters = make_recipe({"algorithm.filter_groups": refill}).functions.filters
     assert [f.__name__ for f in filters] == ["drop_uniform"]
     episodes = [episode(0.5), episode(1.0), episode(0.2, group="h"), episode(0.4, group="h")]
     assert filters[0](episodes) == episodes[:2]
 
 
-def test_verls_filter_groups_comes_after_the_filters_of_the_recipe(make_inputs):
+def test_verls_filter_groups_comes_after_the_filters_of_the_recipe(make_recipe):
     """Two responses are right, and a truncated one is wrong.
 
     The group is uniform only after the truncated response was dropped.
@@ -198,50 +194,49 @@ def test_verls_filter_groups_comes_after_the_filters_of_the_recipe(make_inputs):
     drop = {"function": "templates/filters.py:drop_ended", "reasons": ["length"]}
     custom = ["templates/filters.py:drop_uniform", drop]
     refill = {"enable": True, "metric": "reward"}
-    filters = make_inputs({"env.filters": custom, "algorithm.filter_groups": refill})[1].filters
+
+    def load_filters(specs, groups):
+        changes = {"env.filters": specs, "algorithm.filter_groups": groups}
+        return make_recipe(changes).functions.filters
+
+    filters = load_filters(custom, refill)
     assert [f.__name__ for f in filters] == ["drop_uniform", "drop_ended", "drop_uniform"]
     episodes = [episode(1.0), episode(1.0), episode(0.0)]
     episodes[2].ended = "length"
-    filters = make_inputs({"env.filters": [drop], "algorithm.filter_groups": refill})[1].filters
+    filters = load_filters([drop], refill)
     assert select_trainable(episodes, 2, filters) == ([], {"drop_ended": 1, "drop_uniform": 2})
     no_refill = {"enable": False, "metric": "reward"}
-    filters = make_inputs({"env.filters": [drop], "algorithm.filter_groups": no_refill})[1].filters
+    filters = load_filters([drop], no_refill)
     assert select_trainable(episodes, 2, filters) == (episodes[:2], {"drop_ended": 1})
 
 
-def test_data_shuffle_decides_whether_rows_are_shuffled(make_inputs):
+def test_data_shuffle_decides_whether_rows_are_shuffled(make_recipe, tiny_recipe):
+    rows = tiny_recipe.inputs.train
     orders = {}
     for shuffle in (True, False):
-        _, data = make_inputs({"data.shuffle": shuffle})
-        tasks = data.sampler(data.train, len(data.train), 1, 3, {})
-        orders[shuffle] = [data.train.index(task) for task in tasks]
-    assert orders[False] == list(range(len(data.train))) != orders[True]
-    shuffled = env.take_batch(data.train, len(data.train), 1, 3)
-    assert orders[True] == [data.train.index(task) for task in shuffled]
+        sampler = make_recipe({"data.shuffle": shuffle}).functions.sampler
+        orders[shuffle] = [rows.index(task) for task in sampler(rows, len(rows), 1, 3, {})]
+    assert orders[False] == list(range(len(rows))) != orders[True]
+    shuffled = env.take_batch(rows, len(rows), 1, 3)
+    assert orders[True] == [rows.index(task) for task in shuffled]
 
 
-def test_a_teacher_is_used_only_if_distillation_is_enabled(make_inputs):
-    config, _ = make_inputs(
-        {user_functions.TEACHER: "models/teacher", "distillation.enabled": False}
-    )
-    assert user_functions.teacher_model(config) == ""
-    config, _ = make_inputs(
-        {user_functions.TEACHER: "models/teacher", "distillation.enabled": True}
-    )
-    assert user_functions.teacher_model(config) == "models/teacher"
-    config, _ = make_inputs({user_functions.TEACHER: None, "distillation.enabled": True})
-    assert user_functions.teacher_model(config) == ""
+@pytest.mark.parametrize(
+    ("path", "enabled", "teacher"),
+    [("models/t", False, ""), ("models/t", True, "models/t"), (None, True, "")],
+)
+def test_a_teacher_is_used_only_if_distillation_is_enabled(make_recipe, path, enabled, teacher):
+    recipe = make_recipe({user_functions.TEACHER: path, "distillation.enabled": enabled})
+    assert recipe.teacher == teacher
 
 
 @pytest.mark.parametrize(
     "changes", [{"actor_rollout_ref.actor.use_kl_loss": True}, {"algorithm.use_kl_in_reward": True}]
 )
-def test_a_kl_term_or_an_advantage_with_ref_log_prob_needs_a_reference(make_inputs, changes):
-    assert not user_functions.needs_reference(make_inputs({})[0])
-    assert user_functions.needs_reference(make_inputs(changes)[0])
-    assert user_functions.needs_reference(
-        make_inputs({ADVANTAGE: "templates/advantages.py:distill"})[0]
-    )
+def test_a_kl_term_or_an_advantage_with_ref_log_prob_needs_a_reference(make_recipe, changes):
+    assert not make_recipe({}).has_reference
+    assert make_recipe(changes).has_reference
+    assert make_recipe({ADVANTAGE: "templates/advantages.py:distill"}).has_reference
 
 
 # --- mistakes in functions -----------------------------------------------------------------------
@@ -357,14 +352,14 @@ def bad_file(tmp_path, monkeypatch):
     ("key", "function", "message"), MISTAKES, ids=[function for _, function, _ in MISTAKES]
 )
 def test_a_mistake_is_an_error_with_key_and_function_before_anything_starts(
-    make_inputs, bad_file, key, function, message
+    make_recipe, tiny_recipe, bad_file, key, function, message
 ):
     name = f"bad.py:{function}"
-    config, data = make_inputs({key: [name] if key == "env.filters" else name})
+    recipe = make_recipe({key: [name] if key == "env.filters" else name})
     with pytest.raises(
         UserFunctionError, match=f"{re.escape(key)}=bad.py:{function}:? .*{message}"
     ) as caught:
-        trial.try_functions(config, data)
+        trial.try_functions(recipe, tiny_recipe.inputs)
     assert "Nothing was started" in str(caught.value)
 
 

@@ -180,12 +180,12 @@ def test_a_broken_link_of_a_pattern_is_an_error(shards):
 
 def test_conversations_are_read_from_patterns_and_from_one_file_twice(shards, workspace):
     write_rows(shards / "data" / "chats.jsonl", [{"prompt": "say 7", "response": "7"}] * 4)
-    config, inputs = load(workspace)
-    config.env.train_files = [
+    recipe, inputs = load(workspace)
+    entries = [
         {"path": "data/chats*.jsonl", "weight": 1, "verifier": "ignored"},
         {"path": "data/chats.jsonl", "weight": 3},
     ]
-    examples = sft.load_examples(config, inputs, "train_files")
+    examples = sft.load_examples(recipe, inputs, entries)
     assert len({example.row_id for example in examples}) == 8
     assert [example.row_id for example in examples[3:5]] == [
         "data/chats.jsonl:4",

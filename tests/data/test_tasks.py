@@ -241,14 +241,10 @@ def test_rows_of_other_servers_are_counted_for_each_file(tmp_path):
     ],
 )
 def test_epochs_become_steps_as_in_verl(workspace, changes, steps):
-    config, data = load(workspace, "data.train_batch_size=3", *changes)
-    assert (
-        config.trainer.total_training_steps
-        == config.actor_rollout_ref.actor.optim.total_training_steps
-        == steps
-    )
+    recipe, inputs = load(workspace, "data.train_batch_size=3", *changes)
+    assert recipe.trainer.total_training_steps == recipe.actor.optim.total_training_steps == steps
     line = f"training    {steps} steps = {steps * 3 / 8:.2f} epochs"
-    assert line in summary.summarize(config, data, "train")
+    assert line in summary.summarize(recipe, inputs)
 
 
 def test_zero_epochs_are_an_error(workspace):

@@ -8,8 +8,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from kit.config.load import load_config
+from kit.config.recipe import ONE_GPU_PER_ROW, Recipe
 from kit.runs import prepare
 
 # Environment variables of commands that tests start, without the variables set above.
@@ -113,6 +118,19 @@ def load(
     """Load and check the tiny recipe with overlays of configs/ -> (recipe, inputs)."""
     files = [str(CPU), str(RECIPE), *overlays]
     return prepare.prepare(*load_config(files, tiny(workspace, *changes)), command)
+
+
+def make_partial(sections: dict, command="train", arguments=(), **kit) -> Recipe:
+    """A recipe with only these sections of verl's configuration, without checks.
+
+    arguments: of the advantage. kit: the kit's keys in verl's sections.
+    """
+    config = OmegaConf.create(sections)
+    kit_sections: Any = SimpleNamespace(kit=SimpleNamespace(**kit))
+    functions: Any = None
+    return Recipe(
+        command, config, config, kit_sections, functions, frozenset(arguments), ONE_GPU_PER_ROW
+    )
 
 
 def command(workspace: Path, *arguments: str) -> list[str]:

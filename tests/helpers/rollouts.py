@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 from types import SimpleNamespace
 
-from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import env
 import gym_client
 import inference
+from kit.config.recipe import Recipe
 from kit.rollout.sampler import SamplerContext, repeat_per_group
+from tests.helpers.recipes import make_partial
 
 STOP = 1
 SAMPLING = {"temperature": 0.7, "top_p": 0.9}
@@ -141,7 +142,7 @@ def run_rollout(
     return asyncio.run(rollout(requests, sampling, make_context(client, **changes), gym, on_done))
 
 
-def make_recipe(**rollout) -> OmegaConf:
+def make_recipe(**rollout) -> Recipe:
     """A recipe with the keys that inference.py and the sampler read. All numbers are different."""
     settings = {
         "name": "vllm",
@@ -169,13 +170,12 @@ def make_recipe(**rollout) -> OmegaConf:
         },
         **rollout,
     }
-    return OmegaConf.create(
-        {
-            "actor_rollout_ref": {"rollout": settings},
-            "data": {"max_prompt_length": 123, "max_response_length": 456},
-            "trainer": {"nnodes": 3, "one_step_off": 2},
-        }
-    )
+    sections = {
+        "actor_rollout_ref": {"rollout": settings},
+        "data": {"max_prompt_length": 123, "max_response_length": 456},
+        "trainer": {"nnodes": 3},
+    }
+    return make_partial(sections, one_step_off=2)
 
 
 # Chat templates like those of four model families. Calls have the format of Hermes.

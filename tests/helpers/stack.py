@@ -79,7 +79,7 @@ class Stack:
         import training
         from algorithm import Trainer
         from kit.config import user_functions
-        from kit.runs.run_dir import Run
+        from kit.runs.run import Run
 
         recipe, inputs = load(
             self.workspace, f"trainer.experiment_name={name}", *SESSION, *changes, overlays=overlays
@@ -101,7 +101,7 @@ class Stack:
         with Run(recipe) as run:
             trainer = Trainer(recipe, inputs, run, workers, servers, state)
             trainer.update_weights()
-            with run.save_on_stop(trainer.save):
+            with run.stages.save_on_stop(trainer.save):
                 yield trainer
         lines = metrics_of(run.folder) if (run.folder / "metrics.jsonl").is_file() else []
         logged = set().union(*lines) - {"step", "time"}
@@ -130,7 +130,7 @@ def session(workspace: Path, *changes: str) -> Iterator[Stack]:
     """Start a Stack with the models and rows of a folder, and change to that folder."""
     import algorithm  # noqa: F401  (imported first, as in a run)
     from kit.runs import launch
-    from kit.runs.run_dir import Run
+    from kit.runs.run import Run
 
     os.chdir(workspace)
     # With this, the actor also holds a reference. Recipes with a KL term need one.

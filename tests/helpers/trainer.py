@@ -119,8 +119,8 @@ def make_loop_doubles(monkeypatch: pytest.MonkeyPatch) -> LoopDoubles:
     workers = training.Workers(object(), None, None)
     monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Stack(workers, servers))
     # config.yaml and report.html take a second of each run, and no test of the loop reads them
-    monkeypatch.setattr("kit.runs.run_dir.redacted", lambda _: OmegaConf.create())
-    monkeypatch.setattr("kit.runs.run_dir.Run.write_report", lambda _: None)
+    monkeypatch.setattr("kit.runs.run_files.redacted", lambda _: OmegaConf.create())
+    monkeypatch.setattr("kit.runs.run_files.RunFiles.write_report", lambda _: None)
     replace_workers(calls, monkeypatch)
     replace_checkpoints(calls, monkeypatch)
     return LoopDoubles(servers, calls)

@@ -14,6 +14,10 @@ from omegaconf import OmegaConf
 
 import gym_client
 from gym_client import GymError
+from kit.config.load import base_configs
+from kit.config.recipe import ONE_GPU_PER_ROW, Recipe
+from kit.config.sections import read_sections
+from kit.config.user_functions import load_recipe_functions
 from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.python_verifiers.settings import read_verifiers
 from kit.gym.verifiers import VerifierRouter
@@ -51,26 +55,29 @@ class CharTokenizer:
         return list(map(ord, text))
 
 
-def make_config(verifier, allow_unsandboxed_code=False, **pool):
-    """Make the part of a recipe for Python verifiers. pool: keys of env.verifier_pool."""
-    defaults = {"processes": 1, "timeout_s": 20.0, "memory_gb": 1.0, "sandbox": None, "env": []}
+def make_recipe(verifier, allow_unsandboxed_code=False, **pool) -> Recipe:
+    """Make a recipe with a Python verifier. pool: keys of env.verifier_pool."""
+    defaults = {"processes": 1, "timeout_s": 20.0, "memory_gb": 1.0}
     env = {
         "verifier": verifier,
         "verifier_pool": defaults | pool,
-        "train_files": [],
-        "val_files": [],
         "allow_unsandboxed_code": allow_unsandboxed_code,
     }
-    return OmegaConf.create({"env": env, "gym": {"servers": {}}})
+    _, base = base_configs()
+    config = OmegaConf.merge(base, {"env": env})
+    functions = load_recipe_functions(config)
+    arguments: frozenset[str] = frozenset()
+    sections = read_sections(config)
+    return Recipe("train", config, base, sections, functions, arguments, ONE_GPU_PER_ROW)
 
 
 def make_router(folder, verifier, **settings):
     """Make a router with one Python verifier.
 
-    folder: for the logs. settings: the arguments of make_config.
+    folder: for the logs. settings: the arguments of make_recipe.
     """
-    config = make_config(verifier, **settings)
-    pools = make_pools(config, read_verifiers(config).specs, folder)
+    recipe = make_recipe(verifier, **settings)
+    pools = make_pools(recipe, read_verifiers(recipe.verl).specs, folder)
     return VerifierRouter(gym_client.Gym({}), pools, CharTokenizer())
 
 

@@ -10,8 +10,7 @@ from tests.helpers.recipes import load
 
 def test_all_turns_of_an_episode_go_to_the_same_replica(workspace):
     """The two replicas get the same number of episodes."""
-    config, _ = load(workspace)
-    client = Client(config, {"a": 1, "b": 2})
+    client = Client(load(workspace).recipe, {"a": 1, "b": 2})
 
     async def acquire_all() -> list[str]:
         return [(await client._acquire_server(f"episode-{i}"))[0] for i in range(64)]

@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
 
 from kit.config.keys import KEYS
 from kit.errors import ConfigError, RunError
 from kit.runs import checkpoints
-from tests.helpers.recipes import ROOT
+from tests.helpers.recipes import ROOT, make_partial
 
 
 class Group:
@@ -42,8 +42,8 @@ class Group:
         Path(path, "fsdp_config.json").write_text("{}")
 
 
-def make_config(folder: Path, **trainer):
-    """A recipe that saves to a folder. trainer: keys of its section `trainer`."""
+def make_config(folder: Path, **trainer) -> DictConfig:
+    """A configuration that saves to a folder. trainer: keys of its section `trainer`."""
     settings = {
         "default_local_dir": str(folder),
         "resume_mode": "auto",
@@ -72,7 +72,18 @@ def save(folder: Path, step: int, group=None, **trainer) -> Path:
     """Save a checkpoint of a step. group: the actor's worker group."""
     workers = SimpleNamespace(actor=group or Group(), critic=None)
     state = checkpoints.LoopState("train", step)
-    return checkpoints.save(workers, folder, state, make_config(folder, **trainer))
+    recipe = make_partial(make_config(folder, **trainer))
+    return checkpoints.save(workers, folder, state, recipe)
+
+
+def find_resume_point(folder: Path, **trainer) -> tuple[Path | None, list[str]]:
+    """Find the checkpoint from which a run resumes."""
+    return checkpoints.find_resume_point(make_partial(make_config(folder, **trainer)))
+
+
+def check(checkpoint: Path, config: DictConfig, command="train", arguments=()) -> list[str]:
+    """Check that a recipe can resume from a checkpoint -> lines to print."""
+    return checkpoints.check(checkpoint, make_partial(config, command, arguments))
 
 
 # Audit events of the calls that change the file system.
@@ -153,7 +164,7 @@ def test_a_truncated_file_is_reported_and_the_previous_checkpoint_is_used(tmp_pa
     last = save(tmp_path, 2)
     size = (last / name).stat().st_size
     os.truncate(last / name, size // 2)
-    checkpoint, notes = checkpoints.find_resume_point(make_config(tmp_path))
+    checkpoint, notes = find_resume_point(tmp_path)
     assert checkpoint == tmp_path / "global_step_1"
     unused = f"{last} is not complete and is not used"
     assert notes == [f"{unused}: {name} has {size // 2} bytes of {size}"]
@@ -163,14 +174,12 @@ def test_a_truncated_file_is_reported_and_the_previous_checkpoint_is_used(tmp_pa
         ConfigError,
         match=f"resume_from_path={last} is not a complete checkpoint: {name} is missing.* See ",
     ):
-        checkpoints.find_resume_point(
-            make_config(tmp_path, resume_mode="resume_path", resume_from_path=str(last))
-        )
+        find_resume_point(tmp_path, resume_mode="resume_path", resume_from_path=str(last))
     shutil.rmtree(tmp_path / "global_step_1")
     with pytest.raises(
         ConfigError, match=r"There is no other\. Set trainer.resume_mode=disable to start at step 0"
     ):
-        checkpoints.find_resume_point(make_config(tmp_path))
+        find_resume_point(tmp_path)
 
 
 def test_a_full_disk_is_one_error_and_keeps_earlier_checkpoints(tmp_path):
@@ -265,25 +274,25 @@ def test_a_file_that_contains_code_is_not_loaded(tmp_path):
             RunError,
             match=f"{name} is not loaded, since it holds more than tensors .*values: .*system",
         ):
-            checkpoints.check(checkpoint, make_config(tmp_path), "train")
+            check(checkpoint, make_config(tmp_path))
         path.write_bytes(pickle.dumps({"step": Malicious()}))
         with pytest.raises(RunError, match=f"{name} is not loaded"):
-            checkpoints.check(checkpoint, make_config(tmp_path), "train")
+            check(checkpoint, make_config(tmp_path))
         path.write_bytes(original)
     assert not (tmp_path / "executed").exists()
-    assert checkpoints.check(checkpoint, make_config(tmp_path), "train") == []
+    assert check(checkpoint, make_config(tmp_path)) == []
 
 
 def test_a_checkpoint_of_another_model_is_an_error_with_both_shapes(tmp_path):
     checkpoint = save(tmp_path, 1)
     (tmp_path / "model").mkdir()
     save_file({"layer.weight": torch.ones(4, 3)}, tmp_path / "model" / "model.safetensors")
-    assert checkpoints.check(checkpoint, make_config(tmp_path), "train") == []
+    assert check(checkpoint, make_config(tmp_path)) == []
     save_file({"layer.weight": torch.ones(7, 3)}, tmp_path / "model" / "model.safetensors")
     with pytest.raises(
         RunError, match=r"its layer.weight is \(4, 3\), that of .*model is \(7, 3\)"
     ):
-        checkpoints.check(checkpoint, make_config(tmp_path), "train")
+        check(checkpoint, make_config(tmp_path))
 
 
 def test_changed_keys_are_notes_or_errors(tmp_path):
@@ -291,30 +300,30 @@ def test_changed_keys_are_notes_or_errors(tmp_path):
     config = make_config(tmp_path)
     config.trainer.total_training_steps = 200
     allowed = f"Changed since {checkpoint}: trainer.total_training_steps 100 -> 200"
-    assert checkpoints.check(checkpoint, config, "train") == [allowed]
+    assert check(checkpoint, config) == [allowed]
     faster = OmegaConf.merge(config, {"actor_rollout_ref": {"actor": {"optim": {"lr": 0.2}}}})
     contents = "actor_rollout_ref.actor.checkpoint.load_contents"
     reason = rf"the saved optimizer has its value; {contents}=\[model\] starts a new one"
     with pytest.raises(RunError, match=rf"optim.lr 0.1 -> 0.2 \({reason}\)"):
-        checkpoints.check(checkpoint, faster, "train")
+        check(checkpoint, faster)
     OmegaConf.update(faster, contents, ["model"], force_add=True)
-    assert "optim.lr 0.1 -> 0.2" in checkpoints.check(checkpoint, faster, "train")[0]
+    assert "optim.lr 0.1 -> 0.2" in check(checkpoint, faster)[0]
     with pytest.raises(
         RunError, match=r"is of `train`, not of `sft`\. Set another trainer.experiment_name"
     ):
-        checkpoints.check(checkpoint, config, "sft")
+        check(checkpoint, config, "sft")
     with pytest.raises(
         RunError, match="cannot be resumed with a critic, which that run did not have"
     ):
         changed = OmegaConf.merge(config, {"algorithm": {"adv_estimator": "gae"}})
-        checkpoints.check(checkpoint, changed, "train")
+        check(checkpoint, changed, arguments=["values"])
     # the same number of ranks, on two nodes
     spread = OmegaConf.merge(config, {"trainer": {"n_gpus_per_node": 1, "nnodes": 2}})
     change = "trainer.n_gpus_per_node 2 -> 1, trainer.nnodes 1 -> 2"
-    assert change in checkpoints.check(checkpoint, spread, "train")[0]
+    assert change in check(checkpoint, spread)[0]
     config.trainer.n_gpus_per_node = 4
     with pytest.raises(RunError) as caught:
-        checkpoints.check(checkpoint, config, "train")
+        check(checkpoint, config)
     change = "trainer.n_gpus_per_node 2 -> 4 (each rank loads the shard that it wrote)"
     hint = "Set these back, or set another trainer.experiment_name."
     page = 'See docs/reliability.md, "Resuming a run".'
@@ -334,12 +343,10 @@ def test_a_checkpoint_with_old_names_of_keys_resumes_without_a_note(tmp_path):
         OmegaConf.update(saved, old + below, f"value of {old}", force_add=True)
         OmegaConf.update(config, new + below, f"value of {old}", force_add=True)
     OmegaConf.save(saved, path)
-    assert checkpoints.check(checkpoint, config, "train") == []
+    assert check(checkpoint, config) == []
     config.trainer.stage_timeout_s = 7
     change = "trainer.stage_timeout_s value of env.stage_deadline_s -> 7"
-    assert checkpoints.check(checkpoint, config, "train") == [
-        f"Changed since {checkpoint}: {change}"
-    ]
+    assert check(checkpoint, config) == [f"Changed since {checkpoint}: {change}"]
 
 
 def test_nothing_left_to_train_is_an_error(tmp_path, monkeypatch):
@@ -350,7 +357,7 @@ def test_nothing_left_to_train_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"Nothing is left to train: .*global_step_100 is the last of 100 steps"
     ):
-        checkpoints.find_resume_point(make_config(tmp_path))
+        find_resume_point(tmp_path)
 
 
 def test_a_manifest_lists_every_file(tmp_path):
@@ -381,9 +388,9 @@ def test_settings_in_the_saved_optimizer_must_not_change(tmp_path, name, part):
     with pytest.raises(
         RunError, match=rf"{part}\.optim\.{name} .* \(the saved optimizer has its value"
     ):
-        checkpoints.check(checkpoint, config, "train")
+        check(checkpoint, config)
     OmegaConf.update(config, f"{part}.checkpoint.load_contents", ["model"], force_add=True)
-    assert f"{part}.optim.{name}" in checkpoints.check(checkpoint, config, "train")[0]
+    assert f"{part}.optim.{name}" in check(checkpoint, config)[0]
 
 
 @pytest.mark.parametrize(
@@ -404,19 +411,19 @@ def test_a_replay_starts_from_the_previous_step(tmp_path):
     rollouts = folder / "rollouts" / "step_3.jsonl"
     rollouts.write_text("")
 
-    def make_recipe(**trainer):
+    def make_replayed(**trainer):
         config = make_config(tmp_path / "none", **trainer)
         return OmegaConf.merge(
             config, {"env": {"val_files": ["x"]}, "trainer": {"val_before_train": True}}
         )
 
-    assert checkpoints.prepare_replay(make_recipe(), rollouts) == saved[2]
+    assert checkpoints.prepare_replay(make_replayed(), rollouts) == saved[2]
     for step in (1, 3):
-        config = make_recipe(resume_mode="resume_path", resume_from_path=str(saved[step]))
+        config = make_replayed(resume_mode="resume_path", resume_from_path=str(saved[step]))
         with pytest.raises(
             ConfigError, match=rf"weights after step 2, but .*global_step_{step} is of another step"
         ):
             checkpoints.prepare_replay(config, rollouts)
     shutil.rmtree(saved[2])
     with pytest.raises(ConfigError, match="global_step_2 is not complete: there is no such folder"):
-        checkpoints.prepare_replay(make_recipe(), rollouts)
+        checkpoints.prepare_replay(make_replayed(), rollouts)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from kit.errors import ConfigError
 from kit.runs import checkpoints, cli
-from kit.runs.run_dir import repeat_command
+from kit.runs.run_log import repeat_command
 from tests.helpers.pages import GUIDES, call_command, find_python_block
 from tests.helpers.recipes import (
     CLEAN_ENV,

@@ -12,12 +12,13 @@ from collections import Counter
 import pytest
 
 from kit.config.load import load_config
+from kit.config.recipe import freeze
 from kit.errors import ConfigError
 from kit.rollout.sampler import make_sampler_context
-from kit.runs import collect, prepare
+from kit.runs import collect
 from kit.runs.launch import Stack
-from kit.runs.run_dir import Run
-from tests.helpers.recipes import CPU, RECIPE, metrics_of, tiny
+from kit.runs.run import Run
+from tests.helpers.recipes import CPU, RECIPE, load, metrics_of
 from tests.helpers.stack import SESSION
 
 MIX = (
@@ -36,16 +37,13 @@ def collect_rollouts(stack, monkeypatch, *changes, command="rollout"):
     """Run a command over the session's servers -> (lines of its file, the run)."""
     import inference
 
-    config, _ = load_config(
-        [str(CPU), str(RECIPE)], tiny(stack.workspace, *SESSION, *CHANGES, *changes)
-    )
-    inputs = prepare.prepare(config, command)
+    recipe, inputs = load(stack.workspace, *SESSION, *CHANGES, *changes, command=command)
     session = stack.servers
-    context = make_sampler_context(config, session.context.client, inputs, 60.0)
-    servers = inference.Servers(config, session.manager, None, context, session.gym, session.loop)
+    context = make_sampler_context(recipe, session.context.client, inputs, 60.0)
+    servers = inference.Servers(recipe, session.manager, None, context, session.gym, session.loop)
     monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Stack(None, servers))
-    with Run(config, command) as run:
-        collect.run_command(config, run, inputs)
+    with Run(recipe) as run:
+        collect.run_command(recipe, run, inputs)
     name = "evaluation" if command == "evaluate" else "rollouts"
     return (run.folder / f"{name}.jsonl").read_text().splitlines(), run
 
@@ -138,8 +136,8 @@ def test_a_file_with_episodes_of_other_weights_is_an_error(tmp_path):
 
     def check(*changes, has_episodes=True):
         arguments = [f"actor_rollout_ref.model.path={tmp_path / 'a'}", *changes]
-        config, _ = load_config([str(CPU), str(RECIPE)], arguments)
-        collect.check_settings(path, collect.describe_settings(config, True), has_episodes)
+        recipe = freeze(*load_config([str(CPU), str(RECIPE)], arguments))
+        collect.check_settings(path, collect.describe_settings(recipe, True), has_episodes)
 
     check(has_episodes=False)
     check("actor_rollout_ref.rollout.temperature=0.5")  # `evaluate` samples with val_kwargs

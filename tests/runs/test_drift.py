@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import DictConfig, OmegaConf
 
 from kit.runs.drift import METRIC, DriftWatch, find_drift
 from kit.runs.finite_check import MAX_PROBS_DIFF
 
 
-def make_recipe(**rollout) -> DictConfig:
-    sections = {"actor_rollout_ref": {"rollout": rollout}, "trainer": {"one_step_off": 0}}
-    return OmegaConf.create(sections)
+def make_recipe(**rollout) -> SimpleNamespace:
+    """The sections of a recipe that decide whether the warning is on."""
+    return SimpleNamespace(rollout=rollout, kit=SimpleNamespace(one_step_off=0))
 
 
 def watch(folder: Path, values, recipe=None, first_step: int = 1) -> tuple[list[str], list[int]]:

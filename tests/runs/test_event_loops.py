@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from kit.errors import Stop
 from kit.runs import cli, event_loops
+from kit.runs.console import Display
 from kit.runs.event_loops import make_runner
-from kit.runs.signals import Guard
+from kit.runs.stages import Stages
 from tests.helpers.recipes import CPU, RECIPE, tiny
 
 # A process that the kernel ends together with the thread that started it.
@@ -111,12 +111,7 @@ def test_tasks_that_are_left_are_cancelled_at_the_end(call: Callable) -> None:
     assert ended == ["lingering"]
 
 
-@pytest.fixture
-def guard_config() -> Any:
-    return OmegaConf.create({"trainer": {"stage_timeout_s": 60}})
-
-
-def test_a_stop_in_a_notebook_cancels_the_work(guard_config: Any, tmp_path: Path) -> None:
+def test_a_stop_in_a_notebook_cancels_the_work(tmp_path: Path) -> None:
     """After it, the loop can still run what saves and closes."""
     ended = []
 
@@ -133,20 +128,20 @@ def test_a_stop_in_a_notebook_cancels_the_work(guard_config: Any, tmp_path: Path
         await asyncio.gather(episode(0), episode(1))
 
     def use() -> str:
-        guard = Guard(guard_config, tmp_path, lambda text: None, lambda stage: None)
-        guard.install_handlers()
+        stages = Stages(60, tmp_path, Display("train", 1, 0))
+        stages.install_handlers()
         try:
-            with make_runner() as guard.loop:
-                runner = guard.loop
-                with pytest.raises(Stop) as stop, guard.stage("gen"):
+            with make_runner() as stages.loop:
+                runner = stages.loop
+                with pytest.raises(Stop) as stop, stages.stage("gen"):
                     runner.run(play())
                 assert (stop.value.status, stop.value.save) == (130, True)
                 assert sorted(ended) == [0, 1]
                 text = runner.run(asyncio.sleep(0.01, "saved"))
-                guard.begin_shutdown()
+                stages.begin_shutdown()
                 return text
         finally:
-            guard.restore_handlers()
+            stages.restore_handlers()
 
     tasks: list[asyncio.Task] = []
     assert call_in_loop(use) == "saved"
@@ -154,7 +149,7 @@ def test_a_stop_in_a_notebook_cancels_the_work(guard_config: Any, tmp_path: Path
 
 
 def test_a_blocked_loop_does_not_block_a_stop_in_a_notebook(
-    guard_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_loops, "CANCEL_TIMEOUT_S", 0.2)
 
@@ -163,36 +158,36 @@ def test_a_blocked_loop_does_not_block_a_stop_in_a_notebook(
         time.sleep(3)
 
     def use() -> float:
-        guard = Guard(guard_config, tmp_path, lambda text: None, lambda stage: None)
-        guard.install_handlers()
+        stages = Stages(60, tmp_path, Display("train", 1, 0))
+        stages.install_handlers()
         begin = time.monotonic()
         try:
             with make_runner() as runner:
-                with pytest.raises(Stop), guard.stage("gen"):
+                with pytest.raises(Stop), stages.stage("gen"):
                     runner.run(block())
                 return time.monotonic() - begin
         finally:
-            guard.restore_handlers()
+            stages.restore_handlers()
 
     assert call_in_loop(use) < 2
 
 
-def test_a_run_in_a_thread_changes_no_signal(guard_config: Any, tmp_path: Path) -> None:
+def test_a_run_in_a_thread_changes_no_signal(tmp_path: Path) -> None:
     """SIGALRM would end the process, because Python handles signals in its main thread only."""
 
     def use() -> float:
-        guard = Guard(guard_config, tmp_path, lambda text: None, lambda stage: None)
-        guard.install_handlers()
-        with make_runner() as guard.loop:
-            with guard.stage("gen"):
-                guard.record_progress()
-                assert guard.loop.run(asyncio.sleep(0.01, "done")) == "done"
-                guard.report_lost("the raylet is gone")
+        stages = Stages(60, tmp_path, Display("train", 1, 0))
+        stages.install_handlers()
+        with make_runner() as stages.loop:
+            with stages.stage("gen"):
+                stages.record_progress()
+                assert stages.loop.run(asyncio.sleep(0.01, "done")) == "done"
+                stages.report_lost("the raylet is gone")
                 alarm = signal.getitimer(signal.ITIMER_REAL)[0]
-            with pytest.raises(Stop, match="stage ref: the raylet is gone"), guard.stage("ref"):
+            with pytest.raises(Stop, match="stage ref: the raylet is gone"), stages.stage("ref"):
                 raise AssertionError("the stage has begun")
-            guard.begin_shutdown()
-        guard.restore_handlers()
+            stages.begin_shutdown()
+        stages.restore_handlers()
         return alarm
 
     signums = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import torch
-from omegaconf import OmegaConf
 
 import training
 from kit.runs.finite_check import find_reason_to_skip
@@ -13,8 +13,8 @@ from tests.helpers.workers import make_episode
 
 
 def test_nonfinite_numbers_are_found_under_the_mask_and_named():
-    sampling = {"rollout": {"top_p": 1.0, "top_k": -1}}
-    settings = OmegaConf.create({"actor_rollout_ref": sampling, "trainer": {"one_step_off": 0}})
+    sampling = {"top_p": 1.0, "top_k": -1}
+    recipe = SimpleNamespace(rollout=sampling, kit=SimpleNamespace(one_step_off=0))
 
     def find(names="", value=math.nan, where=(0, 0), metrics=None):
         episodes = [make_episode([5, 6], [7, 8]), make_episode([5], [7])]
@@ -23,7 +23,7 @@ def test_nonfinite_numbers_are_found_under_the_mask_and_named():
         batch.batch["advantages"] = torch.zeros(2, 2)
         for name in names.split():
             batch.batch[name][where] = value
-        return find_reason_to_skip(batch, metrics or {}, settings)
+        return find_reason_to_skip(batch, metrics or {}, recipe)
 
     assert find() == ""
     assert find(metrics={"actor/grad_norm": 3.0, "timing_s/gen": math.nan}) == ""
@@ -40,5 +40,5 @@ def test_nonfinite_numbers_are_found_under_the_mask_and_named():
     message = "the rollout engine's probabilities differ from the trainer's by 0.30"
     assert message in find(metrics=difference)
     # with a penalty, the engine changes its probabilities before it samples
-    settings.actor_rollout_ref.rollout.repetition_penalty = 1.1
+    sampling["repetition_penalty"] = 1.1
     assert find(metrics=difference) == ""

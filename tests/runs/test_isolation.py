@@ -222,17 +222,19 @@ def test_a_path_that_is_too_long_for_a_socket_is_an_error(
 # Starts Ray as a run does, and prints where it is.
 RUN_SCRIPT = """
 import contextlib, json, os, sys
+from dataclasses import replace
 from pathlib import Path
 
 import ray
 from tests.helpers.recipes import load
 from kit.runs import launch
-from kit.runs.run_dir import Run
+from kit.runs.run import Run
 
 launch.import_engine = lambda launch: None  # verl and vLLM, which Ray does not need
 preload = "ray_kwargs.ray_init.runtime_env.env_vars.PRELOAD_MODULES='json ray'"
-config, inputs = load(Path(sys.argv[1]), preload, f"ray_kwargs.ray_init._temp_dir={sys.argv[2]}")
-with Run(config, "sft") as run, contextlib.ExitStack() as exits:
+temporary = f"ray_kwargs.ray_init._temp_dir={sys.argv[2]}"
+recipe, inputs = load(Path(sys.argv[1]), preload, temporary)
+with Run(replace(recipe, command="sft")) as run, contextlib.ExitStack() as exits:
     launch.start_servers_and_ray(launch.Launch(run, inputs, exits, policy=None))
 
     @ray.remote(num_cpus=1)

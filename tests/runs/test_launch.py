@@ -58,13 +58,13 @@ SEPARATE = [
 def test_a_rollout_engine_gets_the_number_of_nodes_from_the_recipe(
     workspace: Path, managers: list[Manager], changes, expected
 ) -> None:
-    config, _ = load(workspace, *changes)
-    before = config.actor_rollout_ref.rollout.nnodes
-    asyncio.run(inference.start_standalone_servers(config, start_rank=4))
+    recipe, _ = load(workspace, *changes)
+    before = recipe.rollout.nnodes
+    asyncio.run(inference.start_standalone_servers(recipe, start_rank=4))
     (manager,) = managers
     rollout = manager.rollout
     assert (rollout.nnodes, rollout.load_format, manager.start_rank) == (expected, "auto", 4)
-    assert config.actor_rollout_ref.rollout.nnodes == before  # the recipe is not changed
+    assert recipe.rollout.nnodes == before  # the recipe is not changed
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_a_rollout_engine_gets_the_number_of_nodes_from_the_recipe(
 def test_separate_servers_do_not_use_the_actors_gpus(
     workspace: Path, managers: list[Manager], changes, shares_gpus
 ) -> None:
-    config, _ = load(workspace, *changes)
+    recipe, _ = load(workspace, *changes)
     actor = SimpleNamespace(init_model=lambda: None)
-    asyncio.run(inference.start_servers(config, actor))
+    asyncio.run(inference.start_servers(recipe, actor))
     assert (managers[0].worker_group is actor) == shares_gpus
 
 
@@ -85,10 +85,10 @@ def test_the_pythonpath_of_the_user_reaches_every_process(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["first", str(ROOT), "second"]))
-    config, _ = load(workspace)
+    recipe, _ = load(workspace)
     expected = os.pathsep.join([str(ROOT), "first", "second"])
     assert (
-        config.ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH
+        recipe.verl.ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH
         == os.environ["PYTHONPATH"]
         == expected
     )
@@ -118,8 +118,8 @@ def test_a_python_with_an_odd_path_is_quoted_for_ray(
     monkeypatch.setattr(preload.fork_server, "running", running)
     monkeypatch.setenv(preload.VARIABLE, "torch")
     python = "/tmp/a b/python" if is_forked else "/opt/my $(touch x)/python"
-    config, inputs = load(workspace, "ray_kwargs.ray_init._temp_dir=/tmp/mine")
-    run = SimpleNamespace(config=config, guard=SimpleNamespace(monitor=None), folder=tmp_path)
+    recipe, inputs = load(workspace, "ray_kwargs.ray_init._temp_dir=/tmp/mine")
+    run = SimpleNamespace(recipe=recipe, stages=SimpleNamespace(monitor=None), folder=tmp_path)
     with contextlib.ExitStack() as stack, pytest.raises(RunError, match="the end of"):
         starting = launch.Launch(run, inputs, stack, None)  # type: ignore[arg-type]
         if is_forked:
@@ -132,8 +132,8 @@ def test_a_python_with_an_odd_path_is_quoted_for_ray(
 
 
 def test_workers_run_with_the_python_of_the_run(workspace: Path) -> None:
-    config, inputs = load(workspace)
-    run = SimpleNamespace(config=config)
+    recipe, inputs = load(workspace)
+    run = SimpleNamespace(recipe=recipe)
     with contextlib.ExitStack() as stack:
         starting = launch.Launch(run, inputs, stack, None)  # type: ignore[arg-type]
     assert starting.python == sys.executable
@@ -142,10 +142,10 @@ def test_workers_run_with_the_python_of_the_run(workspace: Path) -> None:
 def test_a_long_tmpdir_is_an_error_before_anything_starts(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, _ = load(workspace)
+    recipe, _ = load(workspace)
     monkeypatch.setattr(isolation.tempfile, "tempdir", "/tmp/" + "x" * 80)
     with pytest.raises(RunError, match="Set TMPDIR to a shorter path"):
-        cli.begin_imports(config)
+        cli.begin_imports(recipe.verl)
 
 
 # --- Ray does not start --------------------------------------------------------------------------
@@ -208,8 +208,8 @@ def test_the_imports_end_before_an_error_of_rays_start_is_raised(
     monkeypatch.setattr(launch, "import_engine", import_slowly)
     monkeypatch.setattr(launch.ray, "init", fail)
     monkeypatch.setattr(isolation, "make_ray_folder", lambda parent: "/short/ray")
-    config, inputs = load(workspace)
-    run = SimpleNamespace(config=config, guard=SimpleNamespace(monitor=None), folder=tmp_path)
+    recipe, inputs = load(workspace)
+    run = SimpleNamespace(recipe=recipe, stages=SimpleNamespace(monitor=None), folder=tmp_path)
     with contextlib.ExitStack() as stack, pytest.raises(RunError, match="no such option"):
         launch.start_ray(launch.Launch(run, inputs, stack, None))  # type: ignore[arg-type]
     assert ended == ["imports"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -43,6 +44,6 @@ def test_missing_resources_are_an_error(
     overlays = ["separate"] if has_servers else []
     if has_servers:
         changes.append(SEPARATE)
-    config, _ = load(workspace, *changes, overlays=overlays)
-    problem = launch.find_missing_resources(config, {"GPU": gpus, "CPU": cpus}, command)
+    recipe = replace(load(workspace, *changes, overlays=overlays).recipe, command=command)
+    problem = launch.find_missing_resources(recipe, {"GPU": gpus, "CPU": cpus})
     assert re.match(expected, problem), problem

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from kit.errors import Stop
-from kit.runs import signals
-from kit.runs.run_dir import Run
+from kit.runs.run import Run
 from tests.helpers.recipes import CLEAN_ENV, ROOT, load
 
 
@@ -23,11 +22,10 @@ from tests.helpers.recipes import CLEAN_ENV, ROOT, load
 def run(workspace, tmp_path, monkeypatch):
     """A run in an empty folder. Also asserts that signal handlers and variables are restored."""
     monkeypatch.chdir(tmp_path)
-    config, _ = load(workspace)
-    config.trainer.stage_timeout_s = 60
+    recipe, _ = load(workspace, "trainer.stage_timeout_s=60")
     signums = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
     handlers = {signum: signal.getsignal(signum) for signum in signums}
-    with Run(config) as new_run:
+    with Run(recipe) as new_run:
         yield new_run
     assert handlers == {signum: signal.getsignal(signum) for signum in signums}
     assert "TENSORBOARD_DIR" not in os.environ  # a later run of this process has another folder
@@ -36,7 +34,7 @@ def run(workspace, tmp_path, monkeypatch):
 def test_a_signal_interrupts_sampling_but_lets_an_update_finish(run):
     saved = []
     done = []
-    with pytest.raises(Stop) as caught, run.save_on_stop(lambda: saved.append(1)):
+    with pytest.raises(Stop) as caught, run.stages.save_on_stop(lambda: saved.append(1)):
         with run.stage("update_actor"):
             os.kill(os.getpid(), signal.SIGTERM)
             assert signal.getitimer(signal.ITIMER_REAL)[0] > 50  # the stage's timeout, unchanged
@@ -48,10 +46,10 @@ def test_a_signal_interrupts_sampling_but_lets_an_update_finish(run):
     assert done == ["update", "sync"] and saved == [1]
     assert (caught.value.status, str(caught.value)) == (143, "interrupted")
 
-    run.guard.stop_signal = 0
+    run.stages.stop_signal = 0
     with (
         pytest.raises(Stop) as caught,
-        run.save_on_stop(lambda: saved.append(2)),
+        run.stages.save_on_stop(lambda: saved.append(2)),
         run.stage("gen"),
     ):
         os.kill(os.getpid(), signal.SIGINT)
@@ -69,12 +67,12 @@ def test_the_console_explains_the_first_signal(run, capsys):
 def test_a_run_in_the_background_of_a_shell_ignores_sigint(workspace, tmp_path, monkeypatch):
     """The shell starts it with SIGINT ignored. SIGTERM still stops it."""
     monkeypatch.chdir(tmp_path)
-    config, _ = load(workspace)
+    recipe, _ = load(workspace)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Run(config) as run, pytest.raises(Stop) as caught, run.stage("gen"):
+        with Run(recipe) as run, pytest.raises(Stop) as caught, run.stage("gen"):
             os.kill(os.getpid(), signal.SIGINT)
-            assert not run.guard.stop_signal
+            assert not run.stages.stop_signal
             os.kill(os.getpid(), signal.SIGTERM)
         assert caught.value.status == 143 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -97,22 +95,22 @@ def test_a_stop_is_raised_once_if_several_tasks_wait_for_the_stopped_one(run):
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(Stop), asyncio.Runner() as loop, contextlib.ExitStack() as stack:
-        run.guard.loop = loop
-        stack.callback(run.guard.begin_shutdown)
-        stack.callback(run.guard.begin_shutdown)
+        run.stages.loop = loop
+        stack.callback(run.stages.begin_shutdown)
+        stack.callback(run.stages.begin_shutdown)
         with run.stage("start"):
             loop.run(serve())
 
 
 def test_a_stage_without_progress_ends_the_run(run):
-    run.config.trainer.stage_timeout_s = 1
+    run.stages.timeout_s = 1
     message = (
         r"Stage 'ref' made no progress for 1 s \(trainer.stage_timeout_s\). "
         'Raise it if the stage is just slow. .*See docs/troubleshooting.md, "Ray"'
     )
     with pytest.raises(Stop, match=message), run.stage("ref"):
         time.sleep(20)
-    on_done = run.count_episodes(3)
+    on_done = run.stages.count_episodes(3)
     with run.stage("gen"):
         for _ in range(3):  # an episode that ends is progress
             time.sleep(0.6)
@@ -123,7 +121,7 @@ def test_nothing_catches_a_stop(run):
     """Ray turns the exception of a signal handler into a new KeyboardInterrupt."""
     with pytest.raises(Stop, match="lost"), run.stage("gen"):
         try:
-            run.guard.lost_process = "something is lost"
+            run.stages.lost_process = "something is lost"
             os.kill(os.getpid(), signal.SIGALRM)
             time.sleep(5)
         except Exception:
@@ -135,7 +133,7 @@ def test_nothing_catches_a_stop(run):
 def test_a_copy_of_a_signal_within_a_second_is_ignored(run, monkeypatch):
     """A wrapper may forward a signal that the terminal sends to the whole group."""
     exits: list[int] = []
-    monkeypatch.setattr(signals, "exit_now", lambda status, _: exits.append(status))
+    monkeypatch.setattr("kit.runs.stages.exit_now", lambda status, _: exits.append(status))
     with run.stage("save_checkpoint"):  # a stop waits for the end of this stage
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -147,10 +145,10 @@ def test_a_copy_of_a_signal_within_a_second_is_ignored(run, monkeypatch):
 
 EXIT_NOW = """
 import subprocess
-from kit.runs import signals
+from kit.runs import stages
 
 print(subprocess.Popen(["sleep", "60"], start_new_session=True).pid, flush=True)
-signals.exit_now(130, monitor=None)
+stages.exit_now(130, monitor=None)
 """
 
 
@@ -172,24 +170,24 @@ def test_an_error_outside_an_update_saves_a_checkpoint(run):
     saved: list[int] = []
     with (
         pytest.raises(ValueError),
-        run.save_on_stop(lambda: saved.append(1)),
+        run.stages.save_on_stop(lambda: saved.append(1)),
         run.stage("gen"),
     ):
         raise ValueError("of a reward")
     assert saved == [1]
     with (
         pytest.raises(ValueError),
-        run.save_on_stop(lambda: saved.append(2)),
+        run.stages.save_on_stop(lambda: saved.append(2)),
         run.stage("update_actor"),
     ):
         raise ValueError("half done")
-    with pytest.raises(ValueError), run.save_on_stop(lambda: saved.append(3)):
+    with pytest.raises(ValueError), run.stages.save_on_stop(lambda: saved.append(3)):
         with run.stage("step"), run.stage("update_actor"):  # as in the training loop
             raise ValueError("half done")
     assert saved == [1]
 
 
 def test_a_process_that_is_lost_between_two_stages_ends_the_next(run):
-    run.guard.report_lost("the worker X died")
+    run.stages.report_lost("the worker X died")
     with pytest.raises(Stop, match="stage ref: the worker X died"), run.stage("ref"):
         raise AssertionError("never")

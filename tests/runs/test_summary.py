@@ -1,5 +1,7 @@
 """Tests that the summary of a recipe has its custom functions and its warnings."""
 
+from dataclasses import replace
+
 import pytest
 
 from kit.config.neutral_sampling import NEUTRAL_VALUES, requires_same_probs
@@ -9,28 +11,27 @@ from tests.helpers.workers import changed
 
 
 def test_the_summary_names_custom_functions(workspace):
-    config, inputs = load(workspace)
-    without_functions = summary.summarize(config, inputs, "train").splitlines()
-    config.env.sampler = "templates/samplers.py:by_pass_rate"
-    config.env.reward = {"function": "templates/rewards.py:overlong", "limit": 48}
-    config.env.filters = [
-        "templates/filters.py:drop_uniform",
-        {"function": "x.py:f", "reasons": ["length"]},
-    ]
-    (line,) = set(summary.summarize(config, inputs, "train").splitlines()) - set(without_functions)
+    recipe, inputs = load(workspace)
+    without_functions = summary.summarize(recipe, inputs).splitlines()
+    with_functions = changed(
+        recipe,
+        "env.sampler=templates/samplers.py:by_pass_rate",
+        "env.reward={function: templates/rewards.py:overlong, limit: 48}",
+        "env.filters=[templates/filters.py:drop_uniform, {function: x.py:f, reasons: [length]}]",
+    )
+    (line,) = set(summary.summarize(with_functions, inputs).splitlines()) - set(without_functions)
     filters = "templates/filters.py:drop_uniform, x.py:f {reasons: [length]}"
     functions = f"templates/rewards.py:overlong {{limit: 48}}; filters {filters}"
     assert line == f"reward      {functions}; sampler templates/samplers.py:by_pass_rate"
-    config.env.reward = config.env.sampler = None
-    config.env.filters = ["x.py:f"]
-    assert "filters     x.py:f" in summary.summarize(config, inputs, "train").splitlines()
+    filtered = changed(recipe, "env.filters=[x.py:f]")
+    assert "filters     x.py:f" in summary.summarize(filtered, inputs).splitlines()
 
 
 def test_the_summary_warns_of_a_server_that_runs_the_models_code(workspace):
-    config, inputs = load(workspace)
-    assert "SANDBOX" not in summary.summarize(config, inputs, "train")
-    config.gym.servers.reasoning_gym.start = {"server": "code_gen"}
-    text = summary.summarize(config, inputs, "train")
+    recipe, inputs = load(workspace)
+    assert "SANDBOX" not in summary.summarize(recipe, inputs)
+    recipe = changed(recipe, "gym.servers.reasoning_gym.start.server=code_gen")
+    text = summary.summarize(recipe, inputs)
     warning = "reasoning_gym RUNS THE MODEL'S CODE on this machine, as your user, WITHOUT A SANDBOX"
     assert f"WARNING     {warning}" in text
 
@@ -51,22 +52,22 @@ def test_the_summary_warns_of_each_parameter_that_changes_only_the_engines_proba
     workspace, key
 ):
     """The same parameters turn off the check of these probabilities."""
-    config, inputs = load(workspace)
-    assert requires_same_probs(config)
-    assert "the rollout engine's log-probs" not in summary.summarize(config, inputs, "train")
-    config = changed(config, f"actor_rollout_ref.rollout.{key}={CHANGED_VALUES[key]}")
-    assert not requires_same_probs(config)
-    lines = summary.summarize(config, inputs, "train").splitlines()
+    recipe, inputs = load(workspace)
+    assert requires_same_probs(recipe)
+    assert "the rollout engine's log-probs" not in summary.summarize(recipe, inputs)
+    recipe = changed(recipe, f"actor_rollout_ref.rollout.{key}={CHANGED_VALUES[key]}")
+    assert not requires_same_probs(recipe)
+    lines = summary.summarize(recipe, inputs).splitlines()
     [line] = [line for line in lines if "the rollout engine's log-probs are of" in line]
     assert line.startswith(f"WARNING     rollout.{key}=")
-    assert "log-probs are of" not in summary.summarize(config, inputs, "evaluate")
+    assert "log-probs are of" not in summary.summarize(replace(recipe, command="evaluate"), inputs)
 
 
 def test_neutral_values_are_no_reason_for_a_warning(workspace):
-    config = load(workspace)[0]
+    recipe = load(workspace)[0]
     changes = ["top_k=0", "top_p=1.0", "repetition_penalty=1", "temperature=0.7"]
     changes += ["engine_kwargs.vllm.logits_processors=[]", "logprobs_mode=null"]
     assert requires_same_probs(
-        changed(config, *[f"actor_rollout_ref.rollout.{change}" for change in changes])
+        changed(recipe, *[f"actor_rollout_ref.rollout.{change}" for change in changes])
     )
-    assert not requires_same_probs(changed(config, "trainer.one_step_off=1"))
+    assert not requires_same_probs(changed(recipe, "trainer.one_step_off=1"))

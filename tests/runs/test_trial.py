@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import re
 import sys
@@ -11,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import training
-from kit.config import user_functions
+from kit.config.recipe import freeze
 from kit.config.user_functions import ADVANTAGE, LOSS_MODE
 from kit.data.episode import Episode
 from kit.errors import UserFunctionError
@@ -21,21 +20,19 @@ from tests.helpers.recipes import load
 
 
 @pytest.fixture(scope="module")
-def tiny_recipe(workspace):
+def tiny(workspace):
     return load(workspace)
 
 
 @pytest.fixture
-def make_inputs(tiny_recipe):
-    """A function that loads the tiny recipe with {key: value} changes -> (config, data)."""
+def make_inputs(tiny):
+    """A function that loads the tiny recipe with {key: value} changes -> (recipe, data)."""
 
     def make(changes):
-        config = copy.deepcopy(tiny_recipe[0])
-        data = tiny_recipe[1]
+        config = tiny.recipe.for_verl()
         for key, value in changes.items():
             OmegaConf.update(config, key, value, merge=False)
-        reward, filters, sampler = user_functions.load_recipe_functions(config)
-        return config, dataclasses.replace(data, reward=reward, filters=filters, sampler=sampler)
+        return tiny._replace(recipe=freeze(config, tiny.recipe.defaults))
 
     return make
 
@@ -81,9 +78,9 @@ def test_synthetic_episodes_are_like_those_of_a_run(workspace, make_inputs, tmp_
     (tmp_path / "looks.py").write_text(FUNCTIONS)
     monkeypatch.chdir(tmp_path)
     changes = {"env.reward": "looks.py:reward", "env.filters": ["looks.py:everything"]}
-    config, data = make_inputs({**changes, ADVANTAGE: "looks.py:asks_all"})
-    trial.try_functions(config, data)
-    rewarded, episodes = sys.modules[data.filters[0].__module__].seen
+    recipe, data = make_inputs({**changes, ADVANTAGE: "looks.py:asks_all"})
+    trial.try_functions(recipe, data)
+    rewarded, episodes = sys.modules[recipe.functions.filters[0].__module__].seen
     assert rewarded.row == data.train[1].row and rewarded.reward == 1.0
     assert (
         len(episodes) == 8
@@ -104,11 +101,11 @@ def test_synthetic_episodes_are_like_those_of_a_run(workspace, make_inputs, tmp_
     ):
         trial.try_functions(*make_inputs({"env.reward": "looks.py:wrong_row"}))
 
-    config, data = load(
+    recipe, data = load(
         workspace, "env.filters=[looks.py:everything]", f"env.train_files=[{workspace}/tools.jsonl]"
     )
-    trial.try_functions(config, data)
-    episodes = sys.modules[data.filters[0].__module__].seen[-1]
+    trial.try_functions(recipe, data)
+    episodes = sys.modules[recipe.functions.filters[0].__module__].seen[-1]
     assert all(
         len(e.turns) == 2 and 0 in e.response_mask and "=> " in e.transcript for e in episodes
     )
@@ -118,9 +115,9 @@ def test_synthetic_episodes_are_like_those_of_a_run(workspace, make_inputs, tmp_
 def test_without_training_tasks_there_is_nothing_to_try(make_inputs, tmp_path, monkeypatch):
     (tmp_path / "bad.py").write_text("def forgets(episodes):\n    [e for e in episodes]\n")
     monkeypatch.chdir(tmp_path)
-    config, data = make_inputs({"env.filters": ["bad.py:forgets"]})
+    recipe, data = make_inputs({"env.filters": ["bad.py:forgets"]})
     for train in ([], [Episode("r", "", "", [1])]):  # as in `evaluate` and `sft`
-        trial.try_functions(config, dataclasses.replace(data, train=train))
+        trial.try_functions(recipe, dataclasses.replace(data, train=train))
 
 
 def test_the_functions_of_the_guides_pass_the_trial(make_inputs, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from kit.errors import UserFunctionError
 from kit.gym.python_verifiers.settings import read_verifiers
 from kit.runs import verifier_trial
 from tests.helpers.recipes import ROOT
-from tests.helpers.verifiers import EXAMPLE_SOURCE, CharTokenizer, make_config
+from tests.helpers.verifiers import EXAMPLE_SOURCE, CharTokenizer, make_recipe
 
 MATH = "kit/extras/math_answers.py:verify_math"
 TEMPLATE = "templates/reward.py:compute_score"
@@ -22,11 +22,11 @@ TEMPLATE = "templates/reward.py:compute_score"
 
 def try_rows(verifier, rows):
     """Try a verifier for {row id: row}, and return the lines for the summary."""
-    config = make_config(verifier)
-    specs = read_verifiers(config).specs
+    recipe = make_recipe(verifier)
+    specs = read_verifiers(recipe.verl).specs
     (name,) = specs
     tasks = [Task(row_id, row, name, [], []) for row_id, row in rows.items()]
-    return verifier_trial.try_verifiers(specs, tasks, config, CharTokenizer())
+    return verifier_trial.try_verifiers(specs, tasks, recipe, CharTokenizer())
 
 
 @pytest.fixture(autouse=True)
@@ -172,15 +172,18 @@ def test_a_component_that_gdpo_needs_and_the_verifier_does_not_return_is_an_erro
         "def score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return {'score': 1.0, 'right': 1.0}\n"
     )
-    config = make_config(f"{tmp_path}/parts.py:score")
-    specs = read_verifiers(config).specs
+    recipe = make_recipe(f"{tmp_path}/parts.py:score")
+    specs = read_verifiers(recipe.verl).specs
     tasks = [Task("a:1", {"answer": "5"}, next(iter(specs)), [], [])]
-    for reward, keys in ((None, ["right"]), ("mine.py:f", ["right", "format"])):
-        config.env.reward = reward
-        config.algorithm = {"adv_estimator": "gdpo", "gdpo_reward_keys": keys}
-        assert verifier_trial.try_verifiers(specs, tasks, config, CharTokenizer())
-    config.env.reward = None
+
+    def try_with(*changes):
+        changed = recipe.change("algorithm.adv_estimator=gdpo", *changes)
+        return verifier_trial.try_verifiers(specs, tasks, changed, CharTokenizer())
+
+    both = "algorithm.gdpo_reward_keys=[right, format]"
+    assert try_with("algorithm.gdpo_reward_keys=[right]")
+    assert try_with(both, "env.reward=mine.py:f")
     with pytest.raises(
         UserFunctionError, match=r"gdpo_reward_keys has format, .* components .*right"
     ):
-        verifier_trial.try_verifiers(specs, tasks, config, CharTokenizer())
+        try_with(both)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import value_loss
 
+from kit.config.recipe import Recipe
 from kit.rollout.verl_patches import TIMEOUT_VARIABLE
 from kit.runs import workers as worker_module
 from kit.runs.workers import make_value_model_config, optional_roles, start_roles, start_workers
@@ -75,15 +76,15 @@ def groups(monkeypatch) -> list[ProcessGroup]:
 
 
 @pytest.fixture(scope="module")
-def recipe(workspace) -> DictConfig:
+def recipe(workspace) -> Recipe:
     """The tiny recipe on two nodes of three GPUs."""
-    config = load(workspace)[0]
+    recipe = load(workspace)[0]
     sizes = [
         "trainer.nnodes=2",
         "trainer.n_gpus_per_node=3",
         "trainer.ray_wait_register_center_timeout=77",
     ]
-    return changed(config, *sizes)
+    return changed(recipe, *sizes)
 
 
 @pytest.fixture
@@ -103,18 +104,17 @@ def test_grpo_starts_one_group_with_only_the_actor(recipe, groups):
     [group] = groups
     assert workers == Workers(group, None, None, None) and group.calls == []
     assert group.part.cls is ActorRolloutRefWorker
-    assert group.part.kwargs == {"config": recipe.actor_rollout_ref, "role": "actor_rollout"}
+    assert group.part.kwargs == {"config": recipe.verl.actor_rollout_ref, "role": "actor_rollout"}
     assert group.arguments["resource_pool"] == ([3, 3], 1)
     assert group.arguments["device_name"] == "cpu"
     assert group.arguments["ray_wait_register_center_timeout"] == 77
 
 
 def test_each_group_of_ranks_gets_the_timeout_of_the_recipe(recipe, groups):
-    config = changed(recipe, "trainer.resource_pools.critic=1", GAE)
     for seconds in (1800, 5400):
-        config.actor_rollout_ref.nccl_timeout = seconds
+        timeout = f"actor_rollout_ref.nccl_timeout={seconds}"
         groups.clear()
-        start_workers(config)
+        start_workers(changed(recipe, "trainer.resource_pools.critic=1", GAE, timeout))
         variables = [group.arguments["worker_env"] for group in groups]
         assert variables == [{TIMEOUT_VARIABLE: str(seconds)}] * 2
 
@@ -142,11 +142,11 @@ def test_the_actors_processes_hold_the_reference_unless_it_is_a_separate_model(
 
 
 def test_sft_starts_only_the_actor(recipe, groups, reward_model_settings):
-    config = changed(recipe, GAE, KL, *reward_model_settings)
-    workers = start_workers(config, "sft")
+    recipe = changed(recipe, GAE, KL, *reward_model_settings)
+    workers = start_workers(replace(recipe, command="sft"))
     [group] = groups
     assert workers == Workers(group, None, None, None)
-    assert group.part.kwargs == {"config": config.actor_rollout_ref, "role": "actor"}
+    assert group.part.kwargs == {"config": recipe.verl.actor_rollout_ref, "role": "actor"}
 
 
 def test_roles_without_separate_gpus_share_a_process_on_each_gpu(
@@ -183,8 +183,8 @@ def test_a_critic_on_separate_gpus_is_a_separate_group(recipe, groups):
 
 
 def test_all_roles_may_have_separate_gpus(recipe, groups):
-    config = changed(recipe, GAE, "trainer.resource_pools.critic=2")
-    workers = start_roles(config, optional_roles(config))
+    recipe = changed(recipe, GAE, "trainer.resource_pools.critic=2")
+    workers = start_roles(recipe, optional_roles(recipe))
     [critic] = groups
     assert workers == Workers(None, critic, None, None)
 
@@ -201,8 +201,8 @@ def test_grpo_has_no_other_role_than_the_actor(recipe):
 def test_the_reward_model_is_a_value_model_that_is_not_trained(
     recipe, workspace, reward_model_settings
 ):
-    config = changed(recipe, GAE, *reward_model_settings)
-    roles = optional_roles(config)
+    recipe = changed(recipe, GAE, *reward_model_settings)
+    roles = optional_roles(recipe)
     assert list(roles) == ["critic", "reward_model"]
     assert roles["critic"].worker_class is roles["reward_model"].worker_class is TrainingWorker
     critic = roles["critic"].arguments["config"]
@@ -212,7 +212,7 @@ def test_the_reward_model_is_a_value_model_that_is_not_trained(
     assert critic.model_config.path == str(workspace / "tied")
     assert reward_model.model_config.path == str(workspace / "scored")
     assert reward_model.model_config.tokenizer_path == str(workspace / "scored")
-    assert config.critic.model.path == str(workspace / "tied")  # the recipe is unchanged
+    assert recipe.verl.critic.model.path == str(workspace / "tied")  # the recipe is unchanged
 
 
 @pytest.mark.parametrize(
@@ -231,23 +231,23 @@ def test_a_separate_reference_is_the_teacher_or_the_policys_first_model(
 ):
     """It does not have the policy's LoRA adapter."""
     changes = [change.replace("=untied", f"={workspace / 'untied'}") for change in changes]
-    config = changed(recipe, *changes, "actor_rollout_ref.model.lora_rank=8")
-    [(name, role)] = optional_roles(config).items()
+    recipe = changed(recipe, *changes, "actor_rollout_ref.model.lora_rank=8")
+    [(name, role)] = optional_roles(recipe).items()
     assert name == "ref" and role.worker_class is ActorRolloutRefWorker
     assert role.arguments["role"] == "ref"
     model = role.arguments["config"].model
     assert (model.path, model.lora_rank) == (str(workspace / path), 0)
-    assert config.actor_rollout_ref.model.path == str(workspace / "tied")
-    assert config.actor_rollout_ref.model.lora_rank == 8
+    assert recipe.model.path == str(workspace / "tied")
+    assert recipe.model.lora_rank == 8
 
 
 def test_a_value_model_has_the_critics_settings(recipe):
     changes = ["critic.forward_max_token_len_per_gpu=3000", "critic.ppo_max_token_len_per_gpu=2000"]
     changes += ["critic.optim.lr=0.125", "critic.checkpoint.save_contents=[model]"]
-    settings = make_value_model_config(changed(recipe, *changes).critic)
+    settings = make_value_model_config(changed(recipe, *changes).verl.critic)
     engine = settings.engine_config
     assert settings.model_type == "value_model"
     assert (engine.infer_max_token_len_per_gpu, engine.max_token_len_per_gpu) == (3000, 2000)
     assert settings.optimizer_config.lr == 0.125
     assert list(settings.checkpoint_config.save_contents) == ["model"]
-    assert settings.model_config.path == recipe.critic.model.path
+    assert settings.model_config.path == recipe.verl.critic.model.path

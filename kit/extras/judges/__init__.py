@@ -98,7 +98,7 @@ class Judges(Feature):
         launch.gym_processes += proxy.process_specs(launch.logs, python)
         launch.gym_process_names += [f"{name} (a judge)" for name in judges]
         launch.serves_policy |= "policy" in self.specs.values()
-        launch.run.gauges.append(proxy.metrics)
+        launch.run.log.gauges.append(proxy.metrics)
 
 
 # --- the judges that a server's settings name ----------------------------------------------------

@@ -25,9 +25,9 @@ class Supervisor(Feature):
         from kit.extras.supervisor.process_monitor import ProcessMonitor
 
         checkpoints = Path(launch.recipe.trainer.default_local_dir)
-        guard = launch.run.guard
-        monitor = ProcessMonitor(launch.logs, checkpoints, guard.report_lost)
-        guard.monitor = launch.stack.enter_context(monitor)
+        stages = launch.run.stages
+        monitor = ProcessMonitor(launch.logs, checkpoints, stages.report_lost)
+        stages.monitor = launch.stack.enter_context(monitor)
         launch.on_ray.append(functools.partial(watch, monitor))
 
 

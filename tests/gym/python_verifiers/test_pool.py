@@ -159,11 +159,11 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 from kit.gym.python_verifiers.pool import Worker
 from kit.gym.python_verifiers.settings import VerifierSpec
-from tests.helpers.verifiers import make_config
+from tests.helpers.verifiers import make_recipe
 
 async def main():
     spec = VerifierSpec("run_action", "my.py:run_action", "env.verifier", {path!r})
-    worker = Worker(spec, make_config("my.py:run_action", timeout_s=60.0), Path("log"))
+    worker = Worker(spec, make_recipe("my.py:run_action", timeout_s=60.0), Path("log"))
     await worker.start()
     print(worker.process.pid, flush=True)
     row = dict.fromkeys(("data_source", "ground_truth", "extra_info"))

@@ -13,7 +13,7 @@ from kit.errors import ConfigError, UserFunctionError
 from kit.gym.python_verifiers.settings import read_verifiers
 from kit.runs import prepare, summary, verifier_trial
 from tests.helpers.recipes import CPU, ROOT, WORDS, load, row, tiny, write_rows
-from tests.helpers.verifiers import EXAMPLE_SOURCE, CharTokenizer, make_config
+from tests.helpers.verifiers import EXAMPLE_SOURCE, CharTokenizer, make_recipe
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,11 @@ def test_a_verifier_that_cannot_work_is_an_error_of_one_line(
     (tmp_path / "broken.py").write_text("import nothing_at_all\n")
     (tmp_path / "none.py").write_text("def f(**_):\n    pass\n")
     line = EXAMPLE_SOURCE.splitlines().index("    return INVALID[solution_str]") + 1
-    config = make_config(verifier)
-    specs = read_verifiers(config).specs
+    recipe = make_recipe(verifier)
+    specs = read_verifiers(recipe.verl).specs
     task = Task("r:1", row(), next(iter(specs)), [], [])
     with pytest.raises(UserFunctionError) as error:
-        verifier_trial.try_verifiers(specs, [task], config, CharTokenizer())
+        verifier_trial.try_verifiers(specs, [task], recipe, CharTokenizer())
     text = str(error.value)
     assert text.startswith("env.verifier=") and "\n" not in text
     assert re.search(message.replace("LINE", str(line)), text), text
@@ -101,9 +101,9 @@ def test_invalid_settings_are_errors_before_anything_is_loaded(
 ):
     monkeypatch.chdir(workspace)
     changes = tiny(workspace, "env.verifier=verl", *re.split(" (?=env)", change))
-    config, _ = load_config([str(ROOT / "tests" / "tiny.yaml")], changes)
+    merged = load_config([str(ROOT / "tests" / "tiny.yaml")], changes)
     with pytest.raises((ConfigError, UserFunctionError), match=re.escape(message)):
-        prepare.prepare(config)
+        prepare.prepare(*merged)
 
 
 def test_a_recipe_with_a_verifier_needs_no_server(workspace, tmp_path, monkeypatch):
@@ -113,34 +113,35 @@ def test_a_recipe_with_a_verifier_needs_no_server(workspace, tmp_path, monkeypat
     del recipe["gym"]
     OmegaConf.save(recipe, tmp_path / "alone.yaml")
     changes = [change for change in tiny(workspace) if not change.startswith("gym.")]
-    config, _ = load_config([str(tmp_path / "alone.yaml"), str(CPU)], changes)
+    merged = load_config([str(tmp_path / "alone.yaml"), str(CPU)], changes)
     with pytest.raises(
         ConfigError, match=r"gym.servers is not set.* or env.verifier to a function"
     ):
-        prepare.prepare(config)
+        prepare.prepare(*merged)
+    config, defaults = merged
     config.env.verifier = f"{tmp_path}/my.py:compute_score"
-    inputs = prepare.prepare(config)
+    recipe, inputs = prepare.prepare(config, defaults)
     assert {task.server for task in [*inputs.train, *inputs.validation]} == {"compute_score"}
     assert len(inputs.train) == 8
-    text = summary.summarize(config, inputs, "train")
+    text = summary.summarize(recipe, inputs)
     assert "servers     compute_score (16 rows)" in text
     assert f"verifier    {tmp_path}/my.py:compute_score: " in text
     expected = "reward 1 for 'So the answer is 7.', 1 for the ground truth '7'"
     assert f"            tried on row {inputs.train[0].row_id}: {expected}\n" in text
     source = EXAMPLE_SOURCE.replace("float(ground_truth in solution_str)", "0.0")
     (tmp_path / "my.py").write_text(source)
-    text = summary.summarize(config, prepare.prepare(config), "train")
+    text = summary.summarize(*prepare.prepare(config, defaults))
     assert "0 for the ground truth '7'. The ground truth earns nothing." in text
     rows = [{**row(f"{word} 7"), "answer": None} for word in WORDS]
     config.env.train_files = [str(write_rows(tmp_path / "without_answer.jsonl", rows))]
-    text = summary.summarize(config, prepare.prepare(config), "train")
+    text = summary.summarize(*prepare.prepare(config, defaults))
     assert "reward 0 for 'So the answer is 7.'. The row has no ground truth that" in text
     source = EXAMPLE_SOURCE.replace("float(ground_truth in solution_str)", "None")
     (tmp_path / "my.py").write_text(source)
     with pytest.raises(
         UserFunctionError, match=r"my.py:compute_score returned None; it must return"
     ):
-        prepare.prepare(config)
+        prepare.prepare(config, defaults)
 
 
 def test_files_may_have_different_verifiers(workspace, tmp_path, monkeypatch):

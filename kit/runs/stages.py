@@ -1,10 +1,14 @@
-"""Stop a run in order: stage timeouts, Ctrl-C and SIGTERM, and lost processes."""
+"""The stages of a run: time them, and stop the run in order.
+
+A run stops for a stage timeout, Ctrl-C and SIGTERM, or a lost process.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import enum
+import itertools
 import os
 import re
 import signal
@@ -13,12 +17,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol
 
-from kit.config.recipe import Recipe
+from kit.data.episode import Episode
 from kit.errors import RunError, Stop
+from kit.features import EventLoop
 from kit.runs import log_files, processes
+from kit.runs.console import Display, say
 from kit.runs.event_loops import get_running_loop
+
+if TYPE_CHECKING:
+    from signal import _HANDLER  # what signal.signal sets and returns
 
 PEER_LOSS_S = 30  # seconds until Ray notices that a node is lost
 SHUTDOWN_TIMEOUT_S = 60  # seconds for the processes to end, before they are killed
@@ -28,6 +38,7 @@ SAME_SIGNAL_S = 1.0  # a second signal within this time is a copy of the first
 UNINTERRUPTIBLE = ("update_critic", "update_actor", "update_weights", "save_checkpoint")
 OUTER_STAGE = "step"  # contains the other stages; it is only timed
 RESUME_HINT = "Rerun the same command to resume from the last checkpoint"
+EXPORT_HINT = "Rerun the same command to export the model"
 
 
 class StopReason(enum.Enum):
@@ -39,26 +50,35 @@ class StopReason(enum.Enum):
     SHUTDOWN_TIMEOUT = enum.auto()  # the processes did not end in SHUTDOWN_TIMEOUT_S
 
 
-class Guard:
+class Monitor(Protocol):
+    """Watches the processes of a run (an optional feature)."""
+
+    def register_folder(self, folder: str) -> None:
+        """Delete a folder when the run ends."""
+
+    def stop_watching(self) -> None:
+        """Report no process from now on."""
+
+    def kill_all(self) -> None:
+        """Kill all processes of the run."""
+
+
+class Stages:
     """Times the stages of a run, and stops the run if one hangs, a signal comes or a process dies.
 
     All of these stop the run by a signal, which Python handles in its main thread only. In another
-    thread, the Guard checks for a lost process between two stages, and has no other effect.
+    thread, `stage` checks for a lost process, and nothing else stops the run.
 
-    say: prints a line. show: shows the current stage.
+    timeout_s: trainer.stage_timeout_s. logs: the folder of the processes' logs.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        logs: Path,
-        say: Callable[[str], None],
-        show: Callable[[str], None],
-    ):
-        self.recipe = recipe
+    def __init__(self, timeout_s: float, logs: Path, display: Display):
+        self.timeout_s = timeout_s
         self.logs = logs
-        self.say = say
-        self.show = show
+        self.display = display
+        self.started_at = time.monotonic()
+        self.has_episode = False  # whether an episode has ended
+        self.open_episodes = 0  # of the current batch
         self.timing: dict[str, float] = {}  # seconds by stage, of the current step
         self.current_stage = ""
         self.failed_stage = ""
@@ -67,16 +87,15 @@ class Guard:
         self.stop_signal_at = 0.0
         self.lost_process = ""  # a message about it
         self.is_closing = False  # between begin_shutdown and end_shutdown
-        self.pending_export = ""  # a hint to print, set while the export is still to come
+        self.is_export_pending = False  # the steps are done, and the export is still to come
         self.ending: Stop | None = None  # the exception that ends the run
         self.loop_stop: asyncio.Handle | None = None  # a call that stops this thread's event loop
         self.loop_stop_at = 0.0  # time of that call
         self.notebook_loop = get_running_loop()  # a notebook calls all of this inside its loop
-        # An optional process monitor. Methods used here: stop_watching(), kill_all().
-        self.monitor: Any = None
-        self.loop: Any = None  # asyncio.Runner, or an object with its `run` and `get_loop`
+        self.monitor: Monitor | None = None
+        self.loop: EventLoop | None = None
         self.has_signals = threading.current_thread() is threading.main_thread()
-        self.previous_handlers: dict[int, Any] = {}  # by signal
+        self.previous_handlers: dict[int, _HANDLER] = {}  # by signal
 
     # --- signals ---
 
@@ -87,7 +106,7 @@ class Guard:
         """
         if not self.has_signals:
             return
-        handlers = {
+        handlers: dict[signal.Signals, _HANDLER] = {
             signal.SIGINT: self.handle_stop_signal,
             signal.SIGTERM: self.handle_stop_signal,
             signal.SIGALRM: self.handle_alarm,
@@ -110,7 +129,7 @@ class Guard:
         if self.has_signals:
             signal.alarm(seconds)
 
-    def handle_stop_signal(self, signum: int, _frame: Any) -> None:
+    def handle_stop_signal(self, signum: int, _frame: FrameType | None) -> None:
         """Handle Ctrl-C or SIGTERM: the first saves and exits, the second exits immediately."""
         if self.stop_signal:
             # A wrapper may forward a signal that the terminal sends to the whole group.
@@ -121,11 +140,11 @@ class Guard:
         self.stop_signal = signum
         name = signal.Signals(signum).name
         repeat = "Press Ctrl-C" if signum == signal.SIGINT else f"Send {name}"
-        self.say(f"{name}: saving and exiting. {repeat} again to exit immediately.")
+        say(f"{name}: saving and exiting. {repeat} again to exit immediately.")
         if self.current_stage and self.current_stage not in UNINTERRUPTIBLE:
             self.stop(StopReason.SIGNAL)
 
-    def handle_alarm(self, *_: Any) -> None:
+    def handle_alarm(self, *_: object) -> None:
         """Handle SIGALRM: a timeout has passed, or `report_lost` was called."""
         if self.is_closing:
             self.stop(StopReason.SHUTDOWN_TIMEOUT)
@@ -184,7 +203,7 @@ class Guard:
                 self.lost_process = ""  # else the stage that saves would raise it again
             return Stop(message, save=can_save)
         return Stop(
-            f"Stage '{stage}' made no progress for {self.recipe.kit.stage_timeout_s:g} s "
+            f"Stage '{stage}' made no progress for {self.timeout_s:g} s "
             "(trainer.stage_timeout_s). Raise it if the stage is just slow. "
             f'{log_files.read_newest_log_tail(self.logs)}. See docs/troubleshooting.md, "Ray".'
         )
@@ -194,13 +213,13 @@ class Guard:
         error = sys.exc_info()[1]
         cause = f"{str(error).rstrip('.')}; " if error else ""
         message = f"{cause}the run's processes did not end in {SHUTDOWN_TIMEOUT_S} s and are killed"
-        if self.pending_export and not error:
-            message += f"; {self.pending_export}"
+        if self.is_export_pending and not error:
+            message += f"; {EXPORT_HINT}"
         print(f"error: {message}", file=sys.stderr)
         if isinstance(error, Stop):
             status = error.status
         else:
-            status = int(bool(error or self.pending_export))
+            status = int(bool(error or self.is_export_pending))
         exit_now(status, self.monitor)
 
     def report_lost(self, message: str) -> None:
@@ -213,7 +232,7 @@ class Guard:
         """Restart the timeout of the current stage (trainer.stage_timeout_s)."""
         self.last_progress_at = time.monotonic()
         if self.current_stage and not self.loop_stop:
-            self._set_alarm(max(1, round(self.recipe.kit.stage_timeout_s)))
+            self._set_alarm(max(1, round(self.timeout_s)))
             # Another thread may call this, while the main thread stops the loop.
             if self.loop_stop:
                 self._set_alarm(BLOCKED_LOOP_S)
@@ -239,10 +258,37 @@ class Guard:
     def end_shutdown(self) -> None:
         """End the shutdown: the processes have ended, and timeouts now apply to the export."""
         self.is_closing = False
-        self.pending_export = ""
+        self.is_export_pending = False
         self.monitor = None
 
     # --- stages ---
+
+    def begin_step(self, step: int) -> None:
+        """Clear the timings for a new step. Raises Stop if a stop signal has arrived."""
+        if self.stop_signal:
+            self.stop(StopReason.SIGNAL)
+        self.timing.clear()
+        self.display.set_progress(step - 1)
+
+    def timings(self) -> dict[str, float]:
+        """Seconds of the step's stages, as metrics."""
+        return {f"timing_s/{stage}": seconds for stage, seconds in self.timing.items()}
+
+    def count_episodes(self, total: int) -> Callable[[int, Episode], None]:
+        """Return a callback for ended episodes. It shows how many of `total` have ended."""
+        ended = itertools.count(1)
+        self.open_episodes = total
+
+        def on_done(_index: int, _episode: Episode) -> None:
+            done = next(ended)
+            self.open_episodes = total - done
+            self.record_progress()
+            if not self.has_episode:
+                self.has_episode = True
+                self.timing["first_episode"] = time.monotonic() - self.started_at
+            self.display.show_episodes(done, total)
+
+        return on_done
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -276,14 +322,14 @@ class Guard:
             self.handle_alarm()
         if self.stop_signal and name not in UNINTERRUPTIBLE:
             self.stop(StopReason.SIGNAL)
-        self.show(name)
+        self.display.show_stage(name)
         self.record_progress()
 
     def _convert_error(self, name: str, error: Exception) -> None:
         """Raise Stop or RunError instead of a stage's error, or return to keep the error."""
         if self.loop_stop and self.ending:
             if not (isinstance(error, RuntimeError) and "Event loop stopped" in str(error)):
-                self.say(f"stage {name} failed while the run was stopping: {error!r:.300}")
+                say(f"stage {name} failed while the run was stopping: {error!r:.300}")
             raise self.ending from error
         if name != OUTER_STAGE:
             self.failed_stage = name
@@ -310,7 +356,7 @@ class Guard:
         except (Stop, Exception) as error:
             if self._can_save(error):
                 checkpoint = save()
-                self.say(f"Last checkpoint: {checkpoint or 'none, no step was completed'}")
+                say(f"Last checkpoint: {checkpoint or 'none, no step was completed'}")
             raise
 
     def _can_save(self, error: BaseException) -> bool:
@@ -324,7 +370,7 @@ class Guard:
         return self.failed_stage not in UNINTERRUPTIBLE and not is_ray_error(error.__cause__)
 
 
-def exit_now(status: int, monitor: Any) -> None:
+def exit_now(status: int, monitor: Monitor | None) -> None:
     """Exit immediately: kill all descendants, trackers included, and remove their files."""
     signal.signal(signal.SIGALRM, signal.SIG_IGN)  # the monitor would report that they died
     if monitor:

@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from kit.data.metrics import compute_validation_metrics
 from kit.errors import RunError
 from kit.runs import checkpoints, cli, export, files, finite_check
 from kit.runs.launch import Stack
-from kit.runs.run_dir import Run
+from kit.runs.run import Run
 from tests.helpers.recipes import ROOT, load
 from tests.helpers.trainer import Servers
 
@@ -99,7 +100,7 @@ def command(workspace, tmp_path, monkeypatch):
     """A function that runs `train` with doubles of workers and servers -> its error message."""
     monkeypatch.chdir(tmp_path)
     changes = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1")
-    config, data = load(workspace, *changes)
+    recipe, data = load(workspace, *changes)
     workers = training.Workers(Group(), None, None)
     monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Stack(workers, Servers([])))
     monkeypatch.setattr(
@@ -107,7 +108,7 @@ def command(workspace, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(finite_check, "find_nonfinite_weights", lambda _: [])
     monkeypatch.setattr("kit.extras.report.report_page.render_page", lambda _: "page")
-    for module in ("kit.runs.run_dir", "kit.runs.checkpoints"):
+    for module in ("kit.runs.run_files", "kit.runs.checkpoints"):
         # the whole recipe takes 0.3 s to write
         monkeypatch.setattr(f"{module}.redacted", lambda _: OmegaConf.create({"short": True}))
     monkeypatch.setattr(sys, "argv", ["algorithm.py", "--config", "tiny", "--quiet"])
@@ -119,8 +120,8 @@ def command(workspace, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "export", write_step)
 
     def make_plan(*_, **__):
-        resume_from, notes = checkpoints.find_resume_point(config)
-        return cli.Plan(config, config, data, resume_from, [], notes)
+        resume_from, notes = checkpoints.find_resume_point(recipe)
+        return cli.Plan(recipe, data, resume_from, [], notes)
 
     monkeypatch.setattr(cli, "plan", make_plan)
 
@@ -320,7 +321,7 @@ def test_a_second_run_is_an_error_until_the_first_ends_or_is_killed(
 ):
     """The first is killed. A child that it forked and one that it executed are still alive."""
     monkeypatch.chdir(tmp_path)
-    config, _ = load(workspace)
+    recipe, _ = load(workspace)
     folder = Path("runs/tiny")
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -334,16 +335,17 @@ def test_a_second_run_is_an_error_until_the_first_ends_or_is_killed(
     try:
         for command in ("train", "evaluate", "rollout", "sft"):
             in_use = rf"runs/tiny is in use by another run \(pid {holder.pid} on .*Wait"
-            with pytest.raises(RunError, match=in_use), Run(config, command):
+            with pytest.raises(RunError, match=in_use), Run(replace(recipe, command=command)):
                 pytest.fail("two runs with the same name")
         assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
         assert not (folder / "config.yaml").exists()
         holder.kill()
         holder.wait()
         assert all(Path(f"/proc/{pid}").exists() for pid in children)
-        with Run(config, "evaluate"):
+        evaluation = replace(recipe, command="evaluate")
+        with Run(evaluation):
             assert (folder / "run.lock").read_text().startswith(f"pid {os.getpid()} on ")
-        with Run(config, "evaluate"):
+        with Run(evaluation):
             pass
     finally:
         holder.kill()
@@ -385,29 +387,24 @@ def test_an_evaluation_in_which_every_episode_failed_says_so(
     workspace, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    config, _ = load(workspace)
+    recipe, _ = load(workspace)
     failed = [Episode("x:1", "1/0", "s", [1], status="timeout")]
-    with Run(config) as run:
-        run.log_evaluation(3, compute_validation_metrics(failed, 1), failed)
+    with Run(recipe) as run:
+        run.log.write_evaluation(3, compute_validation_metrics(failed, 1), failed)
     assert "step 3/" in (printed := capsys.readouterr().out)
     assert "no score, because every episode failed" in printed
 
 
-def test_control_characters_from_a_server_do_not_reach_the_terminal(
-    workspace, tmp_path, monkeypatch, capsys
-):
+def test_control_characters_from_a_server_do_not_reach_the_terminal(capsys):
     import pandas as pd
     from rich.console import Console
 
     from kit.extras.report import show
-    from kit.runs.console import remove_control_characters
+    from kit.runs.console import remove_control_characters, say
 
     escapes = "\x1b]0;title\x07\x1b[2J\x9b31m\r\x08"
     assert remove_control_characters(f"a{escapes}\n\tb") == "a]0;title[2J31m\n\tb"
-    monkeypatch.chdir(tmp_path)
-    config, _ = load(workspace)
-    with Run(config) as run:
-        run.say(f"a server answered {escapes}")
+    say(f"a server answered {escapes}")
     shown = pd.DataFrame(
         [{"reward": float("nan"), "prompt": escapes, "response": escapes, "status": escapes}]
     )
