@@ -229,8 +229,8 @@ class RunFiles:
     def keep_nonfinite(self, step: int, reason: str, batch: DataProto) -> str:
         """Save the batch of a non-finite step to nonfinite/, and return a message.
 
-        Raises RunError at the last of MAX_NONFINITE_STEPS such steps in a row, and at the first one
-        if the optimizer applies it. verl's other engines skip it.
+        Raises RunError at the last of MAX_NONFINITE_STEPS such steps in a row. If the optimizer has
+        applied the step, the first one raises it.
         """
         import torch  # takes a second, which a refused recipe need not wait for
 

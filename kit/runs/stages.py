@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kit.data.episode import Episode
 from kit.errors import RunError, Stop
+from kit.features import EventLoop
 from kit.runs import log_files, processes
 from kit.runs.console import Display, say
 from kit.runs.event_loops import get_running_loop
@@ -29,7 +30,6 @@ from kit.runs.event_loops import get_running_loop
 if TYPE_CHECKING:
     from signal import _HANDLER  # what signal.signal sets and returns
 
-    from kit.features import EventLoop
 
 PEER_LOSS_S = 30  # seconds until Ray notices that a node is lost
 SHUTDOWN_TIMEOUT_S = 60  # seconds for the processes to end, before they are killed
@@ -52,7 +52,7 @@ class StopReason(enum.Enum):
 
 
 class Monitor(Protocol):
-    """Watches the processes of a run."""
+    """Watches the processes of a run (an optional feature)."""
 
     def register_folder(self, folder: str) -> None:
         """Delete a folder when the run ends."""
