@@ -34,7 +34,7 @@ from kit.rollout import sampler
 from kit.rollout.inputs import RunInputs
 from kit.runs import files, isolation, node_checks
 from kit.runs.console import say
-from kit.runs.event_loops import make_runner
+from kit.runs.event_loops import Runner, make_runner
 from kit.runs.run import Run
 
 JOIN_S = 120.0  # seconds to wait for nodes of a cluster that join after the run starts
@@ -167,7 +167,7 @@ def explain_start_errors() -> Iterator[None]:
 def start_sampling(
     launch: Launch,
     workers: Any,
-    loop: Any,
+    loop: Runner,
     urls: Mapping[str, str],
     endpoint: PolicyEndpoint,
 ) -> Any:
@@ -388,7 +388,7 @@ def find_missing_resources(recipe: Recipe, resources: Mapping[str, float]) -> st
     return ""
 
 
-def enter(context: Any, loop: Any, stack: contextlib.ExitStack) -> None:
+def enter(context: Any, loop: Runner, stack: contextlib.ExitStack) -> None:
     """Open an asynchronous context now, and close it with the run."""
     loop.run(context.__aenter__())
 

@@ -224,16 +224,16 @@ def test_a_redirect_is_reported_and_not_followed(check, status, monkeypatch):
 # --- Prometheus ----------------------------------------------------------------------------------
 
 
-def test_the_printed_command_of_prometheus_listens_on_this_machine_only(tmp_path):
+def test_the_printed_command_of_prometheus_listens_on_this_machine_only(tmp_path, monkeypatch):
     lines = []
     port = find_free_port()
     settings = {"file": str(tmp_path / "prometheus.yml"), "port": port}
-    config = {
-        "actor_rollout_ref": {"rollout": {"prometheus": settings}},
-        "trainer": {"experiment_name": "x"},
-    }
-
-    run = SimpleNamespace(config=OmegaConf.create(config), say=lines.append, log_readers=[])
+    recipe = SimpleNamespace(
+        rollout=OmegaConf.create({"prometheus": settings}),
+        trainer=OmegaConf.create({"experiment_name": "x"}),
+    )
+    run = SimpleNamespace(recipe=recipe, log=SimpleNamespace(readers=[]))
+    monkeypatch.setattr(monitor, "say", lines.append)
     with contextlib.ExitStack() as stack:
         monitor.serve_metrics(run, "127.0.0.1", ["127.0.0.1:1"], stack)
         assert f"--web.listen-address=127.0.0.1:{port}" in lines[0]
