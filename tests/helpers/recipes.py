@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from kit.config.load import load_config
-from kit.config.recipe import ONE_GPU_PER_ROW, Recipe
+from kit.config.recipe import Recipe
 from kit.runs import prepare
 
 # Environment variables of commands that tests start, without the variables set above.
@@ -128,9 +128,7 @@ def make_partial(sections: dict, command="train", arguments=(), **kit) -> Recipe
     config = OmegaConf.create(sections)
     kit_sections: Any = SimpleNamespace(kit=SimpleNamespace(**kit))
     functions: Any = None
-    return Recipe(
-        command, config, config, kit_sections, functions, frozenset(arguments), ONE_GPU_PER_ROW
-    )
+    return Recipe(command, config, config, kit_sections, functions, frozenset(arguments), ())
 
 
 def command(workspace: Path, *arguments: str) -> list[str]:

@@ -15,9 +15,10 @@ from omegaconf import OmegaConf
 import gym_client
 from gym_client import GymError
 from kit.config.load import base_configs
-from kit.config.recipe import ONE_GPU_PER_ROW, Recipe
+from kit.config.recipe import Recipe
 from kit.config.sections import read_sections
 from kit.config.user_functions import load_recipe_functions
+from kit.features import make_features
 from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.python_verifiers.settings import read_verifiers
 from kit.gym.verifiers import VerifierRouter
@@ -68,7 +69,8 @@ def make_recipe(verifier, allow_unsandboxed_code=False, **pool) -> Recipe:
     functions = load_recipe_functions(config)
     arguments: frozenset[str] = frozenset()
     sections = read_sections(config)
-    return Recipe("train", config, base, sections, functions, arguments, ONE_GPU_PER_ROW)
+    active = make_features(config, "train")
+    return Recipe("train", config, base, sections, functions, arguments, active)
 
 
 def make_router(folder, verifier, **settings):
