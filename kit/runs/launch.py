@@ -15,11 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
+from gym_client import Json
 from kit import features
 from kit.config import user_functions
 from kit.config.keys import to_plain
@@ -34,8 +36,16 @@ from kit.rollout import sampler
 from kit.rollout.inputs import RunInputs
 from kit.runs import files, isolation, node_checks
 from kit.runs.console import say
-from kit.runs.event_loops import Runner, make_runner
+from kit.runs.event_loops import make_runner
 from kit.runs.run import Run
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+    from inference import Servers
+    from kit.features import EventLoop
+    from kit.rollout.sampler import SamplerContext
+    from training import Workers
 
 JOIN_S = 120.0  # seconds to wait for nodes of a cluster that join after the run starts
 # Timeout of one response, or of an agent's episode: the larger of these two
@@ -46,8 +56,8 @@ TOKEN_S = 0.25  # for each token of the longest response
 class Stack(NamedTuple):
     """The started parts of a run."""
 
-    workers: Any  # training.Workers; None if nothing is trained
-    servers: Any  # inference.Servers; None if nothing is sampled
+    workers: Any  # training.Workers, or None if the command trains nothing
+    servers: Any  # inference.Servers, or None if nothing is sampled
 
 
 class PolicyEndpoint(NamedTuple):
@@ -120,12 +130,12 @@ def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: boo
         user_functions.register_in_verl(
             recipe.algorithm.adv_estimator, recipe.actor.policy_loss.loss_mode
         )
-        workers: Any = None
+        workers: Workers | None = None
         if recipe.trains:  # their models are loaded while the rollout engine starts
             from kit.runs.workers import start_workers
 
             workers = start_workers(recipe)
-        if not samples:
+        if workers and not samples:
             workers.actor.init_model()
             finish_workers(launch, workers)
             finish_start(launch, [])
@@ -166,12 +176,12 @@ def explain_start_errors() -> Iterator[None]:
 
 def start_sampling(
     launch: Launch,
-    workers: Any,
-    loop: Runner,
+    workers: Workers | None,
+    loop: EventLoop,
     urls: Mapping[str, str],
     endpoint: PolicyEndpoint,
-) -> Any:
-    """Start the verifiers' clients and the rollout engine -> inference.Servers."""
+) -> Servers:
+    """Start the verifiers' clients and the rollout engine."""
     import inference
     from kit.rollout import openai_server
 
@@ -223,7 +233,7 @@ def serves_agents(launch: Launch) -> bool:
     return bool(has_agent or launch.serves_policy or settings.policy_endpoint.port)
 
 
-def connect_to_engine(launch: Launch, manager: Any) -> Any:
+def connect_to_engine(launch: Launch, manager: LLMServerManager) -> SamplerContext:
     """The client of the rollout engine, with its timeouts."""
     from kit.rollout.client import Client
 
@@ -235,7 +245,7 @@ def connect_to_engine(launch: Launch, manager: Any) -> Any:
     return sampler.make_sampler_context(recipe, client, launch.inputs, timeout_s)
 
 
-def finish_workers(launch: Launch, workers: Any) -> None:
+def finish_workers(launch: Launch, workers: Workers) -> None:
     """Send the loss to the workers and mask image placeholders. Their models must be loaded."""
     import training
 
@@ -286,7 +296,7 @@ def start_ray(launch: Launch) -> None:
         importing = imports.submit(import_engine, launch)
         settings = ray_settings(launch)
         with isolation.show_logical_gpus(launch.recipe.verl):
-            session = init_ray(settings).address_info["session_dir"]
+            session = init_ray(settings)
         processes = ray._private.worker._global_node.all_processes  # type: ignore[attr-defined]
         raylets = processes.get("raylet")  # of a Ray that this process started
         raylet_pid = raylets[0].process.pid if raylets else None
@@ -300,10 +310,10 @@ def start_ray(launch: Launch) -> None:
     wait_for_resources(launch.recipe, 0.0 if raylets else JOIN_S)
 
 
-def init_ray(settings: dict[str, Any]) -> Any:
-    """Start or join Ray. Raises RunError, with Ray's reason, if that fails."""
+def init_ray(settings: Json) -> str:
+    """Start or join Ray -> the folder of its session. Raises RunError with Ray's reason."""
     try:
-        return ray.init(**settings)
+        context: Any = ray.init(**settings)  # its type depends on the address
     except Exception as error:  # Ray raises this class if, for example, the start times out
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = lines[0] if lines else repr(error)
@@ -320,9 +330,10 @@ def init_ray(settings: dict[str, Any]) -> Any:
             f"Ray did not start: {reason} Its logs are in {settings['_temp_dir']}/session_latest/"
             f'logs. {hint}See docs/troubleshooting.md, "Ray".'
         ) from error
+    return str(context.address_info["session_dir"])
 
 
-def ray_settings(launch: Launch) -> dict[str, Any]:
+def ray_settings(launch: Launch) -> Json:
     """The arguments of ray.init."""
     settings = to_plain(launch.recipe.verl.ray_kwargs.ray_init)
     if settings.get("address"):
@@ -388,7 +399,9 @@ def find_missing_resources(recipe: Recipe, resources: Mapping[str, float]) -> st
     return ""
 
 
-def enter(context: Any, loop: Runner, stack: contextlib.ExitStack) -> None:
+def enter(
+    context: AbstractAsyncContextManager[Any], loop: EventLoop, stack: contextlib.ExitStack
+) -> None:
     """Open an asynchronous context now, and close it with the run."""
     loop.run(context.__aenter__())
 
