@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kit.config import checks
-from kit.config.keys import diff
+from kit.config.keys import find_changes
 from kit.config.load import load_config
 from kit.errors import ConfigError
 from kit.rollout import chat
@@ -78,10 +78,9 @@ def summarize(workspace, *overrides: str, changes: Sequence[str] = ()) -> str:
         for kind in ("train", "val")
     ]
     keys = [*tiny(workspace, model, *SMALL), *rows, gym, "data.max_response_length=1024", *changes]
-    config, defaults = load_config(["math", *overrides], keys)
-    inputs = prepare.prepare(config)
-    assert diff(config, defaults)
-    return summary.summarize(config, inputs, "train")
+    recipe, inputs = prepare.prepare(*load_config(["math", *overrides], keys))
+    assert find_changes(recipe.verl, recipe.defaults)
+    return summary.summarize(recipe, inputs)
 
 
 @pytest.mark.parametrize("name", DEVICES)

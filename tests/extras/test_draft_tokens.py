@@ -20,8 +20,8 @@ from tests.helpers.stack import AGREE, SESSION
 @contextlib.contextmanager
 def second_engine(stack, *changes, overlays=()):
     """Yield the manager of a second vLLM in the session, with the initial weights of the model."""
-    config, _ = load(stack.workspace, *SESSION, *changes, overlays=overlays)
-    manager = stack.servers.loop.run(inference.start_standalone_servers(config, start_rank=1))
+    recipe, _ = load(stack.workspace, *SESSION, *changes, overlays=overlays)
+    manager = stack.servers.loop.run(inference.start_standalone_servers(recipe, start_rank=1))
     try:
         yield manager
     finally:
@@ -43,11 +43,11 @@ def test_draft_tokens_change_no_response(stack):
         with stack.trainer("drafted", *changes, overlays=["drafts"]) as trainer:
             addresses = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
             context = make_sampler_context(
-                trainer.config, Client(trainer.config, addresses), trainer.inputs, 60.0
+                trainer.recipe, Client(trainer.recipe, addresses), trainer.inputs, 60.0
             )
             servers = trainer.servers
             trainer.servers = inference.Servers(
-                trainer.config, manager, None, context, servers.gym, servers.loop
+                trainer.recipe, manager, None, context, servers.gym, servers.loop
             )
             drafted = trainer.rollout(trainer.inputs.validation, "val", validate=True)
             accepted_greedy = accepted()["rollout/drafts_accepted_frac"]

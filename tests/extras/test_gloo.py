@@ -7,7 +7,7 @@ import concurrent.futures
 
 import torch
 
-from kit.extras import gloo
+from kit.extras.gloo.engine import GlooCheckpointEngine
 
 
 async def receive(engine) -> dict[str, torch.Tensor]:
@@ -17,7 +17,7 @@ async def receive(engine) -> dict[str, torch.Tensor]:
 def sync_weights(engines, weights, pool) -> list[dict[str, torch.Tensor]]:
     """Send weights from the first two engines. Return what each of the other two received."""
     metadata = [engine.prepare() for engine in engines]
-    senders, receivers = gloo.GlooCheckpointEngine.build_topology(2, 2, metadata)
+    senders, receivers = GlooCheckpointEngine.build_topology(2, 2, metadata)
     arguments = {name: [*senders[name], *receivers[name]] for name in senders}
     joins = []
     for i, engine in enumerate(engines):
@@ -43,7 +43,7 @@ def assert_equal(received: dict[str, torch.Tensor], weights: dict[str, torch.Ten
 def test_weights_reach_servers_on_separate_gpus(monkeypatch):
     """One of two ranks sends. Two workers of servers receive all weights, in each of two syncs."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-    engines = [gloo.GlooCheckpointEngine(2**20, is_master=i == 0) for i in range(4)]
+    engines = [GlooCheckpointEngine(2**20, is_master=i == 0) for i in range(4)]
     weights = {
         "wide": torch.randn(700, 500),
         "half": torch.randn(3, 5).bfloat16(),

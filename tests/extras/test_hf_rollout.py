@@ -29,11 +29,11 @@ def trainer_with_servers(stack, name, workers, manager, *changes):
     with stack.trainer(name, *changes, overlays=[name], workers=workers) as trainer:
         addresses = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
         context = make_sampler_context(
-            trainer.config, Client(trainer.config, addresses), trainer.inputs, 60.0
+            trainer.recipe, Client(trainer.recipe, addresses), trainer.inputs, 60.0
         )
         servers = trainer.servers
         trainer.servers = inference.Servers(
-            trainer.config, manager, workers.actor, context, servers.gym, servers.loop
+            trainer.recipe, manager, workers.actor, context, servers.gym, servers.loop
         )
         trainer.update_weights()
         yield trainer
@@ -43,9 +43,9 @@ def trainer_with_servers(stack, name, workers, manager, *changes):
 def hf(stack):
     """A separate actor with a transformers server: (workers, manager)."""
     importlib.import_module("kit.extras.hf_rollout")
-    config, _ = load(stack.workspace, *SESSION, overlays=["hf"])
-    workers = start_workers(config)
-    manager = stack.servers.loop.run(inference.start_servers(config, workers.actor))
+    recipe, _ = load(stack.workspace, *SESSION, overlays=["hf"])
+    workers = start_workers(recipe)
+    manager = stack.servers.loop.run(inference.start_servers(recipe, workers.actor))
     yield workers, manager
     for handle in manager.server_handles:
         ray.kill(handle)
@@ -87,7 +87,7 @@ def test_transformers_repeat_a_response_for_the_same_seed(stack, hf):
     rollout = "actor_rollout_ref.rollout"
     changes = [f"{rollout}.full_determinism=true", f"{rollout}.top_k=3", f"{rollout}.top_p=0.9"]
     with trainer_with_servers(stack, "hf", *hf, *changes) as trainer:
-        args = make_rollout_args(trainer.config, trainer.inputs.train, "1", False)
+        args = make_rollout_args(trainer.recipe, trainer.inputs.train, "1", False)
         first = trainer.servers.rollout(args.requests, args.sampling)
         second = trainer.servers.rollout(args.requests, args.sampling)
         assert [e.response_ids for e in first] == [e.response_ids for e in second]

@@ -30,9 +30,9 @@ def test_sft_of_a_model_that_reads_images_is_refused(workspace, vision_model):
         "env.val_files=[]",
         f"actor_rollout_ref.model.path={vision_model}",
     ]
-    config, _ = load_config([str(CPU), str(RECIPE), "sft"], tiny(workspace, *changes))
+    config, defaults = load_config([str(CPU), str(RECIPE), "sft"], tiny(workspace, *changes))
     with pytest.raises(ConfigError, match="`sft` does not support models that read images"):
-        sft.prepare_inputs(config)
+        sft.prepare(config, defaults)
 
 
 def run_colors(workspace, vision_model, steps: int) -> list[float]:

@@ -127,9 +127,7 @@ def test_rollout_workers_get_the_ban_of_placeholders(processor):
     sent = []
     servers = inference.Servers.__new__(inference.Servers)
     servers.context = SimpleNamespace(processor=processor, endpoint_sampling={})
-    servers.rollout_workers = SimpleNamespace(
-        rollout=lambda requests, sampling, *_: sent.append(sampling)
-    )
+    servers.workers = SimpleNamespace(rollout=lambda requests, sampling, *_: sent.append(sampling))
     servers.rollout_async([], {"temperature": 1.0}, lambda *_: None, False)
     assert sent == [{"temperature": 1.0} | processor.sampling_params()]
 
@@ -211,11 +209,10 @@ def test_a_recipe_for_qwen2_5_vl_is_checked_and_its_batch_built(workspace, qwen)
     (clicks,) = [path for path in gym_examples() if path.match("circle_click/*/example.jsonl")]
     changes = [f"actor_rollout_ref.model.path={qwen}", f"env.train_files=[{clicks}]"]
     changes += [f"gym.servers.circle_click.start.python={ROOT / '.venv-gym' / 'bin' / 'python'}"]
-    config, _ = load_config(["circle_click"], changes)
-    inputs = prepare.prepare(config)
-    assert "8 cuda, 8 vLLM replicas" in summary.summarize(config, inputs, "train")
-    assert config.actor_rollout_ref.rollout.limit_images == 1
-    layers = config.actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
+    recipe, inputs = prepare.prepare(*load_config(["circle_click"], changes))
+    assert "8 cuda, 8 vLLM replicas" in summary.summarize(recipe, inputs)
+    assert recipe.rollout.limit_images == 1
+    layers = recipe.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
     assert layers == ["Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"]
     task = inputs.train[0]
     # 70 x 70 patches of 14 x 14 pixels, with four patches in a token
@@ -234,5 +231,4 @@ def test_a_recipe_for_qwen2_5_vl_is_checked_and_its_batch_built(workspace, qwen)
     tensors = batch.non_tensor_batch["multi_modal_inputs"]
     assert tensors[0] is tensors[1] and tensors[0]["image_grid_thw"].tolist() == [[1, 70, 70]]
     with pytest.raises(ConfigError, match="a CPU, on which verl"):
-        config, _ = load_config(["circle_click", "cpu"], changes)
-        prepare.prepare(config)
+        prepare.prepare(*load_config(["circle_click", "cpu"], changes))

@@ -11,14 +11,14 @@ from concurrent.futures import CancelledError, Future
 
 import pytest
 import torch
-from kit.runs.signals import Guard
-from omegaconf import OmegaConf
 
 from kit.errors import Stop
-from kit.extras import one_step_off
+from kit.extras.one_step_off.servers import BackgroundLoop, Servers
 from kit.rollout import sampler
 from kit.rollout.client import Client
 from kit.runs import checkpoints
+from kit.runs.console import Display
+from kit.runs.stages import Stages
 from tests.helpers.stack import AGREE, PATIENCE, UNTRAINED
 
 LONG_RESPONSES = [
@@ -33,14 +33,14 @@ def one_step_off_trainer(stack, *changes):
     """Yield a Trainer with configs/ahead.yaml over the session's vLLM. Its loop is in a thread."""
     with stack.trainer("ahead", *changes, overlays=["ahead"]) as trainer:
         servers = trainer.servers
-        loop = one_step_off.BackgroundLoop()
+        loop = BackgroundLoop()
         loop.loop = servers.loop.get_loop()  # the session's clients belong to it
         thread = threading.Thread(target=loop.loop.run_forever)
         handles = servers.context.client.servers
-        servers.context.client = Client(trainer.config, handles, is_one_step_off=True)
+        servers.context.client = Client(trainer.recipe, handles, is_one_step_off=True)
         servers.context.policy_version = 0
-        trainer.servers = one_step_off.Servers(
-            trainer.config,
+        trainer.servers = Servers(
+            trainer.recipe,
             servers.manager,
             stack.workers.actor,
             servers.context,
@@ -181,24 +181,23 @@ def test_a_failure_of_the_batch_in_progress_is_raised_when_it_is_collected(stack
 
 
 @contextlib.contextmanager
-def running_guard(folder):
-    config = OmegaConf.create({"trainer": {"stage_timeout_s": 60}})
-    guard = Guard(config, folder, print, print)
-    guard.install_handlers()
+def running_stages(folder):
+    stages = Stages(60, folder, Display("train", 1, 0))
+    stages.install_handlers()
     try:
-        yield guard
+        yield stages
     finally:
-        guard.restore_handlers()
+        stages.restore_handlers()
 
 
-def interrupt_stage(guard, loop, work):
+def interrupt_stage(stages, loop, work):
     """Send SIGINT to this process while a stage waits for `work`."""
     threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
     try:
-        with guard.stage("gen"):
+        with stages.stage("gen"):
             loop.run(work)
     finally:
-        guard.begin_shutdown()
+        stages.begin_shutdown()
 
 
 def test_a_stop_ends_the_work_in_progress(tmp_path, monkeypatch):
@@ -215,12 +214,12 @@ def test_a_stop_ends_the_work_in_progress(tmp_path, monkeypatch):
     async def fail():
         return 1 / 0
 
-    with running_guard(tmp_path) as guard:
-        with pytest.raises(Stop), one_step_off.BackgroundLoop() as loop:
-            guard.loop = loop
+    with running_stages(tmp_path) as stages:
+        with pytest.raises(Stop), BackgroundLoop() as loop:
+            stages.loop = loop
             assert loop.run(asyncio.sleep(0, "answer")) == "answer"
             with pytest.raises(ZeroDivisionError):
                 loop.run(fail())
             loop.start(wait("in the background"))
-            interrupt_stage(guard, loop, wait("in the stage"))
+            interrupt_stage(stages, loop, wait("in the stage"))
     assert sorted(ended) == ["in the background", "in the stage"] and not loop.thread.is_alive()

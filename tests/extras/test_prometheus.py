@@ -127,7 +127,7 @@ def test_prometheus_reads_the_run_and_its_servers(stack, prometheus, tmp_path):
         trainer.servers.rollout_async = partial(fail_some, trainer.servers.rollout_async)
         # a run reads this gauge from its Gym client
         gauge = {"verify/concurrency/reasoning_gym": 64.0}
-        trainer.run.gauges.append(lambda: gauge)
+        trainer.run.log.gauges.append(lambda: gauge)
         metrics = trainer.step_or_skip()
         assert trainer.scores == {}
         assert metrics["rollout/failed/http_500"] == 16

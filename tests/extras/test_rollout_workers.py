@@ -15,7 +15,7 @@ import env
 import inference
 from kit.data.episode import Episode
 from kit.errors import RunError
-from kit.extras import rollout_workers
+from kit.extras.rollout_workers.workers import RolloutWorker, RolloutWorkers, split_limits
 from kit.gym.network import find_free_port
 from kit.rollout.sampler import (
     Sampling,
@@ -47,15 +47,15 @@ def both(stack) -> Iterator[BothServers]:
     """BothServers over the session's vLLM. The server `gone` does not run."""
     name = "trainer.experiment_name=rollout_workers"
     changes = [*TWO_WORKERS, "gym.outage_budget_s=5", name]
-    config, inputs = load(stack.workspace, *SESSION, *changes)
+    recipe, inputs = load(stack.workspace, *SESSION, *changes)
     session = stack.servers
-    context = make_sampler_context(config, session.context.client, inputs, 60.0)
+    context = make_sampler_context(recipe, session.context.client, inputs, 60.0)
     urls = session.gym.gym.urls | {"gone": f"http://127.0.0.1:{find_free_port('127.0.0.1')}"}
-    workers = rollout_workers.RolloutWorkers(config, context, urls, inputs, stack.workspace)
-    arguments = (config, session.manager, None, context, session.gym, session.loop)
+    workers = RolloutWorkers(recipe, context, urls, inputs, stack.workspace)
+    arguments = (recipe, session.manager, None, context, session.gym, session.loop)
     without_workers = inference.Servers(*arguments)
     with_workers = inference.Servers(*arguments, workers)
-    sampling = build_sampling_params(config, is_validation=False)
+    sampling = build_sampling_params(recipe, is_validation=False)
     yield BothServers(without_workers, with_workers, inputs.train, sampling)
     for worker in workers.workers:
         ray.kill(worker)
@@ -75,7 +75,7 @@ def test_tokens_are_the_same_with_and_without_workers(both):
     assert sorted(index for index, _ in done) == list(range(20))
     assert all(actual[index] is episode for index, episode in done)
     # each of the two workers has a limit of at least one call
-    metrics = both.with_workers.rollout_workers.metrics()
+    metrics = both.with_workers.workers.metrics()
     assert metrics["verify/concurrency/reasoning_gym"] >= 2
     # The tokens may differ: vLLM on a CPU ignores seeds if a batch also has greedy responses.
     greedy = both.with_workers.rollout(requests, both.sampling, baselines=True)
@@ -92,10 +92,10 @@ def test_greedy_episodes_of_a_worker_count_as_ended(monkeypatch):
         return episodes[:2]
 
     monkeypatch.setattr(inference, "rollout_with_baselines", rollout_with_baselines)
-    worker = rollout_workers.RolloutWorker.__new__(rollout_workers.RolloutWorker)
+    worker = RolloutWorker.__new__(RolloutWorker)
     worker.context = worker.verifiers = None
     worker.limits = SimpleNamespace(metrics=dict)
-    workers = rollout_workers.RolloutWorkers.__new__(rollout_workers.RolloutWorkers)
+    workers = RolloutWorkers.__new__(RolloutWorkers)
     workers.workers = [worker]
     workers._call = lambda _worker, *arguments: worker.rollout(*arguments)
     ended = []
@@ -111,17 +111,19 @@ def test_an_error_of_a_worker_that_ends_the_run_keeps_its_type(both):
     tasks = [dataclasses.replace(task, server="gone") for task in both.tasks[:2]]
     with pytest.raises(RunError, match="gone"):
         both.with_workers.rollout(repeat_per_group(tasks, 2, "1"), both.sampling)
-    both.with_workers.rollout_workers.set_policy_version(1000)
+    both.with_workers.workers.set_policy_version(1000)
     with pytest.raises(RunError, match="samples from the weights of step"):
         both.with_workers.rollout(repeat_per_group(both.tasks[:2], 2, "1"), both.sampling)
 
 
 def test_workers_share_the_limits_of_the_recipe(workspace):
     changes = ["gym.concurrency={a: 10, b: auto, default: 3}", "env.verifier_pool.processes=3"]
-    config, _ = load(workspace, *changes, "actor_rollout_ref.rollout.max_num_seqs=6")
-    part = rollout_workers.split_limits(config, 4)
+    recipe, _ = load(workspace, *changes, "actor_rollout_ref.rollout.max_num_seqs=6")
+    part = split_limits(recipe, 4)
     assert part.gym.concurrency == {"a": 3, "b": "auto", "default": 1}
-    assert (part.env.verifier_pool.processes, part.actor_rollout_ref.rollout.max_num_seqs) == (1, 2)
-    assert config.gym.concurrency.a == 10 and rollout_workers.split_limits(config, 1) == config
-    config, _ = load(workspace, "gym.concurrency=8")
-    assert rollout_workers.split_limits(config, 4).gym.concurrency == {"default": 2}
+    assert (part.env.verifier_pool.processes, part.rollout.max_num_seqs) == (1, 2)
+    assert recipe.gym.concurrency["a"] == 10
+    whole = split_limits(recipe, 1)
+    assert whole.verl == recipe.for_verl() and whole.sections == recipe.sections
+    recipe, _ = load(workspace, "gym.concurrency=8")
+    assert split_limits(recipe, 4).gym.concurrency == {"default": 2}

@@ -17,7 +17,7 @@ from kit.data.processor import TextProcessor
 from kit.extras import sft
 from kit.rollout.chat_template import ChatTemplate
 from kit.runs.launch import Stack
-from kit.runs.run_dir import Run
+from kit.runs.run import Run
 from tests.helpers.recipes import CPU, RECIPE, metrics_of, tiny, write_chats, write_rows
 from tests.helpers.stack import SESSION
 
@@ -94,10 +94,12 @@ def test_conversations_may_be_a_prompt_and_a_response(tmp_path):
 def test_the_model_is_exported_after_the_workers_have_ended(monkeypatch):
     """Both at the same time would need twice the memory, and an export stops the monitor."""
     calls = []
-    guard = SimpleNamespace(pending_export="")
+    stages = SimpleNamespace(
+        is_export_pending=False, save_on_stop=lambda _: contextlib.nullcontext()
+    )
 
     def record_end():
-        calls.append(f"workers ended: {guard.pending_export}")
+        calls.append(f"workers ended, export pending: {stages.is_export_pending}")
 
     def start(run, inputs, stack, samples):
         stack.callback(record_end)
@@ -107,33 +109,28 @@ def test_the_model_is_exported_after_the_workers_have_ended(monkeypatch):
     monkeypatch.setattr(sft, "set_loss", lambda *_: None)
     monkeypatch.setattr(sft.Trainer, "compute_validation_loss", lambda _: {})
     run = SimpleNamespace(
-        guard=guard,
-        checkpoint=None,
+        stages=stages,
+        files=SimpleNamespace(checkpoint=None, export=lambda: calls.append("export")),
+        log=SimpleNamespace(write=lambda *_: None),
         last=0,
         folder="runs/x",
         stage=lambda _: contextlib.nullcontext(),
-        save_on_stop=lambda _: contextlib.nullcontext(),
-        save=lambda *_: None,
-        log=lambda *_: None,
-        say=lambda _: None,
-        export=lambda: calls.append("export"),
     )
     sft.run_command(None, run, None)
-    assert calls == ["workers ended: Rerun the same command to export the model", "export"]
+    assert calls == ["workers ended, export pending: True", "export"]
 
 
 def test_the_command_learns_and_exports_the_model(stack, monkeypatch, capsys):
     """It trains the shared actor."""
     changes = [*write_chats(stack.workspace), "trainer.experiment_name=sft"]
     changes += ["trainer.total_training_steps=20", "trainer.save_freq=10"]
-    config, _ = load_config(
-        [str(CPU), str(RECIPE), "sft"], tiny(stack.workspace, *SESSION, *changes)
+    recipe, inputs = sft.prepare(
+        *load_config([str(CPU), str(RECIPE), "sft"], tiny(stack.workspace, *SESSION, *changes))
     )
-    inputs = sft.prepare_inputs(config)
     stack.workers.actor.load_checkpoint(str(stack.fresh))
     monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Stack(stack.workers, None))
-    with Run(config, "sft") as run:
-        sft.run_command(config, run, inputs)
+    with Run(recipe) as run:
+        sft.run_command(recipe, run, inputs)
     metrics = metrics_of(run.folder)
     losses = [m["actor/loss"] for m in metrics if "actor/loss" in m]
     assert len(losses) == 20 and losses[0] > 3 and losses[-1] < 0.3, losses

@@ -14,8 +14,9 @@ from wandb.sdk import wandb_setup
 
 from kit.config import trackers
 from kit.config.load import load_config
+from kit.config.recipe import freeze
 from kit.errors import RunError
-from kit.runs.run_dir import Run
+from kit.runs.run import Run
 from tests.helpers.recipes import CLEAN_ENV, ROOT
 
 
@@ -44,14 +45,15 @@ TRACKED_RUN = """
 import sys
 sys.path.append("packages")
 from kit.config.load import load_config
-from kit.runs.run_dir import Run
+from kit.config.recipe import freeze
+from kit.runs.run import Run
 from kit.data.episode import Episode
 keys = ["logger=[%s]", "experiment_name=tracked", "log_val_generations=1"]
-config, _ = load_config([], ["trainer." + key for key in keys])
+recipe = freeze(*load_config([], ["trainer." + key for key in keys]))
 row = {"responses_create_params": {"input": "2 + 2?"}}
-with Run(config) as run:
-    run.log(1, {"loss": 0.5})
-    run.log_evaluation(1, {}, [Episode("x:1", "1/0", "s", [1], reward=1.0, row=row)])
+with Run(recipe) as run:
+    run.log.write(1, {"loss": 0.5})
+    run.log.write_evaluation(1, {}, [Episode("x:1", "1/0", "s", [1], reward=1.0, row=row)])
 """
 
 
@@ -197,9 +199,10 @@ def test_a_tracker_that_refuses_to_start_is_one_line(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tracking, "Tracking", refuse)
-    config, _ = load_config([], ["trainer.logger=[wandb]", "trainer.experiment_name=tracked"])
+    changes = ["trainer.logger=[wandb]", "trainer.experiment_name=tracked"]
+    recipe = freeze(*load_config([], changes))
     message = r"trainer\.logger=\['wandb'\]: a tracker did not start: no answer from the server"
-    with pytest.raises(RunError, match=message), Run(config):
+    with pytest.raises(RunError, match=message), Run(recipe):
         pass
 
 

@@ -74,6 +74,12 @@ def test_the_name_of_a_judge_must_be_valid(name):
     assert f"{name!r} is not a valid name" in message
 
 
+def check_judges(config) -> list[str]:
+    """The problems that the features of judges find in a recipe."""
+    features = (judges.ServerJudges(config, "train"), judges.Judges(config, "train"))
+    return [*features[0].check_recipe(config), *features[1].check_recipe(config)]
+
+
 @pytest.mark.parametrize(
     ("gym", "problems"),
     [
@@ -99,7 +105,7 @@ def test_a_recipe_with_judges_is_checked_before_anything_starts(gym, problems):
     overrides = [f"gym.{key}={json.dumps(value)}" for key, value in settings.items()]
     config, _ = load_config([], overrides)
     errors = [str(error) for error in prepare.check_servers(config)]
-    errors += judges.check_recipe(config, "train")
+    errors += check_judges(config)
     assert len(errors) == len(problems), errors
     for problem, error in zip(problems, errors, strict=True):
         assert re.search(problem, error), errors
@@ -119,7 +125,7 @@ def test_the_key_of_a_judge_is_not_shown_to_a_server(monkeypatch):
         }
         overrides = [f"gym.{key}={json.dumps(value)}" for key, value in settings.items()]
         config, _ = load_config([], overrides)
-        return list(judges.check_recipe(config, "train"))
+        return check_judges(config)
 
     assert find_problems_of("OTHER_WORD") == []
     (problem,) = find_problems_of("OTHER_WORD", "JUDGE_WORD")

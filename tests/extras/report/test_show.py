@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kit.extras.report import report_page, show
 from kit.runs import cli, console
-from kit.runs.run_dir import Run
+from kit.runs.run import Run
 from tests.helpers.models import make_model
 from tests.helpers.recipes import ROOT, load, run
 from tests.helpers.runs import write_synthetic_run
@@ -64,18 +64,18 @@ def test_steps_are_a_table_at_a_terminal_and_lines_elsewhere(
     )
     monkeypatch.setattr(console, "console", terminal)
     name = f"trainer.experiment_name=shown{interactive}"
-    config, _ = load(workspace, name, "trainer.total_training_steps=40")
-    with Run(config) as training:
+    recipe, _ = load(workspace, name, "trainer.total_training_steps=40")
+    with Run(recipe) as training:
         now = 0.0
         bar = training.display.bar
         monkeypatch.setattr(bar, "get_time", lambda: now)
         bar.reset(training.display.task, total=40)
         for step in range(1, 11):
             now += 60
-            training.begin_step(step)
-            training.timing["gen"] = 2.0
+            training.stages.begin_step(step)
+            training.stages.timing["gen"] = 2.0
             metrics = {"reward": f"0.{step}", "loss": "0.1"}
-            training.display.print_step(step, metrics, training.timing)
+            training.display.print_step(step, metrics, training.stages.timing)
         seconds_left = bar.tasks[0].time_remaining
     text = file.getvalue()
     if interactive:

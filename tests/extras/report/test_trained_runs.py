@@ -145,8 +145,8 @@ def test_an_outage_of_the_verifier_for_a_third_of_the_steps_is_found(stack):
 def test_a_learning_rate_that_is_a_hundred_times_too_high_is_found(stack):
     """The policy collapses into one response, which earns little."""
     rate = "actor_rollout_ref.actor.optim.lr=0.5"
-    config, _ = load(stack.workspace, *SESSION, rate)
-    workers = start_workers(config)  # the session's workers have another learning rate
+    recipe, _ = load(stack.workspace, *SESSION, rate)
+    workers = start_workers(recipe)  # the session's workers have another learning rate
     workers.actor.init_model()
     try:
         with gym_with_verifier(stack, DiversityVerifier) as gym:
