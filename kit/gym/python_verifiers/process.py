@@ -30,6 +30,7 @@ from typing import Any, BinaryIO
 
 from kit.gym.python_verifiers.calls import (
     CallResult,
+    Json,
     describe_failure,
     load_verifier,
     reset,
@@ -71,7 +72,8 @@ class VerifierServer:
         self.memory = memory
         self.code_scorer = code_scorer
         self.path = ""  # of the verifier's file, empty for verl's scorer
-        self.verifier: functools.partial[Any] | None = None  # a function or class with its settings
+        # a function or class with its settings
+        self.verifier: functools.partial[object] | None = None
 
     def respond(self, request: int, payload: bytes) -> bytes:
         """Carry out one request and return its encoded answer."""
@@ -86,7 +88,11 @@ class VerifierServer:
         text = json.dumps(result.answer).encode()
         return ANSWER.pack(request, len(text), len(result.env_state)) + text + result.env_state
 
-    def call(self, method: str, arguments: list[Any]) -> CallResult:
+    def call(
+        self,
+        method: str,
+        arguments: list[Any],  # unpickled
+    ) -> CallResult:
         """Load the verifier or call it. Raises VerifierError and the verifier's errors."""
         if method == "load":
             return self.load(*arguments)
@@ -95,7 +101,7 @@ class VerifierServer:
             return scorer.score_code(self.verifier, self.runner, *arguments, self.memory)  # type: ignore[no-any-return]
         return CALLS[method](self.verifier, self.runner, *arguments)
 
-    def load(self, path: str, attribute: str, settings: dict[str, Any]) -> CallResult:
+    def load(self, path: str, attribute: str, settings: Json) -> CallResult:
         """Import the verifier. Raises VerifierError."""
         self.path = path
         self.verifier = load_verifier(path, attribute, settings)
