@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import re
 import secrets
 import socket
 import time
@@ -91,11 +90,6 @@ async def _read_body(answer: httpx.Response) -> bytes:
 
 
 # --- ports ---------------------------------------------------------------------------------------
-
-
-def is_port(port: Any) -> bool:
-    """Return whether `port`, a number or its digits, is a valid port of a server."""
-    return bool(re.fullmatch(r"[0-9]{1,5}", str(port))) and 0 < int(port) < 65536
 
 
 def is_port_in_use(host: str, port: int) -> bool:

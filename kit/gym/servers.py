@@ -37,7 +37,9 @@ from subprocess import Popen, TimeoutExpired
 from threading import Event, Thread
 from typing import Any
 
+from kit.config.numbers import PORT
 from kit.config.redaction import SECRET_VARIABLE
+from kit.config.sections import follow
 from kit.gym import network, server_process
 from kit.gym.network import GymStartError
 from kit.gym.process_specs import (
@@ -285,7 +287,7 @@ def main() -> None:
     parser.add_argument(
         "--path", help="folder with app.py of a server that is not part of nemo-gym"
     )
-    parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--port", type=read_port, default=8001)
     parser.add_argument("--python", help=f"interpreter that has nemo-gym ({PYTHON})")
     options = vars(parser.parse_args())
     start = {key: value for key, value in options.items() if value is not None}
@@ -304,6 +306,11 @@ def main() -> None:
             signal.pause()
     except GymStartError as error:
         sys.exit(f"error: {error}")
+
+
+def read_port(text: str) -> int:
+    """Read the number of a port. Raises ValueError."""
+    return int(follow(PORT, int(text)))
 
 
 def exit_on_signal(*_: Any) -> None:
