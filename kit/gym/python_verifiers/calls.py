@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from kit.config.python_files import find_failed_line, import_file, list_callables, suggest_fix
+from kit.data.ground_truths import Json
 from kit.gym.python_verifiers.verl_scorer import load_verl_scorer
 
-Json = dict[str, Any]  # an object. The process does not import gym_client, which is slow
 SCORE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl's names
 SCORE_RESULT = "a finite number, or a dict with a finite number `score`"
 STEP_RESULT = "(observation, reward, done): text or None, a finite number, True or False"

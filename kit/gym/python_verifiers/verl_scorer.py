@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from kit.config.python_files import skip_package_init
-from kit.data.ground_truths import is_empty, make_error, read_expected_answers
+from kit.data.ground_truths import Json, is_empty, make_error, read_expected_answers
 
 PROGRAM_SOURCES = ("codecontests", "apps", "codeforces", "taco")  # verl runs the response
 # verl evaluates the response: math_equal in verl/utils/reward_score/prime_math/grader.py calls eval
@@ -25,7 +24,7 @@ EVALUATED_SOURCES = (
     "numina_olympiads",
 )
 CODE_SOURCES = (*PROGRAM_SOURCES, *EVALUATED_SOURCES)
-VerlScore = float | dict[str, Any]  # a result of verl: a number, or an object with `score`
+VerlScore = float | Json  # a result of verl: a number, or an object with `score`
 
 # verl compares the answer with a text.
 TEXT_SOURCES = (
