@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import gym_client
 from gym_client import FIRST, EpisodeIndex, Json, Session
-from kit.config.keys import to_plain
 from kit.config.recipe import Recipe
 from kit.gym.concurrency import ConcurrencyLimits
 from kit.gym.python_verifiers.pool import Pool
@@ -87,7 +86,7 @@ def make_verifiers(
     gym = gym_client.Gym(
         urls,
         settings.timeout_s,
-        limits.resolve(to_plain(settings.concurrency)),
+        limits.resolve(settings.concurrency),
         settings.attempts,
         settings.outage_budget_s,
     )
