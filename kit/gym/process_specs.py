@@ -27,10 +27,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from env import Json
 from kit import extras
 from kit.config.keys import ROOT
 from kit.gym import network
@@ -47,12 +47,12 @@ FIND_PACKAGE = "import pathlib, nemo_gym; print(pathlib.Path(nemo_gym.__file__).
 # --- checks --------------------------------------------------------------------------------------
 
 
-def is_valid_name(name: Any) -> bool:
+def is_valid_name(name: object) -> bool:
     """Return whether `name` can be the name of a process and of its log file."""
     return bool(VALID_NAME.fullmatch(str(name)))
 
 
-def check_server(name: str, server: Mapping[str, Any]) -> None:
+def check_server(name: str, server: Json) -> None:
     """Check that a server's `url` answers, or that its `start` can work. Raises GymStartError."""
     start = server.get("start") or {}
     check_name("gym.servers", name)
@@ -65,7 +65,7 @@ def check_server(name: str, server: Mapping[str, Any]) -> None:
         check_start(name, start)
 
 
-def check_name(key: str, name: Any) -> None:
+def check_name(key: str, name: object) -> None:
     """Raise GymStartError if `name` is not valid."""
     if not is_valid_name(name):
         raise GymStartError(
@@ -74,7 +74,7 @@ def check_name(key: str, name: Any) -> None:
         )
 
 
-def check_start(name: str, start: Mapping[str, Any]) -> None:
+def check_start(name: str, start: Json) -> None:
     """Check the `start` section of a server. Raises GymStartError."""
     key = f"gym.servers.{name}.start"
     check_variables(f"{key}.env", start.get("env") or [])
@@ -108,7 +108,7 @@ def check_variables(key: str, names: Sequence[str]) -> None:
         )
 
 
-def find_folder(name: str, start: Mapping[str, Any]) -> str:
+def find_folder(name: str, start: Json) -> str:
     """Return the folder of a server: its name under resources_servers, or an absolute path.
 
     `path` is relative to the current folder or to the project. Raises GymStartError.
@@ -136,9 +136,7 @@ def find_folder(name: str, start: Mapping[str, Any]) -> str:
 # --- processes -----------------------------------------------------------------------------------
 
 
-def plan_processes(
-    name: str, start: Mapping[str, Any], policy: Mapping[str, Any] | None
-) -> list[ProcessSpec]:
+def plan_processes(name: str, start: Json, policy: Json | None) -> list[ProcessSpec]:
     """Return the specs of the processes of one server; the last one answers for its name.
 
     policy: {base_url, api_key, model} for agents. Raises GymStartError.
@@ -163,9 +161,7 @@ def plan_processes(
     return specs
 
 
-def plan_agent(
-    name: str, start: Mapping[str, Any], policy: Mapping[str, Any] | None
-) -> list[ProcessSpec]:
+def plan_agent(name: str, start: Json, policy: Json | None) -> list[ProcessSpec]:
     """Return the specs of the policy's model server, of the agent and of the environment server.
 
     Returns [] without an agent.
@@ -210,9 +206,7 @@ def plan_agent(
     return [model_server, agent_server, environment_server]
 
 
-def make_spec(
-    name: str, kind: str, folder: str, overrides: Mapping[str, Any], config_key: str
-) -> ProcessSpec:
+def make_spec(name: str, kind: str, folder: str, overrides: Json, config_key: str) -> ProcessSpec:
     """Return the part of a spec that differs between the processes of one server.
 
     kind, folder: of the server in Gym. overrides: over the server's own configuration.
@@ -230,7 +224,7 @@ def make_spec(
 # --- interpreters --------------------------------------------------------------------------------
 
 
-def resolve_python(name: str, start: Mapping[str, Any]) -> str:
+def resolve_python(name: str, start: Json) -> str:
     """Return the interpreter of a server.
 
     With `install`, makes an environment for the server and returns its interpreter. Otherwise

@@ -7,10 +7,11 @@ file imports the rest of the folder only for recipes with judges.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from env import Json
 from kit.config.keys import to_plain
 from kit.config.recipe import Recipe
 from kit.gym import process_specs
@@ -101,7 +102,7 @@ def build_judges(recipe: Recipe) -> dict[str, Judge]:
 # --- the judges that a server's settings name ----------------------------------------------------
 
 
-def list_models(name: str, start: Mapping[str, Any]) -> dict[str, str]:
+def list_models(name: str, start: Json) -> dict[str, str]:
     """Return the models that the settings of a server name as judges: {key: model}.
 
     Returns {} if nemo-gym has no such server, or if `start` is invalid, which another check
@@ -119,7 +120,7 @@ def list_models(name: str, start: Mapping[str, Any]) -> dict[str, str]:
     return find_models(build_settings(spec, package))
 
 
-def find_models(settings: Mapping[str, Any]) -> dict[str, str]:
+def find_models(settings: Json) -> dict[str, str]:
     """Return {key: name} of the models in the settings of a resources server.
 
     Returns {} if the settings switch the judge off.
@@ -137,7 +138,7 @@ def find_models(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def find_missing_judges(
-    name: str, start: Mapping[str, Any], models: Mapping[str, str], judges: Mapping[str, Any]
+    name: str, start: Json, models: Mapping[str, str], judges: Json
 ) -> Iterator[str]:
     """Yield a message for each model that a server needs and that gym.judges does not have.
 
@@ -155,9 +156,7 @@ def find_missing_judges(
             )
 
 
-def find_visible_keys(
-    name: str, start: Mapping[str, Any], judges: Mapping[str, Any]
-) -> Iterator[str]:
+def find_visible_keys(name: str, start: Json, judges: Json) -> Iterator[str]:
     """Yield a message for each judge whose key `start.env` would show to a server.
 
     No server needs it: servers call their judges through the proxy, which adds the key.
