@@ -179,7 +179,8 @@ def make_router(folder: Path, processes: int) -> VerifierRouter:
     base.env.verifier = VERIFIER
     base.env.verifier_pool.processes = processes
     pools = make_pools(base, read_verifiers(base).specs, folder)
-    return VerifierRouter(Gym({}), pools, TextTokenizer())
+    tokenizer: Any = TextTokenizer()
+    return VerifierRouter(Gym({}), pools, tokenizer)
 
 
 async def verify_with_kit(router: VerifierRouter, samples: Sequence[Sample]) -> list[float]:

@@ -27,7 +27,6 @@ class KeyTable(NamedTuple):
     paths: list[str]
     mixed: list[str]
     lists: list[str]
-    mappings: list[str]
     unused: dict[str, str | None]
     renamed: dict[str, str]
 

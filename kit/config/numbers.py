@@ -1,6 +1,6 @@
 """The numbers of a recipe: the range of each key, and the meaning of -1, 0 and null.
 
-    find_rule(key)                    the entry of NUMBERS for a key, or None
+    find_rule(key)                    the entry of NUMBERS for a key of verl, or None
     rule.is_valid(value)              whether the key may have this value
     rule.normalize(value)             the value that the code reads: 3 for 3.0, null for "-1: all"
     rule.describe()                   the allowed values, for messages
@@ -150,37 +150,17 @@ NUMBERS: dict[str, Number] = {
     "trainer.max_actor_ckpt_to_keep": COUNT.with_words({None: "all"}, {-1: None, 0: None}),
     "trainer.critic_warmup": COUNT_OR_ZERO,
     "trainer.log_val_generations": COUNT_OR_ZERO,
-    "trainer.print_samples_every": COUNT_OR_ZERO,
-    "trainer.one_step_off": Number(0, 1, is_whole=True),
-    "trainer.stage_timeout_s": SECONDS,
     "trainer.nnodes": COUNT,
     "trainer.n_gpus_per_node": COUNT,
-    "trainer.resource_pools.*": COUNT.with_words({None: "the actor's GPUs"}),
     "trainer.ray_wait_register_center_timeout": SECONDS.with_words({None: "verl's default"}),
     "ray_kwargs.ray_init.num_cpus": COUNT.with_words({None: "all"}),
     "ray_kwargs.ray_init.num_gpus": COUNT_OR_ZERO.with_words({None: "all"}),
     "ray_kwargs.ray_init.object_store_memory": COUNT.with_words({None: "Ray's default"}),
-    # rows, verifiers and servers
+    # rows
     "data.train_batch_size": COUNT,
     "data.max_prompt_length": COUNT,
     "data.max_response_length": COUNT,
     "data.seed": COUNT_OR_ZERO,
-    "env.max_rows": ALL,
-    "env.val_max_rows": ALL,
-    "env.keep_rollouts": ALL,
-    "env.verifier_pool.processes": COUNT.with_words({None: "one per CPU core"}),
-    "env.verifier_pool.timeout_s": SECONDS,
-    "env.verifier_pool.memory_gb": POSITIVE,
-    "gym.timeout_s": SECONDS,
-    "gym.attempts": COUNT,
-    "gym.outage_budget_s": Number(0, 10**9),
-    "gym.concurrency": CONCURRENCY,
-    "gym.concurrency.**": CONCURRENCY,
-    "gym.max_failed_frac": FRACTION,
-    "gym.policy_endpoint.port": PORT.with_words({None: "a free port"}),
-    "gym.judges.*.timeout_s": SECONDS.with_words({None: "0.8 of gym.timeout_s"}),
-    "gym.judges.*.attempts": COUNT_OR_NULL,
-    "gym.judges.*.concurrency": COUNT_OR_NULL,
     # sampling
     "actor_rollout_ref.rollout.n": COUNT,
     "actor_rollout_ref.rollout.val_kwargs.n": COUNT,
@@ -279,6 +259,6 @@ NUMBERS: dict[str, Number] = {
 
 @functools.cache
 def find_rule(key: str) -> Number | None:
-    """The rule for a key, or None if it is no number."""
+    """The rule for a key of verl, or None if it is no number. The kit's keys: sections.py."""
     patterns = [pattern for pattern in NUMBERS if matches(key, pattern)]
     return NUMBERS[max(patterns, key=len)] if patterns else None

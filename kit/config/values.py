@@ -4,6 +4,8 @@ Kinds(defaults)               which keys are texts, lists or neither
 remove_misplaced(content)     a message for each value that has another form than its key
 expand_paths(content)         replace ~ in paths
 reset_invalid_keys(config)    a message for each key that nothing reads or with an invalid value
+
+The types of sections.py check the values of the kit's keys.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kit.config import sections
 from kit.config.keys import (
     KEYS,
     diff,
     flatten,
     is_below,
+    is_kit_key,
     is_used,
     matches_any,
     to_plain,
@@ -41,7 +45,8 @@ class Kinds(NamedTuple):
         """Whether the value is a text (a name, a path): it stays as it is typed."""
         if is_declared_text(key):
             return True
-        return isinstance(self.defaults.get(key), str) and find_rule(key) is None
+        is_number = find_rule(key) is not None
+        return isinstance(self.defaults.get(key), str) and not is_number and not self.is_mixed(key)
 
     def is_mixed(self, key: str) -> bool:
         """Whether the value of a text key may also be a list or a mapping."""
@@ -102,7 +107,7 @@ def describe_misplaced(key: str, value: Any, default: Any) -> str:
         return ""
     if value == "???" and default is not None:
         return f"{key}=??? is OmegaConf's missing value. Set it."
-    if isinstance(default, dict) or matches_any(key, KEYS.mappings):
+    if isinstance(default, dict):
         if isinstance(value, dict):
             return ""
         hint = f"Write {quote(f'{key}={{name: value}}')}."
@@ -174,20 +179,41 @@ def reset_invalid_keys(config: DictConfig, base: DictConfig, unknown: Sequence[s
         if not is_below(key, *unknown)
     }
     messages = []
+
+    def reset(key: str) -> None:
+        OmegaConf.update(config, key, expected.get(key), merge=False, force_add=True)
+
     # a reference may be to a value that is reset
     for key in sorted(changes, key=lambda key: "${" in str(changes[key])):
         problem = check_key(config, key, changes[key], base)
         if problem:
             messages.append(problem)
         if problem or not is_used(key):
-            OmegaConf.update(config, key, expected.get(key), merge=False, force_add=True)
+            reset(key)
+    for key, problem in sections.find_problems(config):
+        if not is_below(key, *unknown):
+            messages.append(problem)
+            reset(key)
+    if not messages and not unknown:
+        read = sections.read_values(config)
+        for key in changes.keys() & read.keys():
+            if not isinstance(read[key], float):  # 60 stays as it is typed
+                set_value(config, key, read[key])
     return messages
+
+
+def set_value(config: DictConfig, key: str, value: Any) -> None:
+    """Set a value as the code reads it, if the configuration has it in another form."""
+    before = to_plain(OmegaConf.select(config, key))
+    if (type(value), value) != (type(before), before):
+        OmegaConf.update(config, key, value)
 
 
 def check_key(config: DictConfig, key: str, value: Any, base: DictConfig) -> str:
     """Describe a changed key that nothing reads, or with an invalid value; empty if it is valid.
 
-    value: unresolved. A valid number becomes the one that the code reads.
+    value: unresolved. A valid number of verl becomes the one that the code reads. The values of the
+    kit's keys are not checked here.
     """
     default = to_plain(OmegaConf.select(base, key))
     if value == "???":  # another recipe must set it
@@ -201,12 +227,12 @@ def check_key(config: DictConfig, key: str, value: Any, base: DictConfig) -> str
         value = resolved
     if not is_used(key):
         return describe_unused(key, value, default)
+    if is_kit_key(key):
+        return ""
     problem = describe_invalid(key, value, default)
     rule = find_rule(key)
     if rule and not problem:
-        normalized = rule.normalize(value)
-        if (type(normalized), normalized) != (type(value), value):
-            OmegaConf.update(config, key, normalized)
+        set_value(config, key, rule.normalize(value))
     return problem
 
 

@@ -329,32 +329,19 @@ def check_any_verifier(config: DictConfig, verifiers: PythonVerifiers) -> None:
 
 
 def check_servers(config: DictConfig) -> Iterator[Exception]:
-    """Each Gym server has a URL or a start section that can work."""
+    """Each Gym server that the run starts can work on this machine."""
     for name, server in to_plain(config.gym.servers).items():
-        yield from check_server_entry(config, name, server or {})
+        if server and server.get("start") is not None:
+            try:
+                process_specs.check_server(name, server)
+            except network.GymStartError as error:
+                yield error
     port = config.gym.policy_endpoint.port
     if port and not os.environ.get("POLICY_API_KEY"):
         yield ConfigError(
             "gym.policy_endpoint.port needs the environment variable POLICY_API_KEY, the key that "
             "agents send. Set it."
         )
-
-
-def check_server_entry(
-    config: DictConfig, name: str, server: Mapping[str, Any]
-) -> Iterator[Exception]:
-    """An entry of gym.servers has either `url` or a `start` section that can work."""
-    keys = [key for key, value in server.items() if value is not None]
-    if keys not in (["url"], ["start"]):
-        yield ConfigError(
-            f"gym.servers.{name} must have either url: http://host:port or start: {{python, "
-            "server, port, config}. Change it."
-        )
-    elif keys == ["start"]:
-        try:
-            process_specs.check_server(name, server)
-        except network.GymStartError as error:
-            yield error
 
 
 # --- rows ----------------------------------------------------------------------------------------
