@@ -22,7 +22,6 @@ tensors, which have no padding (verl's `left_right_2_no_padding`).
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import itertools
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 from verl import DataProto
@@ -138,8 +137,7 @@ def call_verl_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tensor,
         # with a prefix, since a component may have any name
         components = {f"component {k}": read_component(batch, k) for k in settings.gdpo_reward_keys}
         arrays |= components
-        settings = copy.deepcopy(settings)
-        settings.gdpo_reward_keys = list(components)
+        settings = OmegaConf.create({**settings, "gdpo_reward_keys": list(components)})
     data = DataProto(tensors, arrays)
     ray_trainer.compute_advantage(
         data,
