@@ -519,7 +519,7 @@ def update_actor(actor: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict[s
     data = make_update_data(
         batch,
         recipe.data_parallel_size(),
-        recipe.data.train_batch_size // settings.ppo_mini_batch_size,
+        recipe.mini_batches(),
         settings,
         calculate_entropy=bool(is_entropy_in_loss(settings) or recipe.is_on_policy),
         compute_loss=True,
@@ -532,7 +532,7 @@ def update_actor(actor: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict[s
 def update_critic(critic: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict[str, float]:
     """Train the critic with the clipped value loss -> metrics (verl 0.9.1, _update_critic)."""
     settings = recipe.verl.critic
-    mini_batches = recipe.data.train_batch_size // settings.ppo_mini_batch_size
+    mini_batches = recipe.mini_batches("critic")
     ranks = recipe.data_parallel_size("critic")
     data = make_update_data(batch, ranks, mini_batches, settings, compute_loss=True)
     return collect_metrics(wait_for_output(critic.train_mini_batch(data)), recipe, "critic")
