@@ -21,7 +21,7 @@ import yaml
 
 from kit.config.keys import matches
 
-NONE: Mapping[Any, Any] = MappingProxyType({})
+NONE: Mapping[object, Any] = MappingProxyType({})
 THRESHOLD = r"[0-9.eE-]+(_[0-9.eE-]+)?(, *[0-9.eE-]+(_[0-9.eE-]+)?)*"  # "0.5_2", or "0.1,0.5_2"
 
 
@@ -38,16 +38,18 @@ class Number(NamedTuple):
     is_whole: bool = False
     excludes_low: bool = False
     excludes_high: bool = False
-    words: Mapping[Any, str] = NONE
-    same_as: Mapping[Any, Any] = NONE
+    words: Mapping[object, str] = NONE
+    same_as: Mapping[object, object] = NONE
     is_list: bool = False
     text: str = ""
 
-    def with_words(self, words: Mapping[Any, str], same_as: Mapping[Any, Any] = NONE) -> Number:
+    def with_words(
+        self, words: Mapping[object, str], same_as: Mapping[object, object] = NONE
+    ) -> Number:
         """Return this rule with other values and their meanings."""
         return self._replace(words=words, same_as=same_as)
 
-    def is_valid(self, value: Any) -> bool:
+    def is_valid(self, value: object) -> bool:
         """Whether the key may have this value."""
         if self.is_list and isinstance(value, list):
             return all(self._replace(is_list=False).is_valid(item) for item in value)
@@ -69,7 +71,7 @@ class Number(NamedTuple):
         is_above = value > self.low if self.excludes_low else value >= self.low
         return is_above and (value < self.high if self.excludes_high else value <= self.high)
 
-    def normalize(self, value: Any) -> Any:
+    def normalize(self, value: Any) -> Any:  # of a recipe: a number, a text, a list or null
         """Return a valid value as the code reads it."""
         if isinstance(value, list):
             return value
@@ -102,7 +104,7 @@ class Number(NamedTuple):
         return f"{noun}{limits}{texts}{words}"
 
 
-def as_float(text: str) -> Any:
+def as_float(text: str) -> float | str:
     """The number in a text, or the text if it is something else, such as the range 0.5_2."""
     try:
         return text if "_" in text else float(text)
@@ -110,7 +112,7 @@ def as_float(text: str) -> Any:
         return text
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as it is written in YAML, cut if it is long."""
     if value is None:
         return "null"
@@ -136,7 +138,7 @@ FRACTION = Number(0, 1)
 SHARE = Number(0, 1, excludes_low=True)
 DECAY = Number(0, 1, excludes_high=True)
 SECONDS = Number(0, 10**9, excludes_low=True)
-PERIOD = {-1: "only after the last step"}  # 0 is the same, in verl and here
+PERIOD: Mapping[object, str] = {-1: "only after the last step"}  # 0 is the same, in verl and here
 CONCURRENCY = COUNT.with_words({"auto": "raised until the server slows down"})
 LIMIT_OF_TURNS = COUNT.with_words({None: "as many as fit"})
 

@@ -19,16 +19,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetPydanticSchema,
     ValidationError,
     ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     field_validator,
     model_validator,
 )
 
+from env import Json
 from kit.config import numbers
 from kit.config.keys import KEYS, flatten, to_plain
 from kit.config.numbers import Number, show
@@ -36,7 +33,7 @@ from kit.config.numbers import Number, show
 SPEC = "path.py:function, or {function: path.py:function, its settings}"
 
 
-def follow(rule: Number, value: Any) -> Any:
+def follow(rule: Number, value: object) -> Any:  # as Number.normalize
     """Return a number as the code reads it. Raises ValueError."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)  # the value of an environment variable
@@ -50,27 +47,26 @@ def by(rule: Number) -> BeforeValidator:
     return BeforeValidator(functools.partial(follow, rule))
 
 
-def check_spec(value: Any) -> Any:
+def check_spec(value: object) -> object:
     """Return the name of a function, or its name and settings. Raises ValueError."""
     if isinstance(value, str) or (isinstance(value, dict) and "function" in value):
         return value
     raise ValueError(f"is not a function. Write {SPEC}.")
 
 
-def check_entry(value: Any) -> Any:
+def check_entry(value: object) -> object:
     """Return an entry of a list of files. kit/data/tasks.py reads it. Raises ValueError."""
     if isinstance(value, (str, dict)):
         return value
     raise ValueError("is no file. Write a path, or {path: ..., ...}.")
 
 
-def read_limits(value: Any) -> Any:
+def read_limits(value: object) -> object:
     """Return {server: limit} of gym.concurrency, which may be one limit. Raises ValueError."""
     return value if isinstance(value, dict) else {"default": follow(numbers.CONCURRENCY, value)}
 
 
 Count = Annotated[int, by(numbers.COUNT)]
-CountOrNull = Annotated[int | None, by(numbers.COUNT_OR_NULL)]
 CountOrZero = Annotated[int, by(numbers.COUNT_OR_ZERO)]
 CountOrAll = Annotated[int | None, by(numbers.ALL)]  # None: all
 Processes = Annotated[int | None, by(numbers.COUNT.with_words({None: "one per CPU core"}))]
@@ -79,10 +75,10 @@ Port = Annotated[int | None, by(numbers.PORT.with_words({None: "a free port"}))]
 Seconds = Annotated[float, by(numbers.SECONDS)]
 Fraction = Annotated[float, by(numbers.FRACTION)]
 Concurrency = Annotated[int | Literal["auto"], by(numbers.CONCURRENCY)]
+Settings = Json
 Limits = Annotated[dict[str, Concurrency], BeforeValidator(read_limits)]
-JUDGE_TIMEOUT = {None: "0.8 of gym.timeout_s"}
-FunctionSpec = Annotated[str | dict[str, Any], BeforeValidator(check_spec)]
-FileEntry = Annotated[str | dict[str, Any], BeforeValidator(check_entry)]
+FunctionSpec = Annotated[str | Json, BeforeValidator(check_spec)]
+FileEntry = Annotated[str | Json, BeforeValidator(check_entry)]
 
 
 class Section(BaseModel):
@@ -99,28 +95,21 @@ class ServerStart(Section):
     """A Gym server that the run starts. kit/gym/process_specs.py checks what this machine has."""
 
     python: str | None = None
-    install: bool = False
+    install: bool | None = None
     server: str | None = None
     path: str | None = None
-    config: dict[str, Any] = {}
-    global_config: dict[str, Any] = {}
+    config: Settings | None = None
+    global_config: Settings | None = None
     host: str | None = None
     port: Port = None
     agent: str | None = None
-    agent_config: dict[str, Any] = {}
+    agent_config: Settings | None = None
     environment: str | None = None
-    env: list[str] = []
-
-    @model_validator(mode="before")
-    @classmethod
-    def drop_null(cls, values: Any) -> Any:
-        """Drop keys without a value."""
-        is_section = isinstance(values, dict)
-        return {k: v for k, v in values.items() if v is not None} if is_section else values
+    env: list[str] | None = None
 
     @field_validator("agent_config", "environment")
     @classmethod
-    def check_agent(cls, value: Any, info: ValidationInfo) -> Any:
+    def check_agent(cls, value: object, info: ValidationInfo) -> object:
         """Return a setting of an agent. Raises ValueError if there is no agent."""
         if value and not info.data.get("agent"):
             raise ValueError("is set without an agent. Add agent: simple_agent.")
@@ -144,27 +133,6 @@ class Server(Section):
         return self
 
 
-class JudgeLimits(Section):
-    """The limits of a judge. An optional feature checks its other keys."""
-
-    model_config = ConfigDict(extra="allow")
-
-    start: dict[str, Any] | None = None
-    timeout_s: Annotated[float | None, by(numbers.SECONDS.with_words(JUDGE_TIMEOUT))] = None
-    attempts: CountOrNull = None
-    concurrency: CountOrNull = None
-
-
-def read_judge(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
-    """Return an entry of gym.judges as plain data. Raises pydantic's ValidationError."""
-    return value if value == "policy" else read(value).model_dump(exclude_unset=True)
-
-
-def make_judge_schema(_: Any, make: GetCoreSchemaHandler) -> Any:
-    """Make pydantic's schema of an entry of gym.judges."""
-    return make(Annotated[JudgeLimits, WrapValidator(read_judge)])
-
-
 class PolicyEndpointKeys(Section):
     """The OpenAI-compatible endpoint for agents."""
 
@@ -176,7 +144,7 @@ class GymSection(Section):
     """The section `gym:`."""
 
     servers: dict[str, Server]
-    judges: dict[str, Annotated[Any, GetPydanticSchema(make_judge_schema)]]
+    judges: Json  # an optional feature parses it
     head_server: str | None
     timeout_s: Seconds
     attempts: Count
@@ -262,9 +230,9 @@ def read_sections(config: DictConfig) -> Sections:
     return Sections.model_validate(values)
 
 
-def read_values(config: DictConfig) -> dict[str, Any]:
+def read_values(config: DictConfig) -> Json:
     """{dotted key: value as the code reads it} of the kit's part of a valid configuration."""
-    values = read_sections(config).model_dump(by_alias=True, warnings=False)
+    values = read_sections(config).model_dump(by_alias=True)
     return flatten(values | values.pop("kit"))
 
 
@@ -297,17 +265,11 @@ def find_problems(config: DictConfig) -> Iterator[tuple[str, str]]:
         parts = itertools.takewhile(lambda part: isinstance(part, str), problem["loc"])
         key = ".".join(map(str, parts)).removeprefix("kit.")
         if problem["type"] == "extra_forbidden":
-            yield key, f"unknown key {key}. {suggest_key(key)}"
+            names = (*Server.model_fields, *ServerStart.model_fields)  # others are known here
+            similar = difflib.get_close_matches(key.rpartition(".")[2], names, n=1)
+            hint = f"Did you mean {similar[0]}?" if similar else "Remove it."
+            yield key, f"unknown key {key}. {hint}"
         else:
             is_own = problem["type"] == "value_error"
             reason = str(problem["ctx"]["error"]) if is_own else REASONS[problem["type"]]
             yield key, f"{key}={show(problem['input'])} {reason}"
-
-
-def suggest_key(key: str) -> str:
-    """A sentence about a key of a Gym server that does not exist."""
-    section, _, name = key.rpartition(".")
-    similar = difflib.get_close_matches(name, ServerStart.model_fields, n=1)
-    if similar:
-        return f"Did you mean {section}.{similar[0]}?"
-    return "Remove it. kit/gym/process_specs.py lists the keys."

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from env import Json
 from kit.config import sections
 from kit.config.keys import (
     KEYS,
@@ -39,7 +40,7 @@ class Kinds(NamedTuple):
     defaults: {dotted key: its resolved default}.
     """
 
-    defaults: Mapping[str, Any]
+    defaults: Json
 
     def is_text(self, key: str) -> bool:
         """Whether the value is a text (a name, a path): it stays as it is typed."""
@@ -74,9 +75,7 @@ def read_kinds(base: DictConfig) -> Kinds:
 # --- sections and lists --------------------------------------------------------------------------
 
 
-def remove_misplaced(
-    content: dict[str, Any], base: Mapping[str, Any], prefix: str = ""
-) -> Iterator[str]:
+def remove_misplaced(content: Json, base: Json, prefix: str = "") -> Iterator[str]:
     """Remove values whose form differs from the base's -> a message for each.
 
     A section of keys, for example, cannot become a number. base: the values that `content`
@@ -97,7 +96,7 @@ def remove_misplaced(
             yield from remove_misplaced(value, below, f"{key}.")
 
 
-def describe_misplaced(key: str, value: Any, default: Any) -> str:
+def describe_misplaced(key: str, value: object, default: object) -> str:
     """Describe a value that has another form than its key; empty if the form is right."""
     names = []
     if isinstance(default, dict):
@@ -131,7 +130,7 @@ def quote(argument: str) -> str:
     return shlex.quote(argument)
 
 
-def is_single(key: str, default: Any) -> bool:
+def is_single(key: str, default: object) -> bool:
     """Whether a key has one value: no mapping."""
     if matches_any(key, KEYS.mixed):
         return False
@@ -140,7 +139,7 @@ def is_single(key: str, default: Any) -> bool:
     return isinstance(default, str) and "${" not in default
 
 
-def fill_empty(config: DictConfig, base: Mapping[str, Any]) -> None:
+def fill_empty(config: DictConfig, base: Json) -> None:
     """Replace null by an empty mapping or list where that is the default."""
     for key, default in flatten(base).items():
         if default in ({}, []) and OmegaConf.select(config, key) is None:
@@ -150,7 +149,7 @@ def fill_empty(config: DictConfig, base: Mapping[str, Any]) -> None:
 # --- paths ---------------------------------------------------------------------------------------
 
 
-def expand_paths(value: Any, key: str = "") -> Any:
+def expand_paths(value: object, key: str = "") -> Any:  # as the value
     """Return a recipe, or the value of a key, with ~ replaced at the start of its paths."""
     if isinstance(value, dict):
         return {
@@ -202,14 +201,14 @@ def reset_invalid_keys(config: DictConfig, base: DictConfig, unknown: Sequence[s
     return messages
 
 
-def set_value(config: DictConfig, key: str, value: Any) -> None:
+def set_value(config: DictConfig, key: str, value: object) -> None:
     """Set a value as the code reads it, if the configuration has it in another form."""
     before = to_plain(OmegaConf.select(config, key))
     if (type(value), value) != (type(before), before):
         OmegaConf.update(config, key, value)
 
 
-def check_key(config: DictConfig, key: str, value: Any, base: DictConfig) -> str:
+def check_key(config: DictConfig, key: str, value: object, base: DictConfig) -> str:
     """Describe a changed key that nothing reads, or with an invalid value; empty if it is valid.
 
     value: unresolved. A valid number of verl becomes the one that the code reads. The values of the
@@ -245,14 +244,14 @@ def describe_error(error: OmegaConfBaseException) -> str:
     return f"{reason}. {fix}."
 
 
-def describe_unused(key: str, value: Any, default: Any) -> str:
+def describe_unused(key: str, value: object, default: object) -> str:
     """Describe a key that nothing reads; empty if it has its default."""
     if value == default:
         return ""
     return f"{key} is a verl option that this trainer does not use. {unused_hint(key)}"
 
 
-def describe_invalid(key: str, value: Any, default: Any) -> str:
+def describe_invalid(key: str, value: object, default: object) -> str:
     """Describe an invalid value; empty if the value is valid."""
     rule = find_rule(key)
     if rule:

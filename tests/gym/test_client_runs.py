@@ -260,7 +260,6 @@ def test_failures_at_an_unknown_stage_have_the_same_status(stage):
         ({"result": {**RESULT, "reward": None}}, "bad_answer"),
         ({"result": {**RESULT, "mask_sample": True}}, "masked"),
     ],
-    ids=str,
 )
 def test_an_answer_without_a_valid_result_or_with_a_failure_is_no_reward(changes, reason):
     server = make_environment_server({**SUCCESS, **changes})
