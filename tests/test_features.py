@@ -1,4 +1,4 @@
-"""The classes of optional features: the kit calls each of their methods, and processes get copies."""
+"""The classes of optional features: the kit calls their methods, other processes get copies."""
 
 from __future__ import annotations
 
