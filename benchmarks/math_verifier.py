@@ -28,12 +28,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from omegaconf import OmegaConf
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from gym_client import Gym, message_response  # noqa: E402
+from kit.config.load import load_config  # noqa: E402
+from kit.config.recipe import freeze  # noqa: E402
 from kit.gym.python_verifiers.pool import make_pools  # noqa: E402
 from kit.gym.python_verifiers.settings import read_verifiers  # noqa: E402
 from kit.gym.servers import running_servers  # noqa: E402
@@ -175,10 +176,9 @@ class TextTokenizer:
 
 def make_router(folder: Path, processes: int) -> VerifierRouter:
     """Make a router with the kit's verifier. folder: for its logs."""
-    base: Any = OmegaConf.load(ROOT / "configs" / "base.yaml")
-    base.env.verifier = VERIFIER
-    base.env.verifier_pool.processes = processes
-    pools = make_pools(base, read_verifiers(base).specs, folder)
+    changes = [f"env.verifier={VERIFIER}", f"env.verifier_pool.processes={processes}"]
+    recipe = freeze(*load_config([], changes))
+    pools = make_pools(recipe, read_verifiers(recipe.verl).specs, folder)
     tokenizer: Any = TextTokenizer()
     return VerifierRouter(Gym({}), pools, tokenizer)
 

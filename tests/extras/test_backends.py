@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kit.config import checks
-from kit.config.keys import find_changes
+from kit.config.keys import diff
 from kit.config.load import load_config
 from kit.errors import ConfigError
 from kit.rollout import chat
@@ -79,7 +79,7 @@ def summarize(workspace, *overrides: str, changes: Sequence[str] = ()) -> str:
     ]
     keys = [*tiny(workspace, model, *SMALL), *rows, gym, "data.max_response_length=1024", *changes]
     recipe, inputs = prepare.prepare(*load_config(["math", *overrides], keys))
-    assert find_changes(recipe.verl, recipe.defaults)
+    assert diff(recipe.verl, recipe.defaults)
     return summary.summarize(recipe, inputs)
 
 

@@ -408,7 +408,7 @@ def test_a_table_becomes_rows_by_a_function(table, monkeypatch, capsys):
         (
             "t.csv",
             "my_map.py:other",
-            r"--map=my_map\.py:other: .* has no function other\. It has no_row, nothing",
+            r"--map=my_map\.py:other: .* has no function other\. It has row, nothing",
         ),
         ("t.csv", "other.py:row", "--map=other.py:row: no file other.py in the current folder"),
         ("none.csv", "my_map.py:row", "none.csv: no such file"),

@@ -240,6 +240,13 @@ def test_the_command_show_without_the_report_is_one_error(bare, driver):
     assert "Traceback" not in output
 
 
+def test_a_command_that_converts_rows_without_its_module_is_one_error(bare):
+    command = [sys.executable, "env.py", "check", "rows.jsonl"]
+    done = subprocess.run(command, cwd=bare, env=CLEAN_ENV, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("error: this command needs kit/extras/convert, which this copy")
+
+
 def test_a_recipe_for_cpus_needs_the_code_for_cpus(bare, workspace, driver):
     arguments = make_arguments("math_cpu", "reasoning_gym", workspace)
     status, output = driver.run(bare, [*arguments, "--config=cpu"])

@@ -49,7 +49,7 @@ class Judges(Feature):
         self.device = str(config.trainer.device)
         self.cpu_dtype = str(config.actor_rollout_ref.rollout.dtype) if self.device == "cpu" else ""
 
-    def build(self, policy: Mapping[str, str] | None = None) -> dict[str, Judge]:
+    def _build(self, policy: Mapping[str, str] | None = None) -> dict[str, Judge]:
         """Return the judges by name. policy: the policy endpoint, when its address is known."""
         from kit.extras.judges import judge_settings
 
@@ -75,7 +75,7 @@ class Judges(Feature):
         """Check that each judge with base_url answers. Raises ConfigError."""
         from kit.extras.judges import judge_settings
 
-        for judge in self.build().values():
+        for judge in self._build().values():
             if judge.url and not judge.start:
                 judge_settings.check_endpoint(judge)
 
@@ -83,7 +83,7 @@ class Judges(Feature):
         """Yield the lines of the summary that describe the judges."""
         from kit.extras.judges import judge_settings
 
-        yield from judge_settings.describe_judges(self.build())
+        yield from judge_settings.describe_judges(self._build())
 
     def before_ray(self, launch: Launch) -> None:
         """Start the proxy in front of the judges, and plan their processes."""
@@ -91,7 +91,7 @@ class Judges(Feature):
             return
         from kit.extras.judges import judge_processes, judge_proxy
 
-        judges = self.build(launch.policy)
+        judges = self._build(launch.policy)
         starts = [server.start for server in launch.recipe.gym.servers.values() if server.start]
         python = next((start.python for start in starts if start.python), None)
         proxy = launch.stack.enter_context(judge_proxy.JudgeProxy(judges))

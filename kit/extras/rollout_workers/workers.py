@@ -37,12 +37,12 @@ def split_limits(recipe: Recipe, count: int) -> Recipe:
     config = recipe.for_verl()
     rollout = config.actor_rollout_ref.rollout
     limits = recipe.gym.concurrency
-    if not isinstance(limits, dict):
-        limits = {"default": limits}
-    for name, limit in limits.items():
-        if limit != "auto":
-            limits[name] = divide_up(limit, count)
-    OmegaConf.update(config, "gym.concurrency", limits, merge=False)
+    limits = limits if isinstance(limits, dict) else {"default": limits}
+    parts = {
+        name: limit if limit == "auto" else divide_up(limit, count)
+        for name, limit in limits.items()
+    }
+    OmegaConf.update(config, "gym.concurrency", parts, merge=False)
     pool = config.env.verifier_pool
     pool.processes = divide_up(pool.processes or cores(), count)
     rollout.max_num_seqs = divide_up(rollout.max_num_seqs, count)
