@@ -97,15 +97,7 @@ def load_config(
     overlays, messages = read_overlays(files, overrides)
     engine = pick_engine(overlays)
     defaults, base = base_configs(engine)
-    base_values: Any = OmegaConf.to_container(base)
-    for overlay in overlays:
-        for problem in remove_misplaced(overlay.content, base_values):
-            messages.append(f"{overlay.source}: {problem}" if overlay.is_file else problem)
-    config = merge(base, overlays)
-    fill_empty(config, base_values)
-    unknown = list(unknown_keys(overlays, defaults, engine))
-    messages += [message for _, message in unknown]
-    messages += reset_invalid_keys(config, base, [key for key, _ in unknown])
+    config = apply_overlays(base, overlays, defaults, messages)
     apply_environment(config)
     errors = [ConfigError(message) for message in messages]
     if problems is None:
@@ -120,15 +112,25 @@ def override(config: DictConfig, defaults: DictConfig, arguments: Sequence[str])
     overlays, messages = read_overlays([], arguments)
     base = copy.deepcopy(config)
     OmegaConf.set_readonly(base, False)
-    base_values: Any = OmegaConf.to_container(base)
-    for overlay in overlays:
-        messages += remove_misplaced(overlay.content, base_values)
-    changed = merge(base, overlays)
-    unknown = list(unknown_keys(overlays, defaults, changed.model_engine))
-    messages += [message for _, message in unknown]
-    messages += reset_invalid_keys(changed, base, [key for key, _ in unknown])
+    changed = apply_overlays(base, overlays, defaults, messages)
     raise_all([ConfigError(message) for message in messages])
     return changed
+
+
+def apply_overlays(
+    base: DictConfig, overlays: Sequence[Overlay], defaults: DictConfig, messages: list[str]
+) -> DictConfig:
+    """Merge the overlays into a copy of `base`, with valid values. Adds to `messages`."""
+    base_values: Any = OmegaConf.to_container(base)
+    for overlay in overlays:
+        for problem in remove_misplaced(overlay.content, base_values):
+            messages.append(f"{overlay.source}: {problem}" if overlay.is_file else problem)
+    config = merge(base, overlays)
+    fill_empty(config, base_values)
+    unknown = list(unknown_keys(overlays, defaults, base.model_engine))
+    messages += [message for _, message in unknown]
+    messages += reset_invalid_keys(config, base, [key for key, _ in unknown])
+    return config
 
 
 def raise_all(problems: Sequence[Exception]) -> None:

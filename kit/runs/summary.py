@@ -82,6 +82,7 @@ def describe_work(recipe: Recipe, inputs: RunInputs) -> list[str]:
         return [f"evaluate    {rows} rows x {rollout.val_kwargs.n} episodes of at most {longest}"]
     return [
         *describe_functions(recipe),
+        *describe_other_models(recipe),
         describe_step(recipe),
         describe_training(recipe, inputs)
         + f"; {recipe.algorithm.adv_estimator}, "
@@ -100,6 +101,17 @@ def describe_step(recipe: Recipe) -> str:
         f"step        {prompts} prompts x {n} responses = {prompts * n} episodes of at most "
         f"{describe_length(recipe)}; {updates} optimizer step{plural}"
     )
+
+
+def describe_other_models(recipe: Recipe) -> list[str]:
+    """The models that the workers have besides the actor, on one line."""
+    has_model = {
+        "critic": recipe.has_critic,
+        "teacher" if recipe.teacher else "reference model": recipe.has_reference,
+        "reward model": recipe.has_reward_model,
+    }
+    names = [name for name, is_there in has_model.items() if is_there]
+    return [f"with        {', '.join(names)}"] if names else []
 
 
 def describe_training(recipe: Recipe, inputs: RunInputs) -> str:
@@ -296,6 +308,6 @@ def describe_first_prompts(inputs: RunInputs) -> list[str]:
         lines.append(f"first prompt ({task.row_id}, {len(task.prompt_ids)} tokens):")
         prompt = "(the environment writes it)"
         if task.prompt_ids:
-            prompt = inputs.tokenizer.decode(task.prompt_ids)
+            prompt = str(inputs.tokenizer.decode(task.prompt_ids))
         lines.append(prompt)
     return lines
