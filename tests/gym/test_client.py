@@ -68,7 +68,6 @@ def catch_error(url, conversation, row=ROW) -> GymError:
         [(408, "")],
         [(500, "")],
     ],
-    ids=str,
 )
 def test_a_temporary_failure_is_retried_in_a_new_session(faults):
     server = make_server(verify=[*faults, (200, {"reward": 1.0})])
@@ -176,7 +175,6 @@ def test_reward_components_are_part_of_the_result():
         ({"num_steps_total": 0}, "num_steps_total"),
         ({"num_steps_total": 3}, ""),
     ],
-    ids=str,
 )
 def test_a_reward_that_its_server_marks_as_invalid_does_not_count(fields, mask):
     body = {"reward": 0.0, "failure_reason": "because", **fields}
@@ -228,7 +226,6 @@ def test_the_pauses_between_attempts_grow_to_five_seconds(pauses):
 @pytest.mark.parametrize(
     "row",
     [{}, {"responses_create_params": None}, {"responses_create_params": {"tools": ["x"]}}],
-    ids=str,
 )
 def test_a_row_that_is_no_row_of_gym_is_an_error_before_any_call(row):
     server = make_server()
@@ -372,7 +369,7 @@ def test_a_session_is_closed_if_its_episode_is_canceled():
 
 
 @pytest.mark.parametrize(
-    "answer", [(500, "crash"), (404, ""), (503, "busy"), "reset", after(3.0, (200, {}))], ids=str
+    "answer", [(500, "crash"), (404, ""), (503, "busy"), "reset", after(3.0, (200, {}))]
 )
 def test_a_session_that_cannot_be_closed_keeps_its_result(answer, caplog, monkeypatch):
     caplog.set_level(logging.WARNING, "gym_client")
