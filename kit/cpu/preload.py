@@ -6,12 +6,15 @@ Hooks of kit/extras/__init__.py. configs/machines/cpu.yaml sets the variable.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from kit.cpu import fork_server
 from kit.runs import isolation
+
+if TYPE_CHECKING:
+    from kit.runs.launch import Launch
 
 VARIABLE = "PRELOAD_MODULES"
 SECRETS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")  # Ray sets them after the process was started
@@ -23,8 +26,8 @@ def begin_imports(config: DictConfig) -> None:
         fork_server.start(os.environ[VARIABLE])
 
 
-def before_ray(launch: Any) -> None:
-    """Make Ray start its workers through the process. launch: kit.runs.launch.Launch."""
+def before_ray(launch: Launch) -> None:
+    """Make Ray start its workers through the process."""
     running = fork_server.running(os.environ[VARIABLE], launch.logs / "fork.log")
     with isolation.show_logical_gpus(launch.recipe.verl):  # it may start only now
         server = launch.stack.enter_context(running)
@@ -34,7 +37,7 @@ def before_ray(launch: Any) -> None:
     launch.state["fork_server"] = server
 
 
-def after_ray(launch: Any, raylet_pid: int | None) -> None:
+def after_ray(launch: Launch, raylet_pid: int | None) -> None:
     """Give the process the variables that Ray gives to its workers."""
     import ray
 
