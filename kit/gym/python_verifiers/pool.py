@@ -152,7 +152,7 @@ class Worker:
         command = [sys.executable, "-u", "-P", "-c", code]
         folders = [Path.cwd(), Path(self.spec.path).parent]
         arguments = (command, folders)
-        return extras.first("sandbox_command", self.recipe.verl, "", *arguments, default=command)  # type: ignore[no-any-return]
+        return extras.first("sandbox_command", self.recipe.verl, "", *arguments, default=command)
 
     async def kill(self) -> None:
         """Kill the process and all that it has started, and wait until it is gone."""

@@ -98,7 +98,7 @@ class VerifierServer:
             return self.load(*arguments)
         if method == "score" and not self.path and arguments[0]["data_source"] in CODE_SOURCES:
             scorer: Any = importlib.import_module(self.code_scorer)
-            return scorer.score_code(self.verifier, self.runner, *arguments, self.memory)  # type: ignore[no-any-return]
+            return scorer.score_code(self.verifier, self.runner, *arguments, self.memory)
         return CALLS[method](self.verifier, self.runner, *arguments)
 
     def load(self, path: str, attribute: str, settings: Json) -> CallResult:
