@@ -410,7 +410,7 @@ def read(path: Path) -> Any:
     import torch.distributed.tensor  # noqa: F401  (defines DTensor, the type of FSDP's shards)
 
     rng_state = np.random.get_state()[1]  # type: ignore[index]  # NumPy's RNG is saved, too
-    array_constructor = rng_state.__reduce__()[0]  # type: ignore[union-attr]
+    array_constructor = rng_state.__reduce__()[0]
     safe = [
         array_constructor,
         np.ndarray,

@@ -106,7 +106,6 @@ def test_a_temporary_failure_is_retried_in_a_new_session(faults):
         ((200, {"reward": 0.0, "mask_sample": True}), "masked", 1),
         ((200, {"reward": 0.0, "_ng_failure_class": "judge_failed"}), "masked", 1),
     ],
-    ids=lambda value: str(value)[:60],
 )
 def test_a_failure_is_an_error_with_its_reason(answer, reason, calls):
     server = make_server(verify=[answer])
