@@ -123,7 +123,7 @@ def test_a_python_with_an_odd_path_is_quoted_for_ray(
     with contextlib.ExitStack() as stack, pytest.raises(RunError, match="the end of"):
         starting = launch.Launch(run, inputs, stack, None)  # type: ignore[arg-type]
         if is_forked:
-            preload.before_ray(starting)
+            preload.Preload(recipe.verl, "train").before_ray(starting)
         else:
             starting.python = python
         launch.start_ray(starting)
@@ -145,7 +145,7 @@ def test_a_long_tmpdir_is_an_error_before_anything_starts(
     recipe, _ = load(workspace)
     monkeypatch.setattr(isolation.tempfile, "tempdir", "/tmp/" + "x" * 80)
     with pytest.raises(RunError, match="Set TMPDIR to a shorter path"):
-        cli.begin_imports(recipe.verl)
+        cli.begin_imports((), recipe.verl)
 
 
 # --- Ray does not start --------------------------------------------------------------------------
