@@ -29,10 +29,14 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Json = dict[str, Any]  # a JSON object
 TEMPLATE_HINT = "set actor_rollout_ref.model.custom_chat_template"
 
 
@@ -54,7 +58,7 @@ class UnsupportedRowError(DataError):
 #   4. Run `python env.py check data/NAME_train.jsonl`, and name the file in env.train_files.
 
 
-def make_row(server: str, prompt: str, system: str = "", **verifier_fields: Any) -> dict[str, Any]:
+def make_row(server: str, prompt: str, system: str = "", **verifier_fields: object) -> Json:
     """Make a Gym row of one question for `server`, with the fields that its verifier reads."""
     messages = [{"role": "user", "content": prompt}]
     if system:
@@ -63,7 +67,7 @@ def make_row(server: str, prompt: str, system: str = "", **verifier_fields: Any)
     return {"responses_create_params": {"input": messages}, **verifier_fields, "agent_ref": agent}
 
 
-def arithmetic(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
+def arithmetic(args: argparse.Namespace) -> dict[str, Iterable[Json]]:
     """Make sums `a + b` for Gym's reasoning_gym server.
 
     The server's reward is 1 for exactly the equation, and len(equation) / len(response) for a
@@ -87,7 +91,7 @@ def arithmetic(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
     }
 
 
-def make_sum(a: int, b: int) -> dict[str, Any]:
+def make_sum(a: int, b: int) -> Json:
     """Make the row of one sum."""
     question = f"Complete the equation: {a} + {b} ="
     return make_row(
@@ -100,7 +104,7 @@ def make_sum(a: int, b: int) -> dict[str, Any]:
     )
 
 
-def gsm8k(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
+def gsm8k(args: argparse.Namespace) -> dict[str, Iterable[Json]]:
     """Make the rows of GSM8K (Cobbe et al. 2021, arXiv:2110.14168), for the math_with_judge server.
 
     --source is a folder with the original train.jsonl and test.jsonl. Without it: from the hub.
@@ -114,7 +118,7 @@ def gsm8k(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
     return {"train": map(make_gsm8k_row, train), "validation": map(make_gsm8k_row, test)}
 
 
-def make_gsm8k_row(entry: Mapping[str, str]) -> dict[str, Any]:
+def make_gsm8k_row(entry: Mapping[str, str]) -> Json:
     """Make the row of one problem. Its answer follows `####`, here without thousands separators."""
     question = entry["question"]
     answer = entry["answer"].rsplit("####", 1)[1].strip().replace(",", "")
@@ -122,7 +126,7 @@ def make_gsm8k_row(entry: Mapping[str, str]) -> dict[str, Any]:
     return make_row("math_with_judge", prompt, question=question, expected_answer=answer)
 
 
-def read_gsm8k(folder: Path, split: str) -> Iterable[Any]:
+def read_gsm8k(folder: Path, split: str) -> Iterable[Mapping[str, str]]:
     """Read the entries of a split from its original file. Raises DataError."""
     path = folder / f"{split}.jsonl"
     try:
@@ -134,7 +138,7 @@ def read_gsm8k(folder: Path, split: str) -> Iterable[Any]:
         ) from None
 
 
-def download_gsm8k(split: str) -> Iterable[Any]:
+def download_gsm8k(split: str) -> Iterable[Mapping[str, str]]:
     """Load the entries of a split from the hub, or from its local cache. Raises DataError."""
     try:
         import datasets
@@ -176,7 +180,7 @@ INCREMENT_EXAMPLE = [  # before the question: a small model copies what it sees
 ]
 
 
-def counter(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
+def counter(args: argparse.Namespace) -> dict[str, Iterable[Json]]:
     """Make numbers to add with a tool, for Gym's example_session_state_mgmt server.
 
     The server keeps a counter for each session. The reward is 1 if the counter is right at the end.
@@ -190,7 +194,7 @@ def counter(args: argparse.Namespace) -> dict[str, Iterable[dict[str, Any]]]:
     }
 
 
-def make_increment(number: int) -> dict[str, Any]:
+def make_increment(number: int) -> Json:
     """Make the row of one number to add."""
     question = f"Add {number} to the counter."
     row = make_row("example_session_state_mgmt", question, expected_count=number, initial_count=0)
@@ -211,18 +215,16 @@ class Task:
     """One row with its prompt. P is the number of prompt tokens."""
 
     row_id: str  # file:line, the row's name in logs, metrics and rollouts
-    row: dict[str, Any]  # unchanged: the Gym server gets it back
+    row: Json  # unchanged: the Gym server gets it back
     server: str  # key of gym.servers: the server that seeds and verifies the row
-    messages: list[dict[str, Any]]  # chat messages; empty: the environment writes the prompt
+    messages: list[Json]  # chat messages; empty: the environment writes the prompt
     prompt_ids: list[int]  # [P]; empty if messages is
-    tools: list[dict[str, Any]] = field(default_factory=list)  # in chat format
+    tools: list[Json] = field(default_factory=list)  # in chat format
     file: str = ""  # the entry of env.train_files that has the row; no two have the same name
     weight: float | None = None  # the share of this entry in each batch
 
 
-def render_row(
-    row: dict[str, Any], row_id: str
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def render_row(row: Json, row_id: str) -> tuple[list[Json], list[Json]]:
     """Render a Gym row to (chat messages, tools) for `tokenizer.apply_chat_template`.
 
     `input` is text, a list of items, or empty if the environment writes the prompt. `instructions`
@@ -260,7 +262,7 @@ ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # of an assistant message, by peers
 
 
-def render_items(items: Sequence[Any], row_id: str) -> list[dict[str, Any]]:
+def render_items(items: Sequence[Json], row_id: str) -> list[Json]:
     """Render Responses items and chat messages to chat messages of one form.
 
     Consecutive items of the assistant become one message: its reasoning under `reasoning_content`,
@@ -268,7 +270,7 @@ def render_items(items: Sequence[Any], row_id: str) -> list[dict[str, Any]]:
     is dropped, as in Gym. An output of a tool has the id and the name of its call.
     Raises UnsupportedRowError or DataError.
     """
-    messages: list[dict[str, Any]] = []
+    messages: list[Json] = []
     open_calls: dict[str, str] = {}  # {call id: function name} of calls without an output yet
     for item in items:
         kind = check_item_type(item, row_id)
@@ -286,13 +288,13 @@ def render_items(items: Sequence[Any], row_id: str) -> list[dict[str, Any]]:
     return [message for message in messages if not is_empty_answer(message)]
 
 
-def is_empty_answer(message: Mapping[str, Any]) -> bool:
+def is_empty_answer(message: Json) -> bool:
     """Return whether a message of the assistant has no text, reasoning or call."""
     keys = ("content", "reasoning_content", "tool_calls")
     return message["role"] == "assistant" and not any(message.get(key) for key in keys)
 
 
-def check_item_type(item: Any, row_id: str) -> str:
+def check_item_type(item: object, row_id: str) -> str:
     """Return the type of an input item. Raises UnsupportedRowError or DataError."""
     if not isinstance(item, dict):
         raise DataError(
@@ -307,7 +309,7 @@ def check_item_type(item: Any, row_id: str) -> str:
     return kind
 
 
-def render_message(item: Mapping[str, Any], row_id: str) -> dict[str, Any]:
+def render_message(item: Json, row_id: str) -> Json:
     """Render a message of the user, the system or the developer."""
     role = item.get("role")
     content = item.get("content")
@@ -324,7 +326,7 @@ def render_message(item: Mapping[str, Any], row_id: str) -> dict[str, Any]:
     )
 
 
-def render_user_parts(content: Sequence[Any], row_id: str) -> str | list[dict[str, str]]:
+def render_user_parts(content: Sequence[object], row_id: str) -> str | list[dict[str, str]]:
     """Render the parts of a user's message: to text, or to a list if one is an image."""
     parts = []
     for part in content:
@@ -337,9 +339,7 @@ def render_user_parts(content: Sequence[Any], row_id: str) -> str | list[dict[st
     return "".join(part["text"] for part in parts)
 
 
-def render_tool_output(
-    item: Mapping[str, Any], open_calls: dict[str, str], row_id: str
-) -> dict[str, Any]:
+def render_tool_output(item: Json, open_calls: dict[str, str], row_id: str) -> Json:
     """Render the output of a function call: an item with `call_id`, or a message of role tool.
 
     Without an id it is the output of the first open call of its name, or else of the first open
@@ -359,9 +359,7 @@ def render_tool_output(
     return message
 
 
-def extend_assistant_message(
-    message: dict[str, Any], item: Mapping[str, Any], kind: str, row_id: str
-) -> None:
+def extend_assistant_message(message: Json, item: Json, kind: str, row_id: str) -> None:
     """Add the text, reasoning and function calls of an item to a message of the assistant."""
     if kind == "function_call":
         message.setdefault("tool_calls", []).append(render_call(item, row_id))
@@ -380,7 +378,7 @@ def extend_assistant_message(
         rendered.append(render_chat_call(call, len(rendered), row_id))
 
 
-def add_thought(message: dict[str, Any], texts: Sequence[str]) -> None:
+def add_thought(message: Json, texts: Sequence[str]) -> None:
     """Add texts to the reasoning of a message of the assistant."""
     thoughts = [message.get("reasoning_content", ""), *texts]
     thought = "\n".join(text for text in thoughts if text)
@@ -388,7 +386,7 @@ def add_thought(message: dict[str, Any], texts: Sequence[str]) -> None:
         message["reasoning_content"] = thought
 
 
-def render_call(item: Mapping[str, Any], row_id: str) -> dict[str, Any]:
+def render_call(item: Json, row_id: str) -> Json:
     """Render a function_call item to a tool call of the chat format."""
     arguments = read_text(item, "arguments", row_id)
     function = {"name": item.get("name"), "arguments": arguments}
@@ -396,7 +394,7 @@ def render_call(item: Mapping[str, Any], row_id: str) -> dict[str, Any]:
     return render_chat_call({"id": call_id, "function": function}, 0, row_id)
 
 
-def render_chat_call(call: Mapping[str, Any], number: int, row_id: str) -> dict[str, Any]:
+def render_chat_call(call: Json, number: int, row_id: str) -> Json:
     """Render a tool call of the chat format. Chat templates expect its arguments as an object.
 
     number: of the call in its message. A call without an id gets one of nine characters, since
@@ -424,7 +422,7 @@ def render_chat_call(call: Mapping[str, Any], number: int, row_id: str) -> dict[
     return {"id": call_id, "type": "function", "function": rendered}
 
 
-def render_tools(tools: Any, row_id: str) -> list[dict[str, Any]]:
+def render_tools(tools: object, row_id: str) -> list[Json]:
     """Render tools in Responses or chat format to chat format, without `strict`.
 
     Raises UnsupportedRowError or DataError.
@@ -448,7 +446,7 @@ def render_tools(tools: Any, row_id: str) -> list[dict[str, Any]]:
     return rendered
 
 
-def drop_nulls(schema: Any) -> Any:
+def drop_nulls(schema: object) -> object:
     """Drop the keys of a JSON schema whose value is null: Arrow adds them to each object of a list.
 
     `const` and the `default` of a schema that allows null stay.
@@ -465,7 +463,7 @@ def drop_nulls(schema: Any) -> Any:
     return kept
 
 
-def allows_null(schema: Mapping[str, Any]) -> bool:
+def allows_null(schema: Json) -> bool:
     """Return whether a JSON schema says that null is a valid value."""
     kinds = schema.get("type")
     if kinds == "null" or (isinstance(kinds, list) and "null" in kinds) or schema.get("nullable"):
@@ -477,7 +475,7 @@ def allows_null(schema: Mapping[str, Any]) -> bool:
 TEXT_TYPES = {"input_text", "output_text", "text", "summary_text"}
 
 
-def read_texts(content: Any, row_id: str) -> list[str]:
+def read_texts(content: object, row_id: str) -> list[str]:
     """Read the texts of a content: text, a list of text parts, or null.
 
     Raises UnsupportedRowError for parts of another type, DataError for malformed ones.
@@ -498,7 +496,7 @@ def read_texts(content: Any, row_id: str) -> list[str]:
     return [read_text(part, "text", row_id) for part in content]
 
 
-def read_text(item: Mapping[str, Any], key: str, row_id: str) -> str:
+def read_text(item: Json, key: str, row_id: str) -> str:
     """Read a field that must be text. Raises DataError."""
     value = item.get(key)
     if not isinstance(value, str):
@@ -510,13 +508,22 @@ def read_text(item: Mapping[str, Any], key: str, row_id: str) -> str:
 # --- chat messages -> token ids -------------------------------------------------------------------
 
 
+class Processor(Protocol):
+    """What encode_messages needs of kit/data/processor.py."""
+
+    reads_images: bool
+
+    def template_messages(self, messages: Sequence[Json]) -> Sequence[Json]: ...
+    def expand(self, ids: list[int], messages: Sequence[Json], where: str) -> list[int]: ...
+
+
 def encode_messages(
-    messages: Sequence[Any],
-    tools: Sequence[Any],
-    tokenizer: Any,
+    messages: Sequence[Json],
+    tools: Sequence[Json],
+    tokenizer: PreTrainedTokenizerBase,
     row_id: str = "",
-    processor: Any = None,
-    template_arguments: Mapping[str, Any] | None = None,
+    processor: Processor | None = None,
+    template_arguments: Mapping[str, object] | None = None,
 ) -> list[int]:
     """Encode chat messages and tools to prompt ids [P].
 
@@ -524,14 +531,15 @@ def encode_messages(
     template_arguments: of the chat template (data.apply_chat_template_kwargs). Raises DataError if
     the chat template fails.
     """
-    reads_images = processor is not None and processor.reads_images
-    if reads_images:
-        messages = processor.template_messages(messages)
+    images = processor if processor and processor.reads_images else None
+    if images:
+        messages = images.template_messages(messages)
     elif any(has_image(message) for message in messages):
         raise UnsupportedRowError(f"{row_id}: input_image: the model reads no images. Remove it.")
     place = f"{row_id}: the chat template" if row_id else "the chat template"
+    apply: Any = tokenizer.apply_chat_template  # its types allow only messages with texts
     try:
-        output = tokenizer.apply_chat_template(
+        output = apply(
             messages,
             tools=tools or None,
             add_generation_prompt=True,
@@ -543,10 +551,10 @@ def encode_messages(
             f"{place} cannot render these messages: {error}. Change them, or {TEMPLATE_HINT}."
         ) from error
     ids = list(output["input_ids"])
-    return processor.expand(ids, messages, row_id) if reads_images else ids
+    return images.expand(ids, messages, row_id) if images else ids
 
 
-def has_image(message: Mapping[str, Any]) -> bool:
+def has_image(message: Json) -> bool:
     """Whether a chat message has an image among its parts."""
     content = message.get("content")
     return isinstance(content, list) and any("image" in part for part in content)
@@ -555,15 +563,27 @@ def has_image(message: Mapping[str, Any]) -> bool:
 # --- tasks -> batches -----------------------------------------------------------------------------
 
 
+class Weighted(Protocol):
+    """A task, or another part of an entry of env.train_files."""
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def weight(self) -> float | None: ...
+
+
+T = TypeVar("T", bound=Weighted)
+
+
 def take_batch(
-    tasks: Sequence[Any], size: int, step: int, seed: int, shuffle: bool = True
-) -> list[Any]:
+    tasks: Sequence[T], size: int, step: int, seed: int, shuffle: bool = True
+) -> list[T]:
     """Take the `size` tasks of training step `step` (1, 2, ...) from an endless stream of epochs.
 
     Each epoch has its own order. A batch may begin in one epoch and end in the next. If the entries
     of env.train_files have weights, each entry (`file`) is such a stream and gives its quota to
-    each batch. The result depends on the arguments alone, so a resumed run gets the same batches. A
-    task is anything with `file` and `weight`. Raises DataError.
+    each batch. The result depends on the arguments alone, so a resumed run gets the same batches.
+    Raises DataError.
 
     >>> rows = [Task(name, {}, "", [], [], file=name[0], weight=1) for name in ("a1", "a2", "b1")]
     >>> [[t.row_id for t in take_batch(rows, 2, step, 0, shuffle=False)] for step in (1, 2)]
@@ -573,7 +593,7 @@ def take_batch(
         raise DataError("There are no rows to take a batch from. Name files in env.train_files.")
     if not any(task.weight for task in tasks):
         return take_from_stream(tasks, size, step, seed, 0, shuffle)
-    batch: list[Any] = []
+    batch: list[T] = []
     for stream, (file, quota) in enumerate(compute_quotas(tasks, size).items()):
         rows = [task for task in tasks if task.file == file]
         batch += take_from_stream(rows, quota, step, seed, stream, shuffle)
@@ -581,12 +601,12 @@ def take_batch(
 
 
 def take_from_stream(
-    rows: Sequence[Any], size: int, step: int, seed: int, stream: int, shuffle: bool
-) -> list[Any]:
+    rows: Sequence[T], size: int, step: int, seed: int, stream: int, shuffle: bool
+) -> list[T]:
     """Take the rows of one step from an endless stream of epochs. stream: its number."""
     start = (step - 1) * size
     stop = step * size
-    batch: list[Any] = []
+    batch: list[T] = []
     for epoch in range(start // len(rows), (stop - 1) // len(rows) + 1):
         order: Any = range(len(rows))
         if shuffle:
@@ -597,7 +617,7 @@ def take_from_stream(
     return batch
 
 
-def compute_quotas(tasks: Sequence[Any], size: int) -> dict[str, int]:
+def compute_quotas(tasks: Sequence[Weighted], size: int) -> dict[str, int]:
     """Compute how many rows of a batch each file gets, in proportion to its weight.
 
     Files with the largest remainders are rounded up. Raises DataError if a file gets none.
@@ -624,7 +644,7 @@ def compute_quotas(tasks: Sequence[Any], size: int) -> dict[str, int]:
 CONVERT_COMMANDS = ("examples", "check", "from", "from-verl", "to-verl")  # an optional feature
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+def write_rows(path: Path, rows: Iterable[Json]) -> int:
     """Write rows as JSONL, under another name until the file is complete. Returns their number.
 
     Raises OSError and the errors of `rows`.

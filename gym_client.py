@@ -315,7 +315,7 @@ def replace_controls(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
-def sanitize_json(value: Any, depth: int = MAX_DEPTH) -> Any:
+def sanitize_json(value: object, depth: int = MAX_DEPTH) -> Any:  # JSON of the same form
     """Return JSON that every tokenizer and writer accepts.
 
     Half of a surrogate pair becomes "?". A number that is not a finite float becomes null, and so
@@ -333,7 +333,7 @@ def sanitize_json(value: Any, depth: int = MAX_DEPTH) -> Any:
     return value if isinstance(value, int | float) and abs(value) < 1e308 else None
 
 
-def find_nested(value: Any, *keys: str) -> Any:
+def find_nested(value: object, *keys: str) -> object:
     """Return value[key][key]..., or None if one of these is missing or no object."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
@@ -385,7 +385,7 @@ def message_response(text: str) -> Json:
 
 
 # --- requests -------------------------------------------------------------------------------------
-def find_callable_tools(names: Iterable[Any]) -> set[str]:
+def find_callable_tools(names: Iterable[object]) -> set[str]:
     """Return the tool names that a policy may call. Each becomes the path of a tool's route.
 
     A name with a slash (also an encoded one) or a final newline would reach a different route.
@@ -400,7 +400,7 @@ def find_routed_tools(tools: Iterable[str], routes: Collection[str]) -> set[str]
     return {name for name in tools if is_any_routed or f"/{name}" in routes}
 
 
-def list_tool_names(row: Json) -> list[Any]:
+def list_tool_names(row: Json) -> list[object]:
     """Return the names of a row's tools. Raises GymError('bad_row')."""
     try:
         tools = validate(Row, row, "the row").responses_create_params.tools or []
@@ -459,7 +459,7 @@ def max_answer_bytes(path: str, sent: bytes | None) -> int:
     return MAX_RUN_BYTES if path == "/run" else MAX_ANSWER_BYTES + len(sent or b"")
 
 
-def parse_json(body: bytes, at: str) -> Any:
+def parse_json(body: bytes, at: str) -> object:
     """Return the JSON of an answer, sanitized. Raises GymError('bad_answer').
 
     NaN, half of a surrogate pair and numbers that are not finite are no JSON. If a key is repeated,
@@ -495,7 +495,7 @@ def get_fields(routes: Routes, path: str) -> frozenset[str]:
     return routes[path].all if path in routes else frozenset()
 
 
-def parse_routes(description: Any, at: str) -> Routes:
+def parse_routes(description: object, at: str) -> Routes:
     """Return the paths of /openapi.json that accept POST, with the fields of their bodies."""
     paths = find_nested(description, "paths")
     if not isinstance(paths, dict):
@@ -508,7 +508,7 @@ def parse_routes(description: Any, at: str) -> Routes:
     return routes
 
 
-def parse_body_fields(description: Json, schema: Any) -> BodyFields:
+def parse_body_fields(description: object, schema: object) -> BodyFields:
     """Return the fields of a JSON schema of an object, which may refer to another schema."""
     reference = find_nested(schema, "$ref")
     if isinstance(reference, str):
@@ -521,7 +521,7 @@ def parse_body_fields(description: Json, schema: Any) -> BodyFields:
     )
 
 
-def parse_step_result(body: Any, at: str) -> StepResult:
+def parse_step_result(body: object, at: str) -> StepResult:
     """Return the result in a 200 answer of /step."""
     answer = validate(StepAnswer, body, at)
     outputs = (answer.info and answer.info.tool_outputs) or []
@@ -534,7 +534,11 @@ def parse_step_result(body: Any, at: str) -> StepResult:
     )
 
 
-def parse_verify_result(body: Any, latency_s: float = 0.0, row: Json | None = None) -> VerifyResult:
+def parse_verify_result(
+    body: Any,  # any JSON
+    latency_s: float = 0.0,
+    row: Json | None = None,
+) -> VerifyResult:
     """Return the result in an answer of /verify or /run, sanitized. Raises GymError('masked') too.
 
     Verifiers echo the request. So `details` has only fields that are not in `row`, and no field
@@ -576,12 +580,12 @@ def find_mask(body: Json) -> str:
     return next((name for name, has_failed in FAILURES.items() if has_failed(body.get(name))), "")
 
 
-def has_error(evaluation: Any) -> bool:
+def has_error(evaluation: object) -> bool:
     """Return whether the record of a judge's evaluation has an error."""
     return bool(find_nested(evaluation, "error"))
 
 
-def lacks_verdict(verdicts: Any) -> bool:
+def lacks_verdict(verdicts: object) -> bool:
     """Return whether a verdict is null in {check: verdict}, or in [{"verdict": verdict}]."""
     if isinstance(verdicts, dict):
         return None in verdicts.values()
@@ -591,7 +595,7 @@ def lacks_verdict(verdicts: Any) -> bool:
 
 # Fields by which verifiers of Gym report that their judge, a tool or a sandbox failed, and whether
 # a value does so. For mask_sample and failure_kind see `find_mask`.
-FAILURES: dict[str, Callable[[Any], bool]] = {
+FAILURES: dict[str, Callable[[object], bool]] = {
     "_ng_failure_class": bool,  # of every verifier whose judge raised JudgeError
     "judge_error": bool,  # finance_agent_v2, longmemeval
     "invalid_judge_response": bool,  # gdpval
@@ -624,7 +628,7 @@ def cut_details(details: Json) -> None:
         details["_cut"] = encode_start({key: details.pop(key) for key in large}, 1000)
 
 
-def encode_start(value: Any, length: int) -> str:
+def encode_start(value: object, length: int) -> str:
     """Return the first `length` characters of a value's JSON, without encoding the rest."""
     parts = []
     total = 0
@@ -636,7 +640,12 @@ def encode_start(value: Any, length: int) -> str:
     return "".join(parts)[:length]
 
 
-def parse_run_result(body: Any, url: str, row: Json, vocabulary: int) -> RunResult:
+def parse_run_result(
+    body: Any,  # any JSON
+    url: str,
+    row: Json,
+    vocabulary: int,
+) -> RunResult:
     """Return the result in a 200 answer of /run. Raises GymError('masked') too."""
     result = parse_verify_result(body, row=row)
     validate(RunAnswer, body, url)
@@ -653,7 +662,12 @@ def parse_run_result(body: Any, url: str, row: Json, vocabulary: int) -> RunResu
     return RunResult(result, run_response)
 
 
-def parse_environment_result(body: Any, url: str, row: Json, vocabulary: int) -> RunResult:
+def parse_environment_result(
+    body: Any,  # any JSON
+    url: str,
+    row: Json,
+    vocabulary: int,
+) -> RunResult:
     """Return the result in a 200 answer of an Environment Server's /run.
 
     Raises GymError('environment_<stage>') for a failure, and GymError('masked') too.
@@ -701,7 +715,7 @@ class Gym:
         self._http = aiohttp.ClientSession(connector=pool, cookie_jar=cookies, timeout=timeout)
         return self
 
-    async def __aexit__(self, *_: Any) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._http.close()
 
     def mark_restarted(self, server: str) -> None:
@@ -784,7 +798,7 @@ class Gym:
         self,
         server: str,
         requests: Iterator[Json],
-        parse: Callable[[Any], RunResult],
+        parse: Callable[[object], RunResult],
         timeout_s: float,
     ) -> RunResult:
         began = time.monotonic()
@@ -811,7 +825,7 @@ class Gym:
         self,
         server: str,
         call: Callable[..., Awaitable[T]],
-        *args: Any,
+        *args: object,
         retry_500: bool = True,
         retryable: bool = True,
     ) -> T:
@@ -867,10 +881,10 @@ class Connection:
         self,
         method: str,
         path: str,
-        body: Any = None,
+        body: object = None,
         timeout_s: float | None = None,
-        parse: Callable[[Any], Any] = lambda answer: answer,
-    ) -> Any:
+        parse: Callable[[object], object] = lambda answer: answer,
+    ) -> Any:  # what parse returns
         """Return `parse(answer)` for a 200 answer. Raises GymError for other answers.
 
         parse: gets the answer's JSON, sanitized.
@@ -880,7 +894,7 @@ class Connection:
         if status != 200:
             raise self.status_error(path, status, text)
 
-        def read() -> Any:
+        def read() -> object:
             return parse(parse_json(text, f"{self.url}{path}"))
 
         # A thread keeps the event loop free during a large answer.

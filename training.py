@@ -22,7 +22,6 @@ tensors, which have no padding (verl's `left_right_2_no_padding`).
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import itertools
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 from verl import DataProto
@@ -138,8 +137,7 @@ def call_verl_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tensor,
         # with a prefix, since a component may have any name
         components = {f"component {k}": read_component(batch, k) for k in settings.gdpo_reward_keys}
         arrays |= components
-        settings = copy.deepcopy(settings)
-        settings.gdpo_reward_keys = list(components)
+        settings = OmegaConf.create({**settings, "gdpo_reward_keys": list(components)})
     data = DataProto(tensors, arrays)
     ray_trainer.compute_advantage(
         data,
@@ -521,7 +519,7 @@ def update_actor(actor: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict[s
     data = make_update_data(
         batch,
         recipe.data_parallel_size(),
-        recipe.data.train_batch_size // settings.ppo_mini_batch_size,
+        recipe.mini_batches(),
         settings,
         calculate_entropy=bool(is_entropy_in_loss(settings) or recipe.is_on_policy),
         compute_loss=True,
@@ -534,7 +532,7 @@ def update_actor(actor: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict[s
 def update_critic(critic: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict[str, float]:
     """Train the critic with the clipped value loss -> metrics (verl 0.9.1, _update_critic)."""
     settings = recipe.verl.critic
-    mini_batches = recipe.data.train_batch_size // settings.ppo_mini_batch_size
+    mini_batches = recipe.mini_batches("critic")
     ranks = recipe.data_parallel_size("critic")
     data = make_update_data(batch, ranks, mini_batches, settings, compute_loss=True)
     return collect_metrics(wait_for_output(critic.train_mini_batch(data)), recipe, "critic")

@@ -194,7 +194,8 @@ class Gpus:
 def make_servers(case: Case, gpus: Gpus, loop: Any) -> Any:
     """Return the kit's Servers over the simulated GPUs, without Ray, vLLM and Gym."""
     recipe = freeze(*load_config(["math"], [f"trainer.one_step_off={case.one_step_off}"]))
-    processor = TextProcessor(make_tokenizer(""))
+    tokenizer: Any = make_tokenizer("")
+    processor = TextProcessor(tokenizer)
     inputs: Any = SimpleNamespace(
         tokenizer=processor.tokenizer,
         processor=processor,

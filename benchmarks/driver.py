@@ -161,7 +161,8 @@ def make_tasks(count: int) -> list[Task]:
 
 def make_context(recipe: Recipe, sampler: Sampler, count: int, tokens: int) -> SamplerContext:
     """Return the context of a rollout in which all `count` episodes run concurrently."""
-    processor = TextProcessor(make_tokenizer(RESPONSE_TEXT))
+    tokenizer: Any = make_tokenizer(RESPONSE_TEXT)
+    processor = TextProcessor(tokenizer)
     inputs: Any = SimpleNamespace(
         tokenizer=processor.tokenizer,
         processor=processor,

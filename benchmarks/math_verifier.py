@@ -179,7 +179,8 @@ def make_router(folder: Path, processes: int) -> VerifierRouter:
     changes = [f"env.verifier={VERIFIER}", f"env.verifier_pool.processes={processes}"]
     recipe = freeze(*load_config([], changes))
     pools = make_pools(recipe, read_verifiers(recipe.verl).specs, folder)
-    return VerifierRouter(Gym({}), pools, TextTokenizer())
+    tokenizer: Any = TextTokenizer()
+    return VerifierRouter(Gym({}), pools, tokenizer)
 
 
 async def verify_with_kit(router: VerifierRouter, samples: Sequence[Sample]) -> list[float]:

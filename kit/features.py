@@ -80,7 +80,7 @@ class Feature:
         """Return the problems that can be found without verl."""
         return ()
 
-    def check_workers(self, config: DictConfig) -> Iterable[Exception | str]:
+    def check_workers(self, recipe: Recipe) -> Iterable[Exception | str]:
         """Return the problems that can be found when verl is imported."""
         return ()
 

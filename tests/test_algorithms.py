@@ -34,6 +34,7 @@ from tests.helpers.cases import (
     random_cases,
     tiny_recipe,
 )
+from tests.helpers.recipes import make_partial
 
 WEIGHTS = {"right": 1.0, "format": 0.5}
 GDPO = {"gdpo_reward_keys": list(WEIGHTS), "gdpo_reward_weights": list(WEIGHTS.values())}
@@ -417,12 +418,11 @@ def test_a_custom_estimator_gets_each_argument_by_its_name(tmp_path, monkeypatch
     b["token_level_rewards"] = b["token_level_scores"] * 2
     changes = {"adv_estimator": "mine.py:by_name", "gamma": 0.9, "lam": 0.5}
     settings = OmegaConf.merge(tiny_recipe().algorithm, changes)
-    config = OmegaConf.create({"algorithm": settings})
-    training.compute_advantages(batch, config)
+    training.compute_advantages(batch, make_partial({"algorithm": settings}))
     assert_close(b["advantages"], [[0.225, 0, 0]] * 2 + [[0.225, 0, 0.225]], **SINGLE)
     assert_close(b["returns"], [[1.0, 0, 0], [0.5, 0, 0], [0, 0, 0.25]], **SINGLE)
     b["rollout_is_weights"] = torch.full((3, 3), 2.0)
-    config.algorithm.extra = 3
-    training.compute_advantages(batch, config)
+    settings.extra = 3
+    training.compute_advantages(batch, make_partial({"algorithm": settings}))
     assert_close(b["advantages"], [[1.8, 0, 0]] * 2 + [[1.8, 0, 1.8]], **SINGLE)
     assert_close(b["returns"], [[1.0, 0, 0], [0.5, 0, 0], [0, 0, 3.25]], **SINGLE)

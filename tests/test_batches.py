@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tensordict import TensorDict
 
 import training
 from kit.data.episode import TurnSpan
-from tests.helpers.recipes import ALGORITHM
+from tests.helpers.recipes import ALGORITHM, make_partial
 from tests.helpers.workers import (
     ACTOR,
     changed,
@@ -131,7 +131,7 @@ def test_components_of_the_reward_reach_verls_multi_reward_advantage():
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
     weights = {"gdpo_reward_keys": ["right", "format"], "gdpo_reward_weights": [1.0, 0.1]}
     algorithm = ALGORITHM | {"adv_estimator": "gdpo"} | weights
-    training.compute_advantages(batch, OmegaConf.create({"algorithm": algorithm}))
+    training.compute_advantages(batch, make_partial({"algorithm": algorithm}))
     advantages = batch.batch["advantages"]  # [3, 2]
     assert advantages[0, 0] > 0 > advantages[1, 0] and torch.equal(advantages[0], advantages[2])
 

@@ -23,7 +23,7 @@ from verl import DataProto
 import training
 from kit.config.load import load_config
 from kit.data.episode import Episode
-from tests.helpers.recipes import RECIPE
+from tests.helpers.recipes import RECIPE, make_partial
 
 
 class Case(NamedTuple):
@@ -79,7 +79,7 @@ class Corrected(NamedTuple):
 def correct(batch: DataProto, **settings: Any) -> Corrected:
     """Correct a batch as the training loop does."""
     correction = OmegaConf.merge(default_settings(), settings)
-    recipe = OmegaConf.create({"algorithm": {"rollout_correction": correction}})
+    recipe = make_partial({"algorithm": {"rollout_correction": correction}})
     metrics = training.apply_rollout_correction(batch, recipe)
     b = batch.batch
     return Corrected(b.get("rollout_is_weights"), b["response_mask"], metrics)

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from kit.config.load import load_config
+from kit.config.sections import ServerStart
 from kit.extras.report import metric_docs, report_page
-from kit.gym.process_specs import START_KEYS
 from tests.helpers.pages import (
     PAGES,
     call_command,
@@ -69,7 +69,7 @@ def test_the_tutorial_documents_every_key_of_gym_and_start():
     _, _, table = text.partition("| key of `start:` | meaning |\n")
     first_cells = re.findall(r"^\| (`[^|]*) \|", table.partition("\n\n")[0], re.MULTILINE)
     names = re.findall(r"`(\w+)`", "\n".join(first_cells))
-    assert sorted(names) == sorted(START_KEYS)
+    assert sorted(names) == sorted(ServerStart.model_fields)
 
 
 @pytest.fixture(scope="module")

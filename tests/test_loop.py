@@ -39,6 +39,21 @@ def test_vllm_sleeps_while_the_trainer_computes_updates_and_saves(
     assert calls == ["rollout", "sleep", *forward_passes, *updates, "save 1", "update_weights 1"]
 
 
+def test_a_run_changes_no_value_of_its_recipe(workspace, loop_doubles):
+    plan = make_plan(
+        workspace,
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=1",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+    )
+    before = plan.recipe.for_verl()
+    with algorithm.train(plan) as trainer:
+        trainer.fit()
+        assert trainer.recipe is trainer.run.recipe is plan.recipe
+    assert trainer.state.step == 3 and plan.recipe.for_verl() == before
+
+
 def test_a_checkpoint_is_loaded_while_vllm_sleeps(workspace, loop_doubles, tmp_path):
     calls = loop_doubles.calls
     plan = make_plan(

@@ -106,7 +106,7 @@ def test_a_critic_warms_up_saves_and_loads(stack, values, name):
         folder = trainer.save()
         assert (folder / "critic" / "model_world_size_1_rank_0.pt").is_file()
         assert (folder / "actor").is_dir()
-        assert checkpoints.load(workers, folder)["step"] == 3
+        assert checkpoints.load(workers, folder).step == 3
     assert ["actor/pg_loss" in m for m in steps] == [False, True, True]
     assert ["critic/vf_loss" in m for m in steps] == [True, True, True]
     for m in steps:

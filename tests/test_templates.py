@@ -26,7 +26,7 @@ from templates.reward import compute_score
 from templates.rewards import components, overlong, weighted
 from templates.task import Guess, rows
 from tests.helpers.models import END
-from tests.helpers.recipes import CPU, ROOT
+from tests.helpers.recipes import CPU, ROOT, make_partial
 
 
 def episode(reward=1.0, length=3, group="g", ended="stop", **fields):
@@ -133,8 +133,8 @@ def test_masked_episodes_count_for_the_baseline_and_have_no_loss():
     assert batch.batch["response_mask"].tolist() == [[0, 0, 0], [1, 1, 1], [1, 1, 1]]
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
     keys = {"gamma": 1.0, "lam": 1.0, "norm_adv_by_std_in_grpo": True}
-    settings = OmegaConf.create({"algorithm": {"adv_estimator": "grpo", **keys}})
-    training.compute_advantages(batch, settings)
+    recipe = make_partial({"algorithm": {"adv_estimator": "grpo", **keys}})
+    training.compute_advantages(batch, recipe)
     advantages = batch.batch["advantages"]
     expected = (0 - 1 / 3) / (math.sqrt(1 / 3) + 1e-6)
     assert advantages[1, 0] == pytest.approx(expected) and not advantages[0].any()

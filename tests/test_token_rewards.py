@@ -26,6 +26,7 @@ from kit.data import token_rewards
 from kit.data.episode import Episode, TurnSpan
 from kit.errors import RunError, SkippedStep
 from tests.helpers.cases import make_case, tiny_recipe
+from tests.helpers.recipes import make_partial
 from tests.helpers.trainer import make_plan
 from tests.helpers.workers import ACTOR, changed
 
@@ -60,10 +61,10 @@ def make_episode(group: str, reward: float, mask: list[int], **fields: Any) -> E
 
 @functools.cache
 def make_settings(name: str, changes: tuple[tuple[str, Any], ...]) -> Any:
-    """A configuration with only the algorithm, as training.compute_advantages reads it."""
+    """A recipe with only the algorithm, as training.compute_advantages reads it."""
     algorithm_settings = OmegaConf.merge(tiny_recipe().algorithm, GDPO, dict(changes))
     algorithm_settings.adv_estimator = name
-    return OmegaConf.create({"algorithm": algorithm_settings})
+    return make_partial({"algorithm": algorithm_settings})
 
 
 def compute(episodes: list[Episode], name: str, **changes: Any) -> torch.Tensor:

@@ -31,6 +31,7 @@ from verl.workers.utils.losses import sft_loss, value_loss
 import algorithm
 import training
 from kit.config.load import load_config
+from kit.config.recipe import Recipe
 from kit.config.user_functions import register_in_verl
 from kit.data.episode import Episode, TurnSpan
 from kit.data.selection import select_trainable, take_groups
@@ -285,14 +286,14 @@ def test_a_step_equals_that_of_verls_trainer(
 
     The recipes have a KL term, a critic, and clip-higher.
     """
-    recipe, inputs = load_recipe(workspace, *list_changes(name), overlays=[name])
+    recipe = load_recipe(workspace, *list_changes(name), overlays=[name]).recipe
     # dapo drops a third of the episodes, and masks some others entirely
-    episodes, _ = select_trainable(make_episodes(groups=24), 2, inputs.filters)
+    episodes, _ = select_trainable(make_episodes(groups=24), 2, recipe.functions.filters)
     episodes = take_groups(episodes, 8)
     has_all_live = all(any(e.response_mask) for e in episodes)
     assert len(episodes) == 32 and has_all_live == (name != "dapo")
     for e in episodes:
-        e.reward = inputs.reward(e)
+        e.reward = recipe.functions.reward(e)
     workers = prepare_workers(recipe, stack, values, worker_variants, name)
     groups = [group for group in ("actor", "critic") if getattr(workers, group)]
 
@@ -375,14 +376,14 @@ def make_turn_episodes(groups=8, members=4) -> list[Episode]:
     return episodes
 
 
-def select_for(name: str, inputs: Any) -> list[Episode]:
+def select_for(name: str, recipe: Recipe) -> list[Episode]:
     """The episodes of a recipe: those that pass its filters, and with `spin` the row's answers."""
     episodes = make_turn_episodes(groups=24)
     if not name.startswith("turn_"):
         for episode in episodes:
             episode.turn_rewards = []
     if name in ("dapo", "curriculum"):
-        episodes, _ = select_trainable(episodes, 2, inputs.filters)
+        episodes, _ = select_trainable(episodes, 2, recipe.functions.filters)
     kept = take_groups(episodes, 8)
     if name == "spin":
         for first in kept[::4]:
@@ -404,7 +405,7 @@ def load_plain_model(workspace, weights) -> Any:
 
 def run_trainer_step(episodes, workers, recipe, inputs) -> tuple[DataProto, dict[str, float]]:
     """Run the stages of Trainer.step after `collect` -> (batch, metrics)."""
-    run = SimpleNamespace(stage=lambda _: contextlib.nullcontext(), say=print)
+    run = SimpleNamespace(stage=lambda _: contextlib.nullcontext())
     state = LoopState(step=1, batches=1)
     trainer = algorithm.Trainer(recipe, inputs, run, workers, None, state)
     trainer.shape_rewards(episodes)
@@ -457,9 +458,9 @@ def test_a_step_of_each_recipe_equals_plain_torch(
     stack, values, moved_actor, workspace, tmp_path, name
 ):
     """From rewards to weights: advantages, losses, mini-batches and the optimizer's steps."""
-    recipe = plain_torch.RECIPES[name]
+    plain_recipe = plain_torch.RECIPES[name]
     changes = [change for change in list_changes(name) if "norm_adv_by_std" not in change]
-    if recipe.is_on_policy:
+    if plain_recipe.is_on_policy:
         changes = [change for change in changes if "actor.ppo_mini_batch_size" not in change]
     paths = {"distill": "distillation.teacher_models.teacher_model.model_path"}
     paths["reward_model"] = "reward.reward_model.model_path"
@@ -478,13 +479,14 @@ def test_a_step_of_each_recipe_equals_plain_torch(
         settings = omega_conf_to_dataclass(recipe.verl.critic)
         critic.set_loss_fn(functools.partial(value_loss, config=settings))
     before = read_weights(workers, tmp_path / "before")
-    episodes = select_for(name, inputs)
+    episodes = select_for(name, recipe)
     batch, _ = run_trainer_step(episodes, workers, recipe, inputs)
     after = read_weights(workers, tmp_path / "after")
 
     model = load_plain_model(workspace, before)
     data = read_plain_data(episodes, batch, model, load_plain_model(workspace, None))
-    advantages = plain_torch.run_step(model, data, recipe, 1 if recipe.is_on_policy else 2)
+    updates = 1 if plain_recipe.is_on_policy else 2
+    advantages = plain_torch.run_step(model, data, plain_recipe, updates)
     for row, expected in enumerate(advantages):
         actual = (batch.batch["advantages"] * batch.batch["response_mask"])[row, : len(expected)]
         torch.testing.assert_close(actual, expected.float(), rtol=1e-4, atol=1e-4)

@@ -6,7 +6,9 @@ with train(plan(["math_cpu", "cpu"], ["trainer.experiment_name=annealed"])) as t
     import training  # not before `plan`, which sets the environment that verl reads
 
     while trainer.state.step < trainer.run.last:
-        trainer.config.actor_rollout_ref.actor.entropy_coeff = 0.01 * 0.9 ** trainer.state.step
-        training.set_policy_loss(trainer.workers.actor, trainer.config)
+        coefficient = 0.01 * 0.9**trainer.state.step
+        change = f"actor_rollout_ref.actor.entropy_coeff={coefficient}"
+        trainer.recipe = trainer.recipe.change(change)
+        training.set_policy_loss(trainer.workers.actor, trainer.recipe)
         metrics = trainer.step_or_skip()
     trainer.finish()

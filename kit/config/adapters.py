@@ -6,15 +6,20 @@ rollout engine or the export would have another policy than the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
 from kit.config.keys import to_plain
 from kit.config.load import MODEL
 from kit.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from peft import LoraConfig
+    from transformers import PretrainedConfig
 
 PATH = f"{MODEL}.lora_adapter_path"
 ALL_LINEAR = "all-linear"
@@ -36,7 +41,7 @@ UNREAD_FIELDS = (
     "use_rslora",
     "alora_invocation_tokens",
 )
-OFF: tuple[Any, ...] = (None, False, "none", {}, [])
+OFF: tuple[object, ...] = (None, False, "none", {}, [])
 # Values of init_lora_weights that leave the base model's weights as they are.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica")
 
@@ -62,7 +67,7 @@ def check_keys(config: DictConfig) -> Iterator[str]:
         )
 
 
-def check_adapter(config: DictConfig, hf_config: Any) -> None:
+def check_adapter(config: DictConfig, hf_config: PretrainedConfig) -> None:
     """Check that the adapter is of a kind that verl sends and exports. Raises ConfigError.
 
     With lora_adapter_path, this also checks its files, makes the path absolute, and sets
@@ -78,7 +83,7 @@ def check_adapter(config: DictConfig, hf_config: Any) -> None:
         check_weights(str(model.lora_adapter_path), shapes)
 
 
-def make_lora_config(model: DictConfig) -> Any:
+def make_lora_config(model: DictConfig) -> LoraConfig:
     """Make peft's configuration as verl does (FSDPEngine._build_lora_module)."""
     from peft import LoraConfig, TaskType
 
@@ -92,7 +97,7 @@ def make_lora_config(model: DictConfig) -> Any:
     )
 
 
-def read_adapter_config(config: DictConfig) -> Any:
+def read_adapter_config(config: DictConfig) -> LoraConfig:
     """Read the configuration of lora_adapter_path, and compare it with the recipe.
 
     Raises ConfigError if the recipe contradicts it.
@@ -118,7 +123,7 @@ def read_adapter_config(config: DictConfig) -> Any:
     return adapter
 
 
-def find_unread_fields(adapter: Any) -> Iterator[str]:
+def find_unread_fields(adapter: LoraConfig) -> Iterator[str]:
     """Sentences about features of an adapter that would be lost."""
     for name in UNREAD_FIELDS:
         value = getattr(adapter, name, None)
@@ -131,7 +136,7 @@ def find_unread_fields(adapter: Any) -> Iterator[str]:
         )
 
 
-def find_contradictions(model: DictConfig, adapter: Any) -> Iterator[str]:
+def find_contradictions(model: DictConfig, adapter: LoraConfig) -> Iterator[str]:
     """Sentences about keys of the recipe that differ from the adapter."""
     for key, value in (("lora_rank", adapter.r), ("lora_alpha", adapter.lora_alpha)):
         if model[key] != value:
@@ -145,13 +150,13 @@ def find_contradictions(model: DictConfig, adapter: Any) -> Iterator[str]:
         )
 
 
-def sorted_if_set(modules: Any) -> Any:
+def sorted_if_set(modules: Collection[str] | None) -> Collection[str] | None:
     """Return names as a sorted list; a pattern as it is."""
     return modules if modules is None or isinstance(modules, str) else sorted(modules)
 
 
 def find_adapter_shapes(
-    hf_config: Any, lora_config: Any, trust_remote_code: bool
+    hf_config: PretrainedConfig, lora_config: LoraConfig, trust_remote_code: bool
 ) -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of the adapter's weights, from a model without memory.
 
@@ -183,7 +188,7 @@ def find_adapter_shapes(
     return {name: tuple(weight.shape) for name, weight in state.items()}
 
 
-def find_outer_modules(adapted: Any, layer_classes: Iterable[str]) -> Iterator[str]:
+def find_outer_modules(adapted: torch.nn.Module, layer_classes: Iterable[str]) -> Iterator[str]:
     """The names of adapted modules that are not in a transformer layer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 

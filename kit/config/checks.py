@@ -8,26 +8,21 @@ the second section need verl, which takes 7 s to import.
 from __future__ import annotations
 
 import difflib
-import inspect
 import os
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from env import Task
 from kit.config.load import ACTOR, MODEL, ROLLOUT, SAMPLING_COMMANDS
+from kit.config.recipe import Recipe
 from kit.config.resources import rollout_gpus
 from kit.config.user_functions import (
     ADVANTAGE,
     LOSS_MODE,
     TEACHER,
     is_user_function,
-    load_function,
-    needs,
-    needs_reference,
-    teacher_model,
 )
 from kit.errors import ConfigError
 
@@ -59,7 +54,7 @@ AGGREGATIONS = (
     "seq-mean-token-sum-norm",
     "seq-mean-token-mean",
 )
-CHOICES: dict[str, Sequence[Any]] = {  # a test compares them with verl's
+CHOICES: dict[str, Sequence[object]] = {  # a test compares them with verl's
     f"{ACTOR}.kl_loss_type": KL_TYPES,
     f"{ACTOR}.loss_agg_mode": AGGREGATIONS,
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
@@ -79,7 +74,7 @@ TOOL_EXAMPLE = (
 
 
 def check_choices(
-    config: DictConfig, choices: Mapping[str, Sequence[Any]] = CHOICES
+    config: DictConfig, choices: Mapping[str, Sequence[object]] = CHOICES
 ) -> Iterator[str]:
     """A key with a fixed set of values has one of these values."""
     for key, allowed in choices.items():
@@ -313,27 +308,18 @@ def check_weight_sync(config: DictConfig) -> Iterator[str]:
 # --- checks that need verl -----------------------------------------------------------------------
 
 
-def check_names(config: DictConfig, command: str) -> Iterator[str]:
+def check_names(config: DictConfig) -> Iterator[str]:
     """verl has the advantage, the loss and the rejection options that the recipe names."""
     from verl.trainer.ppo import core_algos
 
     yield from check_registered(config, ADVANTAGE, core_algos.ADV_ESTIMATOR_REGISTRY)
     yield from check_registered(config, LOSS_MODE, core_algos.POLICY_LOSS_REGISTRY)
-    if command == "train":
-        yield from check_group_size(config)
-        teacher = teacher_model(config)
-        if teacher and not needs_reference(config):
-            yield (
-                f"{TEACHER}={teacher}: nothing uses this model's log-probs. Set "
-                f"{ADVANTAGE}=templates/advantages.py:distill or {ACTOR}.use_kl_loss=true, or "
-                "remove it."
-            )
     if OmegaConf.select(config, TEACHER) and not config.distillation.enabled:
         yield f"{TEACHER} needs distillation.enabled=true. Set that too, or remove it."
     yield from check_rejection_options(config)
 
 
-def check_registered(config: DictConfig, key: str, registry: Mapping[str, Any]) -> Iterator[str]:
+def check_registered(config: DictConfig, key: str, registry: Mapping[str, object]) -> Iterator[str]:
     """A key names an entry of verl's registry, or a custom function."""
     name = OmegaConf.select(config, key)
     # once a custom function was used, it is in the registry, too
@@ -347,18 +333,28 @@ def check_registered(config: DictConfig, key: str, registry: Mapping[str, Any]) 
     yield f"{key}={name} is not in verl, which has {', '.join(names)}. {hint}"
 
 
-def check_group_size(config: DictConfig) -> Iterator[str]:
-    """If the advantage compares the responses of a group, a group has at least two."""
-    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+def check_models(recipe: Recipe) -> Iterator[str]:
+    """The advantage has what it compares. Models with GPUs of their own, and a teacher, are used.
 
-    name = config.algorithm.adv_estimator
-    n = config.actor_rollout_ref.rollout.n
-    if n >= 2:
-        return
-    is_custom = is_user_function(name)
-    function = load_function(name, ADVANTAGE) if is_custom else ADV_ESTIMATOR_REGISTRY.get(name)
-    if function and "index" in inspect.signature(function).parameters:
+    For the command `train`.
+    """
+    n = recipe.rollout.n
+    if recipe.compares_group and n < 2:
         yield f"{ROLLOUT}.n={n}: this advantage needs at least two responses a group. Raise n."
+    if recipe.teacher and not recipe.has_reference:
+        yield (
+            f"{TEACHER}={recipe.teacher}: nothing uses this model's log-probs. Set "
+            f"{ADVANTAGE}=templates/advantages.py:distill or {ACTOR}.use_kl_loss=true, or remove "
+            "it."
+        )
+    is_used = {
+        "critic": recipe.has_critic,
+        "ref": recipe.has_reference,
+        "reward_model": recipe.has_reward_model,
+    }
+    for role, count in recipe.kit.resource_pools.sizes().items():
+        if not is_used[role]:
+            yield f"trainer.resource_pools.{role}={count}: this recipe has no {role}. Remove it."
 
 
 def check_rejection_options(config: DictConfig) -> Iterator[str]:
@@ -390,16 +386,16 @@ def check_thresholds(config: DictConfig) -> Iterator[str]:
         yield f"{CORRECTION}: {str(error).rstrip('.')}. Change it."
 
 
-def instantiate_verl_configs(config: DictConfig) -> None:
+def instantiate_verl_configs(recipe: Recipe) -> None:
     """Build verl's own configuration classes, which check their values. Raises ConfigError."""
     from verl.utils.config import omega_conf_to_dataclass
 
     sections = [ACTOR, ROLLOUT]
-    if needs(config, "values"):
+    if recipe.has_critic:
         sections.append("critic")
     for section in sections:
         try:
-            omega_conf_to_dataclass(OmegaConf.select(config, section))
+            omega_conf_to_dataclass(OmegaConf.select(recipe.verl, section))
         except Exception as error:  # Hydra's, OmegaConf's, and anything that __post_init__ raises
             cause = error.__cause__ or error
             message = str(cause).strip().partition("\n")[0]
@@ -410,32 +406,20 @@ def instantiate_verl_configs(config: DictConfig) -> None:
             ) from None
 
 
-def check_strategies(config: DictConfig, command: str) -> Iterator[str]:
+def check_strategies(recipe: Recipe) -> Iterator[str]:
     """With the FSDP engine, `strategy` is fsdp or fsdp2; on a CPU it is fsdp2."""
     sections = [ACTOR]
-    if command == "train" and needs(config, "values"):
+    if recipe.has_critic:
         sections.append("critic")
     for section in sections:
         key = f"{section}.strategy"
-        if config.trainer.device == "cpu" and OmegaConf.select(config, key) == "fsdp":
+        if recipe.trainer.device == "cpu" and recipe.get(key) == "fsdp":
             yield (
                 f"{key}=fsdp does not start on a CPU: verl's FSDP1 sends its weights to the other "
                 "ranks from a GPU. Set fsdp2."
             )
         else:
-            yield from check_choices(config, {key: ["fsdp", "fsdp2"]})
-
-
-def check_pools(config: DictConfig) -> Iterator[str]:
-    """Only models that the recipe uses have separate GPUs (trainer.resource_pools)."""
-    has_role = {
-        "critic": needs(config, "values"),
-        "ref": needs_reference(config),
-        "reward_model": config.reward.reward_model.enable,
-    }
-    for role, count in config.trainer.resource_pools.items():
-        if count and not has_role[role]:
-            yield f"trainer.resource_pools.{role}={count}: this recipe has no {role}. Remove it."
+            yield from check_choices(recipe.verl, {key: ["fsdp", "fsdp2"]})
 
 
 # --- tools of the rows ---------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from env import Json
+
 ROOT = Path(__file__).resolve().parents[2]  # the folder of the repository
 
 
@@ -27,7 +29,6 @@ class KeyTable(NamedTuple):
     paths: list[str]
     mixed: list[str]
     lists: list[str]
-    mappings: list[str]
     unused: dict[str, str | None]
     renamed: dict[str, str]
 
@@ -83,10 +84,10 @@ def unused_hint(key: str) -> str:
     return hint if is_sentence else f"Set {hint} instead."
 
 
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(config: object, prefix: str = "") -> Json:
     """{dotted key: value} of a configuration's leaves, with interpolations as they were written."""
     node: Any = OmegaConf.to_container(config) if OmegaConf.is_config(config) else config
-    leaves: dict[str, Any] = {}
+    leaves: Json = {}
     for name, value in node.items():
         if value and isinstance(value, dict):
             leaves |= flatten(value, f"{prefix}{name}.")
@@ -95,9 +96,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def diff(
-    config: DictConfig, defaults: Mapping[str, Any] | DictConfig
-) -> dict[str, tuple[Any, Any]]:
+def diff(config: DictConfig, defaults: DictConfig | Json) -> dict[str, tuple[object, object]]:
     """{dotted key: (value, default)} of the leaves in which two configurations differ."""
     values = flatten(config)
     usual = flatten(defaults)
@@ -105,7 +104,7 @@ def diff(
     return {key: (values[key], usual.get(key)) for key in values if is_changed[key]}
 
 
-def find_changes(config: DictConfig, defaults: DictConfig) -> dict[str, tuple[Any, Any]]:
+def find_changes(config: DictConfig, defaults: DictConfig) -> dict[str, tuple[object, object]]:
     """{dotted key: (value, default)} of verl's keys with another value than verl would give them.
 
     verl's default of a key may refer to another key, such as
@@ -132,7 +131,7 @@ def find_changes(config: DictConfig, defaults: DictConfig) -> dict[str, tuple[An
     return changes
 
 
-def resolve_reference(recipe: DictConfig, key: str, reference: str) -> Any:
+def resolve_reference(recipe: DictConfig, key: str, reference: str) -> object:
     """The value that `reference`, an interpolation, has at a key. `recipe` stays as it is."""
     value = OmegaConf.select(recipe, key)
     OmegaConf.update(recipe, key, reference, merge=False)
@@ -146,12 +145,10 @@ class UnknownKey(NamedTuple):
 
     key: str
     name: str
-    value: Any
+    value: object
 
 
-def find_unknown_keys(
-    overlay: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = ""
-) -> Iterator[UnknownKey]:
+def find_unknown_keys(overlay: Json, defaults: Json, prefix: str = "") -> Iterator[UnknownKey]:
     """The keys of `overlay` that `defaults` lacks.
 
     An empty mapping in the defaults takes any key.
@@ -178,7 +175,7 @@ def nesting_hint(unknown: UnknownKey) -> str:
 
 
 def unknown_key_hint(
-    key: str, overlay: Any, engine: str, engine_keys: Mapping[str, Sequence[str]]
+    key: str, overlay: Json, engine: str, engine_keys: Mapping[str, Sequence[str]]
 ) -> str:
     """A sentence about a key that does not exist: its new name, its engine, or a similar key.
 
@@ -199,14 +196,14 @@ def unknown_key_hint(
     return "See configs/base.yaml, and verl's trainer/config for verl's keys."
 
 
-def select_nested(values: Any, key: str) -> Any:
+def select_nested(values: object, key: str) -> object:
     """Return the value of a dotted key in nested mappings, or None."""
     for name in key.split("."):
         values = values.get(name) if isinstance(values, Mapping) else None
     return values
 
 
-def to_plain(config: Any) -> Any:
+def to_plain(config: object) -> Any:  # a recipe's values have any type
     """An OmegaConf node as plain dicts and lists, resolved; any other value as it is."""
     is_node = OmegaConf.is_config(config)
     return OmegaConf.to_container(config, resolve=True) if is_node else config

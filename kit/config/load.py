@@ -19,6 +19,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from env import Json
 from kit import features
 from kit.config import resources  # noqa: F401  (it registers the resolvers of base.yaml)
 from kit.config.keys import (
@@ -77,7 +78,7 @@ class Overlay(NamedTuple):
     """A recipe file, or one key=value of the command line. content: nested, unresolved."""
 
     source: str
-    content: dict[str, Any]
+    content: Json
     is_file: bool
 
 
@@ -96,15 +97,7 @@ def load_config(
     overlays, messages = read_overlays(files, overrides)
     engine = pick_engine(overlays)
     defaults, base = base_configs(engine)
-    base_values: Any = OmegaConf.to_container(base)
-    for overlay in overlays:
-        for problem in remove_misplaced(overlay.content, base_values):
-            messages.append(f"{overlay.source}: {problem}" if overlay.is_file else problem)
-    config = merge(base, overlays)
-    fill_empty(config, base_values)
-    unknown = list(unknown_keys(overlays, defaults, engine))
-    messages += [message for _, message in unknown]
-    messages += reset_invalid_keys(config, base, [key for key, _ in unknown])
+    config = apply_overlays(base, overlays, defaults, messages)
     apply_environment(config)
     errors = [ConfigError(message) for message in messages]
     if problems is None:
@@ -119,15 +112,25 @@ def override(config: DictConfig, defaults: DictConfig, arguments: Sequence[str])
     overlays, messages = read_overlays([], arguments)
     base = copy.deepcopy(config)
     OmegaConf.set_readonly(base, False)
-    base_values: Any = OmegaConf.to_container(base)
-    for overlay in overlays:
-        messages += remove_misplaced(overlay.content, base_values)
-    changed = merge(base, overlays)
-    unknown = list(unknown_keys(overlays, defaults, changed.model_engine))
-    messages += [message for _, message in unknown]
-    messages += reset_invalid_keys(changed, base, [key for key, _ in unknown])
+    changed = apply_overlays(base, overlays, defaults, messages)
     raise_all([ConfigError(message) for message in messages])
     return changed
+
+
+def apply_overlays(
+    base: DictConfig, overlays: Sequence[Overlay], defaults: DictConfig, messages: list[str]
+) -> DictConfig:
+    """Merge the overlays into a copy of `base`, with valid values. Adds to `messages`."""
+    base_values: Any = OmegaConf.to_container(base)
+    for overlay in overlays:
+        for problem in remove_misplaced(overlay.content, base_values):
+            messages.append(f"{overlay.source}: {problem}" if overlay.is_file else problem)
+    config = merge(base, overlays)
+    fill_empty(config, base_values)
+    unknown = list(unknown_keys(overlays, defaults, base.model_engine))
+    messages += [message for _, message in unknown]
+    messages += reset_invalid_keys(config, base, [key for key, _ in unknown])
+    return config
 
 
 def raise_all(problems: Sequence[Exception]) -> None:
@@ -238,14 +241,14 @@ def merge(base: DictConfig, overlays: Sequence[Overlay]) -> DictConfig:
     return config
 
 
-def values_to_reset(overlay: Overlay, has_steps_argument: bool) -> dict[str, Any]:
+def values_to_reset(overlay: Overlay, has_steps_argument: bool) -> Json:
     """Values to set to null before an overlay is merged, because it replaces them as a whole.
 
     A function with settings must not inherit the settings of the function that it replaces. A
     recipe with total_epochs must not inherit the number of steps of another recipe, which would
     take precedence. A number of steps on the command line stays.
     """
-    reset: dict[str, Any] = {}
+    reset: Json = {}
     trainer = overlay.content.get("trainer") or {}
     counts_epochs = "total_epochs" in trainer and "total_training_steps" not in trainer
     if counts_epochs and (overlay.is_file or not has_steps_argument):
@@ -277,7 +280,7 @@ def read_yaml(file: str) -> DictConfig:
     return to_config(parse_file(file, is_declared_text), f"--config {file}")
 
 
-def parse_file(file: str, is_text: Callable[[str], bool]) -> dict[str, Any]:
+def parse_file(file: str, is_text: Callable[[str], bool]) -> Json:
     """Parse a recipe: a path, or the name of one in configs/. Raises ConfigError.
 
     ${matmul_dtype:} in it becomes the type in which this machine's cores multiply fastest: bfloat16
@@ -335,7 +338,7 @@ def matmul_dtype() -> str:
 def apply_environment(config: DictConfig) -> None:
     """Set the recipe's environment variables and PYTHONPATH, here and for every worker."""
     ray_init = config.ray_kwargs.ray_init
-    variables: dict[str, Any] = {}
+    variables: Json = {}
     if not ray_init.get("address"):
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # one node: listen on loopback only
     variables |= OmegaConf.select(ray_init, "runtime_env.env_vars") or {}

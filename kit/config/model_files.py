@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import httpx
 import huggingface_hub
@@ -20,6 +20,9 @@ from kit.config.load import MODEL
 from kit.config.recipe import Recipe
 from kit.config.user_functions import TEACHER
 from kit.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 REWARD_MODEL = "reward.reward_model.model_path"
 OFFLINE = "HF_HUB_OFFLINE"
@@ -32,8 +35,8 @@ REWARD_HEADS = ("ForTokenClassification", "ForSequenceClassification")
 class ModelFiles(NamedTuple):
     """A model without its weights."""
 
-    tokenizer: Any
-    hf_config: Any  # the Hugging Face configuration
+    tokenizer: PreTrainedTokenizerBase
+    hf_config: PretrainedConfig
     stop_ids: set[int]  # ids that end a response
 
 
@@ -56,14 +59,16 @@ def load_model_files(config: DictConfig) -> ModelFiles:
     return ModelFiles(tokenizer, hf_config, stop_token_ids(tokenizer, generation_config))
 
 
-def load_pretrained(config: DictConfig, key: str, **settings: Any) -> tuple[Any, Any]:
+def load_pretrained(
+    config: DictConfig, key: str, trust_remote_code: bool
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """(configuration, tokenizer) of the model that a key names. Raises ConfigError."""
     from transformers import AutoConfig, AutoTokenizer
 
     name = OmegaConf.select(config, key)
     try:
-        hf_config = AutoConfig.from_pretrained(name, **settings)
-        return hf_config, AutoTokenizer.from_pretrained(name, **settings)
+        hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return hf_config, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
@@ -71,14 +76,16 @@ def load_pretrained(config: DictConfig, key: str, **settings: Any) -> tuple[Any,
         ) from None
 
 
-def stop_token_ids(tokenizer: Any, generation_config: Any) -> set[int]:
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None
+) -> set[int]:
     """Every id that ends a response: the tokenizer's EOS and those of generation_config.json."""
     eos = getattr(generation_config, "eos_token_id", None)
     ids = eos if isinstance(eos, (list, tuple)) else [eos]
     return {tokenizer.eos_token_id, *ids} - {None}
 
 
-def check_reward_model(config: DictConfig, tokenizer: Any) -> None:
+def check_reward_model(config: DictConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that the reward model has a scalar head and the policy's vocabulary.
 
     Raises ConfigError.
@@ -92,7 +99,9 @@ def check_reward_model(config: DictConfig, tokenizer: Any) -> None:
         )
 
 
-def check_vocabulary(config: DictConfig, key: str, tokenizer: Any) -> Any:
+def check_vocabulary(
+    config: DictConfig, key: str, tokenizer: PreTrainedTokenizerBase
+) -> PretrainedConfig:
     """Check that a model has the policy's vocabulary -> its configuration. Raises ConfigError.
 
     The model scores the policy's ids, so each id must be the same token for both models.
@@ -109,7 +118,7 @@ def check_vocabulary(config: DictConfig, key: str, tokenizer: Any) -> Any:
     return hf_config
 
 
-def expert_count(text_config: Any) -> int:
+def expert_count(text_config: PretrainedConfig) -> int:
     """Experts of a layer; 0 if the model is no mixture of experts."""
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if count := getattr(text_config, key, 0):

@@ -6,13 +6,12 @@ The trainer computes the probabilities of the model over all tokens, at the temp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from kit.config.keys import select_nested
 from kit.config.recipe import Recipe
 
 # {key of actor_rollout_ref.rollout: the values with which the engine samples like the trainer}
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "top_p": (1,),
     "top_k": (-1, 0),
     "repetition_penalty": (1,),
@@ -23,7 +22,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def find_distortions(rollout: Mapping[str, Any]) -> dict[str, Any]:
+def find_distortions(rollout: Mapping[str, object]) -> dict[str, object]:
     """Return {key: value} of the parameters that are not neutral.
 
     rollout: the section actor_rollout_ref.rollout of a recipe. A missing key is neutral.

@@ -1,6 +1,6 @@
 """The numbers of a recipe: the range of each key, and the meaning of -1, 0 and null.
 
-    find_rule(key)                    the entry of NUMBERS for a key, or None
+    find_rule(key)                    the entry of NUMBERS for a key of verl, or None
     rule.is_valid(value)              whether the key may have this value
     rule.normalize(value)             the value that the code reads: 3 for 3.0, null for "-1: all"
     rule.describe()                   the allowed values, for messages
@@ -21,7 +21,7 @@ import yaml
 
 from kit.config.keys import matches
 
-NONE: Mapping[Any, Any] = MappingProxyType({})
+NONE: Mapping[object, Any] = MappingProxyType({})
 THRESHOLD = r"[0-9.eE-]+(_[0-9.eE-]+)?(, *[0-9.eE-]+(_[0-9.eE-]+)?)*"  # "0.5_2", or "0.1,0.5_2"
 
 
@@ -38,16 +38,18 @@ class Number(NamedTuple):
     is_whole: bool = False
     excludes_low: bool = False
     excludes_high: bool = False
-    words: Mapping[Any, str] = NONE
-    same_as: Mapping[Any, Any] = NONE
+    words: Mapping[object, str] = NONE
+    same_as: Mapping[object, object] = NONE
     is_list: bool = False
     text: str = ""
 
-    def with_words(self, words: Mapping[Any, str], same_as: Mapping[Any, Any] = NONE) -> Number:
+    def with_words(
+        self, words: Mapping[object, str], same_as: Mapping[object, object] = NONE
+    ) -> Number:
         """Return this rule with other values and their meanings."""
         return self._replace(words=words, same_as=same_as)
 
-    def is_valid(self, value: Any) -> bool:
+    def is_valid(self, value: object) -> bool:
         """Whether the key may have this value."""
         if self.is_list and isinstance(value, list):
             return all(self._replace(is_list=False).is_valid(item) for item in value)
@@ -69,7 +71,7 @@ class Number(NamedTuple):
         is_above = value > self.low if self.excludes_low else value >= self.low
         return is_above and (value < self.high if self.excludes_high else value <= self.high)
 
-    def normalize(self, value: Any) -> Any:
+    def normalize(self, value: Any) -> Any:  # of a recipe: a number, a text, a list or null
         """Return a valid value as the code reads it."""
         if isinstance(value, list):
             return value
@@ -102,7 +104,7 @@ class Number(NamedTuple):
         return f"{noun}{limits}{texts}{words}"
 
 
-def as_float(text: str) -> Any:
+def as_float(text: str) -> float | str:
     """The number in a text, or the text if it is something else, such as the range 0.5_2."""
     try:
         return text if "_" in text else float(text)
@@ -110,7 +112,7 @@ def as_float(text: str) -> Any:
         return text
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as it is written in YAML, cut if it is long."""
     if value is None:
         return "null"
@@ -136,7 +138,7 @@ FRACTION = Number(0, 1)
 SHARE = Number(0, 1, excludes_low=True)
 DECAY = Number(0, 1, excludes_high=True)
 SECONDS = Number(0, 10**9, excludes_low=True)
-PERIOD = {-1: "only after the last step"}  # 0 is the same, in verl and here
+PERIOD: Mapping[object, str] = {-1: "only after the last step"}  # 0 is the same, in verl and here
 CONCURRENCY = COUNT.with_words({"auto": "raised until the server slows down"})
 LIMIT_OF_TURNS = COUNT.with_words({None: "as many as fit"})
 
@@ -150,37 +152,17 @@ NUMBERS: dict[str, Number] = {
     "trainer.max_actor_ckpt_to_keep": COUNT.with_words({None: "all"}, {-1: None, 0: None}),
     "trainer.critic_warmup": COUNT_OR_ZERO,
     "trainer.log_val_generations": COUNT_OR_ZERO,
-    "trainer.print_samples_every": COUNT_OR_ZERO,
-    "trainer.one_step_off": Number(0, 1, is_whole=True),
-    "trainer.stage_timeout_s": SECONDS,
     "trainer.nnodes": COUNT,
     "trainer.n_gpus_per_node": COUNT,
-    "trainer.resource_pools.*": COUNT.with_words({None: "the actor's GPUs"}),
     "trainer.ray_wait_register_center_timeout": SECONDS.with_words({None: "verl's default"}),
     "ray_kwargs.ray_init.num_cpus": COUNT.with_words({None: "all"}),
     "ray_kwargs.ray_init.num_gpus": COUNT_OR_ZERO.with_words({None: "all"}),
     "ray_kwargs.ray_init.object_store_memory": COUNT.with_words({None: "Ray's default"}),
-    # rows, verifiers and servers
+    # rows
     "data.train_batch_size": COUNT,
     "data.max_prompt_length": COUNT,
     "data.max_response_length": COUNT,
     "data.seed": COUNT_OR_ZERO,
-    "env.max_rows": ALL,
-    "env.val_max_rows": ALL,
-    "env.keep_rollouts": ALL,
-    "env.verifier_pool.processes": COUNT.with_words({None: "one per CPU core"}),
-    "env.verifier_pool.timeout_s": SECONDS,
-    "env.verifier_pool.memory_gb": POSITIVE,
-    "gym.timeout_s": SECONDS,
-    "gym.attempts": COUNT,
-    "gym.outage_budget_s": Number(0, 10**9),
-    "gym.concurrency": CONCURRENCY,
-    "gym.concurrency.**": CONCURRENCY,
-    "gym.max_failed_frac": FRACTION,
-    "gym.policy_endpoint.port": PORT.with_words({None: "a free port"}),
-    "gym.judges.*.timeout_s": SECONDS.with_words({None: "0.8 of gym.timeout_s"}),
-    "gym.judges.*.attempts": COUNT_OR_NULL,
-    "gym.judges.*.concurrency": COUNT_OR_NULL,
     # sampling
     "actor_rollout_ref.rollout.n": COUNT,
     "actor_rollout_ref.rollout.val_kwargs.n": COUNT,
@@ -279,6 +261,6 @@ NUMBERS: dict[str, Number] = {
 
 @functools.cache
 def find_rule(key: str) -> Number | None:
-    """The rule for a key, or None if it is no number."""
+    """The rule for a key of verl, or None if it is no number. The kit's keys: sections.py."""
     patterns = [pattern for pattern in NUMBERS if matches(key, pattern)]
     return NUMBERS[max(patterns, key=len)] if patterns else None

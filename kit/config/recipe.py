@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from kit.config import resources
 from kit.config.keys import to_plain
 from kit.config.load import EPISODE_COMMANDS, SAMPLING_COMMANDS, override
 from kit.config.sections import EnvSection, GymSection, KitKeys, Sections, read_sections
@@ -68,14 +69,17 @@ class Recipe:
     def change(self, *arguments: str) -> Recipe:
         """Make a recipe with other values, each as key=value of the command line.
 
-        Use it for values that the driver reads in each step: of `algorithm`, of the loss
-        (training.set_policy_loss sends it to the workers), of sampling, of the trainer. Values that
-        follow from others are not computed again. Raises ConfigError.
+        Use it for values that the loop reads in each step (docs/guides/python.md). Sizes that
+        follow from others are not computed again. Raises ConfigError, UserFunctionError.
         """
-        return self.with_config(override(self.verl, self.defaults, arguments))
+        config = override(self.verl, self.defaults, arguments)
+        return freeze(config, self.defaults, self.command, None, self.features)
 
     def with_config(self, config: DictConfig) -> Recipe:
-        """Make a recipe with another configuration, which is read-only from now on."""
+        """Make a recipe with another configuration, which is read-only from now on.
+
+        It has the same functions, and needs the same models.
+        """
         OmegaConf.set_readonly(config, True)
         return dataclasses.replace(self, verl=config, sections=read_sections(config))
 
@@ -189,7 +193,7 @@ class Recipe:
 
         role: actor, critic, ref or reward_model.
         """
-        return int(self.kit.resource_pools.sizes().get(role) or self.trainer.n_gpus_per_node)
+        return resources.gpus_per_node(self.verl, role)
 
     def world_size(self, role: str = "actor") -> int:
         """The GPUs of a role on all nodes."""
@@ -202,19 +206,18 @@ class Recipe:
     @property
     def rollout_gpus(self) -> int:
         """GPUs of the rollout engine on all nodes: the actor's, or separate ones (nnodes)."""
-        nodes = self.rollout.nnodes or self.trainer.nnodes
-        return int(nodes * self.rollout.n_gpus_per_node)
+        return resources.rollout_gpus(self.verl)
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model in the rollout engine."""
+        size = self.rollout.tensor_model_parallel_size * self.rollout.data_parallel_size
+        return self.rollout_gpus // int(size)
 
     @property
     def all_gpus(self) -> int:
         """GPUs that the command uses, on all nodes."""
-        if not self.trains:
-            return self.rollout_gpus
-        if self.command != "train":
-            return self.world_size()
-        separate = sum(self.kit.resource_pools.sizes().values())
-        total = self.world_size() + separate * int(self.trainer.nnodes)
-        return total + (self.rollout_gpus if self.rollout.nnodes else 0)
+        return resources.all_gpus(self.verl, self.command)
 
     # --- sizes ---
 
@@ -229,6 +232,11 @@ class Recipe:
         section = self.verl.critic if role == "critic" else self.actor
         return int(self.data.train_batch_size // section.ppo_mini_batch_size)
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the actor for one batch."""
+        return self.mini_batches() * int(self.actor.ppo_epochs)
+
     @functools.cached_property
     def is_on_policy(self) -> bool:
         """Whether the update takes its own log-probs as the old ones.
@@ -238,7 +246,7 @@ class Recipe:
         if an earlier stage reads its results. This saves 4 to 6 s of a step of 30 s on a CPU with
         AMX (docs/performance.md).
         """
-        if self.mini_batches() != 1 or self.actor.ppo_epochs != 1:
+        if self.optimizer_steps != 1:
             return False
         correction = self.algorithm.rollout_correction
         # The pass also fills the rollout log-probs that the engine does not have.

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
+from env import Json
 from kit.config.values import Kinds, describe_error
 from kit.errors import ConfigError
 
@@ -31,7 +32,7 @@ class NotYamlError(ValueError):
         self.line = line
 
 
-def parse_yaml(text: str, key: str, is_text: Callable[[str], bool]) -> Any:
+def parse_yaml(text: str, key: str, is_text: Callable[[str], bool]) -> object:
     """Parse the value of a key, or with key="" a whole recipe. Raises NotYamlError."""
     try:
         loader = LOADER(text)
@@ -61,7 +62,7 @@ def keep_texts(node: yaml.Node, key: str, is_text: Callable[[str], bool]) -> Non
             keep_texts(item, key if is_merge else f"{key}.{name.value}".lstrip("."), is_text)
 
 
-def parse_argument(argument: str, kinds: Kinds) -> dict[str, Any]:
+def parse_argument(argument: str, kinds: Kinds) -> Json:
     """Parse key=value of the command line into nested mappings. Raises ConfigError."""
     key, _, text = argument.lstrip("+").partition("=")
     if "[" in key:
@@ -71,13 +72,13 @@ def parse_argument(argument: str, kinds: Kinds) -> dict[str, Any]:
         raise ConfigError(f"{argument}: {key!r} is not a key. Write section.key=value.")
     if text == "???":
         raise ConfigError(f"{argument}: ??? is OmegaConf's missing value. Set another.")
-    value = parse_value(key, text, kinds)
+    value: Any = parse_value(key, text, kinds)
     for name in reversed(key.split(".")):
         value = {name: value}
     return dict(value)
 
 
-def parse_value(key: str, text: str, kinds: Kinds) -> Any:
+def parse_value(key: str, text: str, kinds: Kinds) -> object:
     """Parse the text after `key=`. Raises ConfigError."""
     is_bracket = text.lstrip().startswith(("[", "{"))
     if text in ("null", "") and kinds.takes_null(key):
@@ -95,7 +96,7 @@ def parse_value(key: str, text: str, kinds: Kinds) -> Any:
         raise ConfigError(f"{key}={text}: not valid YAML: {error}. {fix}.") from None
 
 
-def to_config(content: dict[str, Any], source: str) -> DictConfig:
+def to_config(content: Json, source: str) -> DictConfig:
     """Return a recipe's plain content as a DictConfig. source: for messages. Raises ConfigError."""
     try:
         return OmegaConf.create(content)

@@ -41,7 +41,8 @@ def redacted(config: DictConfig) -> DictConfig:
     """
     raw = OmegaConf.to_container(config, resolve=False)
     resolved = OmegaConf.to_container(config, resolve=True)
-    return cast(DictConfig, OmegaConf.create(_redact(raw, resolved, False, secret_values())))
+    content: Any = _redact(raw, resolved, False, secret_values())
+    return cast(DictConfig, OmegaConf.create(content))
 
 
 def secret_values() -> list[tuple[str, str]]:
@@ -54,7 +55,9 @@ def secret_values() -> list[tuple[str, str]]:
     return sorted(variables.items(), key=lambda item: -len(item[0]))
 
 
-def _redact(raw: Any, resolved: Any, is_secret: bool, secrets: list[tuple[str, str]]) -> Any:
+def _redact(
+    raw: object, resolved: object, is_secret: bool, secrets: list[tuple[str, str]]
+) -> object:
     """`resolved` without secrets. raw: the same node before interpolation."""
     if isinstance(resolved, dict):
         raws = raw if isinstance(raw, dict) else {}
@@ -80,7 +83,7 @@ def _redact(raw: Any, resolved: Any, is_secret: bool, secrets: list[tuple[str, s
     return resolved
 
 
-def names_secret(name: str, value: Any) -> bool:
+def names_secret(name: str, value: object) -> bool:
     """Whether a key's name marks its value as a secret.
 
     A name in capitals is the name of an environment variable.

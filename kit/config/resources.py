@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -36,7 +35,7 @@ def all_gpus(config: DictConfig, command: str = "train") -> int:
     return int(total)
 
 
-def cores(processes: Any = 1) -> int:
+def cores(processes: object = 1) -> int:
     """CPU cores for each of N processes that share the cores of this process.
 
     A recipe writes ${cores:N}.
@@ -45,11 +44,11 @@ def cores(processes: Any = 1) -> int:
     return max(1, len(os.sched_getaffinity(0)) // count)
 
 
-def _all_gpus_of_root(_root_: Any) -> int:  # OmegaConf passes the root by this name
+def _all_gpus_of_root(_root_: DictConfig) -> int:  # OmegaConf passes the root by this name
     return all_gpus(_root_)
 
 
-def choose(condition: bool, value: Any, otherwise: Any) -> Any:
+def choose(condition: bool, value: object, otherwise: object) -> object:
     """The first value if the condition holds, else the second.
 
     A recipe writes ${choose:${key},value,otherwise}, if a value depends on another key.

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from verl.workers.config import FSDPOptimizerConfig
+
+    Optim = FSDPOptimizerConfig | DictConfig  # the latter: the section `optim` of a recipe
 
 POSITION = "schedule_position"  # in a batch's meta_info: training steps before this one
 
 
-def compute_learning_rate(optim: Any, position: int) -> float:
+def compute_learning_rate(optim: Optim, position: int) -> float:
     """Return the rate of all optimizer steps of one training step.
 
-    optim: verl's FSDPOptimizerConfig, or the section `optim` of a recipe. position: the number of
-    training steps before this one. The schedule depends on nothing else. So a resumed run has the
-    rates of its recipe, also if the recipe has another number of steps than before.
+    position: the number of training steps before this one. The schedule depends on nothing else.
+    So a resumed run has the rates of its recipe, also if the recipe has another number of steps
+    than before.
     """
     override = optim.override_optimizer_config or {}
     return float(override.get("lr", optim.lr)) * compute_factor(optim, position)
 
 
-def compute_factor(optim: Any, position: int) -> float:
+def compute_factor(optim: Optim, position: int) -> float:
     """Return the rate of a training step as a fraction of `optim.lr`.
 
     Warm-up over W steps: 1/W, 2/W, ..., 1. verl 0.9.1 starts with 0/W, which wastes a step. After
@@ -39,8 +45,9 @@ def compute_factor(optim: Any, position: int) -> float:
     return float(max(lowest, (1 + lowest + (1 - lowest) * cosine) / 2))
 
 
-def count_warmup_steps(optim: Any) -> int:
+def count_warmup_steps(optim: Optim) -> int:
     """Return the number of warm-up steps: lr_warmup_steps, or by lr_warmup_steps_ratio."""
-    if optim.lr_warmup_steps > 0:
-        return int(optim.lr_warmup_steps)
+    steps = optim.lr_warmup_steps or 0
+    if steps > 0:
+        return int(steps)
     return int(optim.lr_warmup_steps_ratio * optim.total_training_steps)

@@ -1,26 +1,42 @@
 """The kit's part of a recipe as types: the sections `gym:` and `env:`, and its other keys.
 
-configs/base.yaml explains each key. Numbers have the rules of numbers.py, which also turn a value
+configs/base.yaml explains each key. The types are also the checks of these keys: `find_problems`
+describes each value that has another type. Numbers have the rules of numbers.py, which turn a value
 such as -1 into the one that the code reads.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, Self
+import itertools
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from env import Json
 from kit.config import numbers
-from kit.config.keys import to_plain
+from kit.config.keys import KEYS, flatten, to_plain
 from kit.config.numbers import Number, show
 
+SPEC = "path.py:function, or {function: path.py:function, its settings}"
 
-def follow(rule: Number, value: Any) -> Any:
+
+def follow(rule: Number, value: object) -> Any:  # as Number.normalize
     """Return a number as the code reads it. Raises ValueError."""
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)  # the value of an environment variable
     if not rule.is_valid(value):
         raise ValueError(f"must be {rule.describe()}. Change it.")
     return rule.normalize(value)
@@ -31,56 +47,73 @@ def by(rule: Number) -> BeforeValidator:
     return BeforeValidator(functools.partial(follow, rule))
 
 
+def check_spec(value: object) -> object:
+    """Return the name of a function, or its name and settings. Raises ValueError."""
+    if isinstance(value, str) or (isinstance(value, dict) and "function" in value):
+        return value
+    raise ValueError(f"is not a function. Write {SPEC}.")
+
+
+def check_entry(value: object) -> object:
+    """Return an entry of a list of files. kit/data/tasks.py reads it. Raises ValueError."""
+    if isinstance(value, (str, dict)):
+        return value
+    raise ValueError("is no file. Write a path, or {path: ..., ...}.")
+
+
+def read_limits(value: object) -> object:
+    """Return {server: limit} of gym.concurrency, which may be one limit. Raises ValueError."""
+    return value if isinstance(value, dict) else {"default": follow(numbers.CONCURRENCY, value)}
+
+
 Count = Annotated[int, by(numbers.COUNT)]
 CountOrZero = Annotated[int, by(numbers.COUNT_OR_ZERO)]
 CountOrAll = Annotated[int | None, by(numbers.ALL)]  # None: all
+Processes = Annotated[int | None, by(numbers.COUNT.with_words({None: "one per CPU core"}))]
+PoolSize = Annotated[int | None, by(numbers.COUNT.with_words({None: "the actor's GPUs"}))]
+Port = Annotated[int | None, by(numbers.PORT.with_words({None: "a free port"}))]
 Seconds = Annotated[float, by(numbers.SECONDS)]
 Fraction = Annotated[float, by(numbers.FRACTION)]
 Concurrency = Annotated[int | Literal["auto"], by(numbers.CONCURRENCY)]
-
-
-def check_spec(value: Any) -> Any:
-    """Return the name of a function, or its name and settings. Raises ValueError."""
-    is_spec = isinstance(value, str) or (isinstance(value, dict) and "function" in value)
-    if not is_spec:
-        raise ValueError(f"is not a function. Write {SPEC}.")
-    return value
-
-
-SPEC = "path.py:function, or {function: path.py:function, its settings}"
-FunctionSpec = Annotated[str | dict[str, Any], BeforeValidator(check_spec)]
-NO_NAMES: Mapping[str, str] = MappingProxyType({})
+Settings = Json
+Limits = Annotated[dict[str, Concurrency], BeforeValidator(read_limits)]
+FunctionSpec = Annotated[str | Json, BeforeValidator(check_spec)]
+FileEntry = Annotated[str | Json, BeforeValidator(check_entry)]
 
 
 class Section(BaseModel):
     """A section of a recipe, which never changes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    @classmethod
-    def read(cls, node: Any) -> Self:
-        """Read a valid section of a configuration. Raises pydantic's ValidationError."""
-        return cls.model_validate(to_plain(node))
+    # a text may come from a reference to a number
+    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
 
 
 # --- gym -----------------------------------------------------------------------------------------
 
 
 class ServerStart(Section):
-    """A Gym server that the run starts. kit/gym/process_specs.py explains the keys."""
+    """A Gym server that the run starts. kit/gym/process_specs.py checks what this machine has."""
 
     python: str | None = None
-    install: bool = False
+    install: bool | None = None
     server: str | None = None
     path: str | None = None
-    config: dict[str, Any] = {}
-    global_config: dict[str, Any] = {}
+    config: Settings | None = None
+    global_config: Settings | None = None
     host: str | None = None
-    port: Annotated[int | None, by(numbers.PORT.with_words({None: "a free port"}))] = None
+    port: Port = None
     agent: str | None = None
-    agent_config: dict[str, Any] = {}
+    agent_config: Settings | None = None
     environment: str | None = None
-    env: list[str] = []
+    env: list[str] | None = None
+
+    @field_validator("agent_config", "environment")
+    @classmethod
+    def check_agent(cls, value: object, info: ValidationInfo) -> object:
+        """Return a setting of an agent. Raises ValueError if there is no agent."""
+        if value and not info.data.get("agent"):
+            raise ValueError("is set without an agent. Add agent: simple_agent.")
+        return value
 
 
 class Server(Section):
@@ -89,25 +122,34 @@ class Server(Section):
     url: str | None = None
     start: ServerStart | None = None
 
+    @model_validator(mode="after")
+    def check_source(self) -> Server:
+        """Raise ValueError unless the server has one source."""
+        if (self.url is None) == (self.start is None):
+            raise ValueError(
+                "must have either url: http://host:port or start: {python, server, port, config}. "
+                "Change it."
+            )
+        return self
+
 
 class PolicyEndpointKeys(Section):
     """The OpenAI-compatible endpoint for agents."""
 
-    host: str
-    port: Annotated[int | None, by(numbers.PORT.with_words({None: "a free port"}))]
+    host: Annotated[str, Field(min_length=1)]
+    port: Port
 
 
 class GymSection(Section):
     """The section `gym:`."""
 
     servers: dict[str, Server]
-    judges: dict[str, Any]  # an optional feature parses it
-    unchecked_judges: list[str] = []
+    judges: Json  # an optional feature parses it
     head_server: str | None
     timeout_s: Seconds
     attempts: Count
     outage_budget_s: Annotated[float, by(Number(0, 10**9))]
-    concurrency: Concurrency | dict[str, Concurrency]
+    concurrency: Limits
     max_failed_frac: Fraction
     policy_endpoint: PolicyEndpointKeys
 
@@ -118,7 +160,7 @@ class GymSection(Section):
 class VerifierPool(Section):
     """The processes that run Python verifiers."""
 
-    processes: Annotated[int | None, by(numbers.COUNT.with_words({None: "one per CPU core"}))]
+    processes: Processes
     timeout_s: Seconds
     memory_gb: Annotated[float, by(numbers.POSITIVE)]
     sandbox: str | None
@@ -128,8 +170,8 @@ class VerifierPool(Section):
 class EnvSection(Section):
     """The section `env:`."""
 
-    train_files: list[str | dict[str, Any]]
-    val_files: list[str | dict[str, Any]]
+    train_files: list[FileEntry]
+    val_files: list[FileEntry]
     only_servers: list[str] | None
     verifier: FunctionSpec | None
     verifier_pool: VerifierPool
@@ -145,7 +187,7 @@ class EnvSection(Section):
 
 # --- the kit's keys next to verl's ---------------------------------------------------------------
 
-PoolSize = Annotated[int | None, by(numbers.COUNT.with_words({None: "the actor's GPUs"}))]
+FULL_NAMES = {key.rpartition(".")[2]: key for key in KEYS.kit}
 
 
 class ResourcePools(Section):
@@ -161,7 +203,9 @@ class ResourcePools(Section):
 
 
 class KitKeys(Section):
-    """The kit's keys in verl's sections. KIT_KEYS has their full names."""
+    """The kit's keys in verl's sections. Outside of Python they have their full names."""
+
+    model_config = ConfigDict(alias_generator=FULL_NAMES.__getitem__)
 
     resource_pools: ResourcePools
     one_step_off: Annotated[int, by(Number(0, 1, is_whole=True))]
@@ -171,17 +215,7 @@ class KitKeys(Section):
     recompute_old_log_probs: bool
 
 
-KIT_KEYS = {
-    "resource_pools": "trainer.resource_pools",
-    "one_step_off": "trainer.one_step_off",
-    "print_samples_every": "trainer.print_samples_every",
-    "stage_timeout_s": "trainer.stage_timeout_s",
-    "allow_memory_over_estimate": "trainer.allow_memory_over_estimate",
-    "recompute_old_log_probs": "algorithm.recompute_old_log_probs",
-}
-
-
-class Sections(NamedTuple):
+class Sections(Section):
     """All that the kit adds to verl's configuration."""
 
     gym: GymSection
@@ -191,18 +225,23 @@ class Sections(NamedTuple):
 
 def read_sections(config: DictConfig) -> Sections:
     """Read the kit's part of a valid configuration. Raises pydantic's ValidationError."""
-    values = {name: OmegaConf.select(config, key) for name, key in KIT_KEYS.items()}
-    kit = KitKeys.model_validate({name: to_plain(value) for name, value in values.items()})
-    return Sections(GymSection.read(config.gym), EnvSection.read(config.env), kit)
+    kit = {key: to_plain(OmegaConf.select(config, key)) for key in KEYS.kit}
+    values = {"gym": to_plain(config.gym), "env": to_plain(config.env), "kit": kit}
+    return Sections.model_validate(values)
+
+
+def read_values(config: DictConfig) -> Json:
+    """{dotted key: value as the code reads it} of the kit's part of a valid configuration."""
+    values = read_sections(config).model_dump(by_alias=True)
+    return flatten(values | values.pop("kit"))
 
 
 # --- problems ------------------------------------------------------------------------------------
 
 # {a type of pydantic's error: what the value must be, and the fix}
 REASONS = {
-    "extra_forbidden": "is unknown. Remove it.",
-    "missing": "is missing. Set it.",
     "string_type": "must be a text. Give one.",
+    "string_too_short": "is empty. Give a text.",
     "bool_type": "must be true or false. Change it.",
     "bool_parsing": "must be true or false. Change it.",
     "list_type": "must be a list. Write [...].",
@@ -212,27 +251,25 @@ REASONS = {
 
 
 def find_problems(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for each invalid value of the kit's part of a configuration."""
-    own = {name: to_plain(OmegaConf.select(config, key)) for name, key in KIT_KEYS.items()}
-    yield from describe_problems(GymSection, to_plain(config.gym), "gym.")
-    yield from describe_problems(EnvSection, to_plain(config.env), "env.")
-    yield from describe_problems(KitKeys, own, "", KIT_KEYS)
+    """Yield (key, message) for each invalid value of the kit's part of a configuration.
 
-
-def describe_problems(
-    section: type[Section], values: Any, prefix: str, names: Mapping[str, str] = NO_NAMES
-) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for each invalid value of a section. names: {field: key}."""
+    For an item of a list, it is the key of the list.
+    """
     try:
-        section.model_validate(values)
+        read_sections(config)
     except ValidationError as error:
         problems = error.errors()
     else:
         return
     for problem in problems:
-        first, *others = (str(part) for part in problem["loc"])
-        key = ".".join([prefix + names.get(first, first), *others])
-        reason = REASONS.get(problem["type"], problem["msg"])
-        if problem["type"] == "value_error":
-            reason = str(problem["ctx"]["error"])
-        yield key, f"{key}={show(problem['input'])} {reason}"
+        parts = itertools.takewhile(lambda part: isinstance(part, str), problem["loc"])
+        key = ".".join(map(str, parts)).removeprefix("kit.")
+        if problem["type"] == "extra_forbidden":
+            names = (*Server.model_fields, *ServerStart.model_fields)  # others are known here
+            similar = difflib.get_close_matches(key.rpartition(".")[2], names, n=1)
+            hint = f"Did you mean {similar[0]}?" if similar else "Remove it."
+            yield key, f"unknown key {key}. {hint}"
+        else:
+            is_own = problem["type"] == "value_error"
+            reason = str(problem["ctx"]["error"]) if is_own else REASONS[problem["type"]]
+            yield key, f"{key}={show(problem['input'])} {reason}"

@@ -10,7 +10,8 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 from omegaconf import DictConfig
 
@@ -75,7 +76,7 @@ def find_wandb_problem() -> str:
             wandb_setup.teardown()
 
 
-def find_missing_wandb_key(wandb_setup: Any) -> str:
+def find_missing_wandb_key(wandb_setup: ModuleType) -> str:
     """Return why W&B has no key. wandb_setup: its module."""
     try:
         from wandb.sdk.lib import wbauth

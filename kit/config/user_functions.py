@@ -48,7 +48,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -62,7 +62,12 @@ from kit.config.python_files import (
     list_callables,
     suggest_fix,
 )
+from kit.config.sections import SPEC
 from kit.errors import ConfigError, RunError, UserFunctionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from verl.workers.config import ActorConfig
 
 TEACHER = "distillation.teacher_models.teacher_model.model_path"
 ADVANTAGE = "algorithm.adv_estimator"
@@ -108,7 +113,6 @@ CALLS = {
     "--map": ("entry",),  # of `python env.py from`
     LOSS_MODE: LOSS,
 }
-SPEC = "path.py:function, or {function: path.py:function, its settings}"
 
 
 class RecipeFunctions(NamedTuple):
@@ -142,21 +146,9 @@ def needs(config: DictConfig, name: str) -> bool:
     return name in estimator_arguments(config)
 
 
-def needs_reference(config: DictConfig) -> bool:
-    """Whether a KL term or the advantage needs the log-probs of a reference model."""
-    actor = config.actor_rollout_ref.actor
-    has_kl_term = actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    return bool(has_kl_term or needs(config, "ref_log_prob"))
-
-
-def teacher_model(config: DictConfig) -> str:
-    """The path of the teacher that replaces the reference, or an empty string."""
-    if not config.distillation.enabled:
-        return ""
-    return str(OmegaConf.select(config, TEACHER) or "")
-
-
-def select_arguments(estimator: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
+def select_arguments(
+    estimator: Callable[..., object], available: Mapping[str, object]
+) -> dict[str, object]:
     """Select by name the arguments that an estimator has.
 
     An estimator with **kwargs, as verl's have, gets all of them.
@@ -166,7 +158,7 @@ def select_arguments(estimator: Callable[..., Any], available: Mapping[str, Any]
     return {name: value for name, value in available.items() if takes_all or name in parameters}
 
 
-def make_loss_config(settings: DictConfig, response_mask: Any) -> Any:
+def make_loss_config(settings: DictConfig, response_mask: Tensor) -> ActorConfig:
     """Make the argument `config` of a policy loss, for a batch of one micro-batch.
 
     settings: actor_rollout_ref.actor. response_mask: [B, R]. Source: verl 0.9.1,
@@ -205,7 +197,7 @@ def load_recipe_functions(config: DictConfig) -> RecipeFunctions:
     reward: Callable[[Any], float] = reward_of_verifier
     if settings["reward"]:
         reward = load_function(settings["reward"], "env.reward")
-    sampler: Callable[..., list[Any]]
+    sampler: Callable[..., list[env.Task]]
     sampler = functools.partial(take_in_order, shuffle=config.data.shuffle)
     if settings["sampler"]:
         sampler = load_function(settings["sampler"], "env.sampler")
@@ -213,19 +205,27 @@ def load_recipe_functions(config: DictConfig) -> RecipeFunctions:
     return RecipeFunctions(reward, filters, sampler)
 
 
-def reward_of_verifier(episode: Any) -> float:
+def reward_of_verifier(episode: Any) -> float:  # kit.data.episode.Episode: a later part
     """The default of env.reward: the verifier's reward."""
     return float(episode.reward)
 
 
 def take_in_order(
-    tasks: Sequence[Any], size: int, batch: int, seed: int, pass_rates: Any, *, shuffle: bool
-) -> list[Any]:
+    tasks: Sequence[env.Task],
+    size: int,
+    batch: int,
+    seed: int,
+    pass_rates: Mapping[str, float],
+    *,
+    shuffle: bool,
+) -> list[env.Task]:
     """The default of env.sampler: every row once an epoch, in an order given by the seed."""
     return env.take_batch(tasks, size, batch, seed, shuffle)
 
 
-def load_function(spec: str | Mapping[str, Any], key: str) -> Callable[..., Any]:
+def load_function(
+    spec: str | Mapping[str, object], key: str
+) -> Callable[..., Any]:  # the key decides what it returns
     """Load the function that `spec` names for a key of the recipe, with its settings.
 
     Raises UserFunctionError. A call of the loaded function raises it, too, if the call fails.
@@ -274,7 +274,7 @@ def import_function_file(name: str, key: str) -> ModuleType:
 
 
 def check_signature(
-    function: Callable[..., Any], key: str, name: str, settings: Mapping[str, Any]
+    function: Callable[..., object], key: str, name: str, settings: Mapping[str, object]
 ) -> None:
     """Check that a function takes the arguments that its key passes. Raises UserFunctionError."""
     signature = inspect.signature(function)
@@ -323,8 +323,12 @@ def register_in_verl(adv_estimator: str, loss_mode: str) -> None:
 
 
 def guard(
-    function: Callable[..., Any], key: str, name: str, file: str, settings: Mapping[str, Any]
-) -> Callable[..., Any]:
+    function: Callable[..., Any],  # the key decides what it returns
+    key: str,
+    name: str,
+    file: str,
+    settings: Mapping[str, object],
+) -> Callable[..., object]:
     """`function` with its settings. An exception or an invalid result becomes a UserFunctionError.
 
     Errors of the kit pass unchanged. A loss is sent to the workers in this wrapper, so they import
@@ -332,7 +336,7 @@ def guard(
     """
 
     @functools.wraps(function)  # keeps its name, for metrics, and its signature
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         try:
             result = function(*args, **kwargs, **settings)
         except (ConfigError, UserFunctionError, RunError, env.DataError, gym_client.GymError):
@@ -351,7 +355,7 @@ def guard(
     return call
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """A short text about a value: its type, shape or length."""
     if isinstance(value, tuple):
         return f"({', '.join(map(describe, value))})"
@@ -360,12 +364,16 @@ def describe(value: Any) -> str:
     return f"a list of {len(value)}" if isinstance(value, list) else reprlib.repr(value)
 
 
-def ids(items: Sequence[Any]) -> set[Any]:
+def ids(items: Sequence[object]) -> set[tuple[object, object]]:
     """The row and group ids of tasks or episodes. A copy of an item has the same ids."""
     return {(getattr(item, "row_id", None), getattr(item, "group_id", None)) for item in items}
 
 
-def describe_expected(key: str, result: Any, arguments: Sequence[Any]) -> str:
+def describe_expected(
+    key: str,
+    result: Any,  # of any type
+    arguments: Sequence[Any],  # as the key passes them
+) -> str:
     """Describe the result that a function should have returned. Empty if `result` is valid."""
     if key == ADVANTAGE:
         return describe_expected_advantage(result, arguments)
@@ -391,7 +399,7 @@ def describe_expected(key: str, result: Any, arguments: Sequence[Any]) -> str:
     return "" if is_valid else expected
 
 
-def describe_expected_loss(result: Any) -> str:
+def describe_expected_loss(result: Any) -> str:  # of any type
     """The same for a loss: (loss, metrics)."""
     import torch
 
@@ -402,7 +410,10 @@ def describe_expected_loss(result: Any) -> str:
     return "(loss, metrics), a floating tensor of shape [] and a dict"
 
 
-def describe_expected_advantage(result: Any, arguments: Sequence[Any]) -> str:
+def describe_expected_advantage(
+    result: Any,  # of any type
+    arguments: Sequence[object],
+) -> str:
     """The same for an advantage: (advantages, returns), both of the shape of the batch."""
     import torch
 

@@ -4,23 +4,28 @@ Kinds(defaults)               which keys are texts, lists or neither
 remove_misplaced(content)     a message for each value that has another form than its key
 expand_paths(content)         replace ~ in paths
 reset_invalid_keys(config)    a message for each key that nothing reads or with an invalid value
+
+The types of sections.py check the values of the kit's keys.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from env import Json
+from kit.config import sections
 from kit.config.keys import (
     KEYS,
     diff,
     flatten,
     is_below,
+    is_kit_key,
     is_used,
     matches_any,
     to_plain,
@@ -35,13 +40,14 @@ class Kinds(NamedTuple):
     defaults: {dotted key: its resolved default}.
     """
 
-    defaults: Mapping[str, Any]
+    defaults: Json
 
     def is_text(self, key: str) -> bool:
         """Whether the value is a text (a name, a path): it stays as it is typed."""
         if is_declared_text(key):
             return True
-        return isinstance(self.defaults.get(key), str) and find_rule(key) is None
+        is_number = find_rule(key) is not None
+        return isinstance(self.defaults.get(key), str) and not is_number and not self.is_mixed(key)
 
     def is_mixed(self, key: str) -> bool:
         """Whether the value of a text key may also be a list or a mapping."""
@@ -69,9 +75,7 @@ def read_kinds(base: DictConfig) -> Kinds:
 # --- sections and lists --------------------------------------------------------------------------
 
 
-def remove_misplaced(
-    content: dict[str, Any], base: Mapping[str, Any], prefix: str = ""
-) -> Iterator[str]:
+def remove_misplaced(content: Json, base: Json, prefix: str = "") -> Iterator[str]:
     """Remove values whose form differs from the base's -> a message for each.
 
     A section of keys, for example, cannot become a number. base: the values that `content`
@@ -92,7 +96,7 @@ def remove_misplaced(
             yield from remove_misplaced(value, below, f"{key}.")
 
 
-def describe_misplaced(key: str, value: Any, default: Any) -> str:
+def describe_misplaced(key: str, value: object, default: object) -> str:
     """Describe a value that has another form than its key; empty if the form is right."""
     names = []
     if isinstance(default, dict):
@@ -102,7 +106,7 @@ def describe_misplaced(key: str, value: Any, default: Any) -> str:
         return ""
     if value == "???" and default is not None:
         return f"{key}=??? is OmegaConf's missing value. Set it."
-    if isinstance(default, dict) or matches_any(key, KEYS.mappings):
+    if isinstance(default, dict):
         if isinstance(value, dict):
             return ""
         hint = f"Write {quote(f'{key}={{name: value}}')}."
@@ -126,7 +130,7 @@ def quote(argument: str) -> str:
     return shlex.quote(argument)
 
 
-def is_single(key: str, default: Any) -> bool:
+def is_single(key: str, default: object) -> bool:
     """Whether a key has one value: no mapping."""
     if matches_any(key, KEYS.mixed):
         return False
@@ -135,7 +139,7 @@ def is_single(key: str, default: Any) -> bool:
     return isinstance(default, str) and "${" not in default
 
 
-def fill_empty(config: DictConfig, base: Mapping[str, Any]) -> None:
+def fill_empty(config: DictConfig, base: Json) -> None:
     """Replace null by an empty mapping or list where that is the default."""
     for key, default in flatten(base).items():
         if default in ({}, []) and OmegaConf.select(config, key) is None:
@@ -145,7 +149,7 @@ def fill_empty(config: DictConfig, base: Mapping[str, Any]) -> None:
 # --- paths ---------------------------------------------------------------------------------------
 
 
-def expand_paths(value: Any, key: str = "") -> Any:
+def expand_paths(value: object, key: str = "") -> Any:  # as the value
     """Return a recipe, or the value of a key, with ~ replaced at the start of its paths."""
     if isinstance(value, dict):
         return {
@@ -174,20 +178,41 @@ def reset_invalid_keys(config: DictConfig, base: DictConfig, unknown: Sequence[s
         if not is_below(key, *unknown)
     }
     messages = []
+
+    def reset(key: str) -> None:
+        OmegaConf.update(config, key, expected.get(key), merge=False, force_add=True)
+
     # a reference may be to a value that is reset
     for key in sorted(changes, key=lambda key: "${" in str(changes[key])):
         problem = check_key(config, key, changes[key], base)
         if problem:
             messages.append(problem)
         if problem or not is_used(key):
-            OmegaConf.update(config, key, expected.get(key), merge=False, force_add=True)
+            reset(key)
+    for key, problem in sections.find_problems(config):
+        if not is_below(key, *unknown):
+            messages.append(problem)
+            reset(key)
+    if not messages and not unknown:
+        read = sections.read_values(config)
+        for key in changes.keys() & read.keys():
+            if not isinstance(read[key], float):  # 60 stays as it is typed
+                set_value(config, key, read[key])
     return messages
 
 
-def check_key(config: DictConfig, key: str, value: Any, base: DictConfig) -> str:
+def set_value(config: DictConfig, key: str, value: object) -> None:
+    """Set a value as the code reads it, if the configuration has it in another form."""
+    before = to_plain(OmegaConf.select(config, key))
+    if (type(value), value) != (type(before), before):
+        OmegaConf.update(config, key, value)
+
+
+def check_key(config: DictConfig, key: str, value: object, base: DictConfig) -> str:
     """Describe a changed key that nothing reads, or with an invalid value; empty if it is valid.
 
-    value: unresolved. A valid number becomes the one that the code reads.
+    value: unresolved. A valid number of verl becomes the one that the code reads. The values of the
+    kit's keys are not checked here.
     """
     default = to_plain(OmegaConf.select(base, key))
     if value == "???":  # another recipe must set it
@@ -201,12 +226,12 @@ def check_key(config: DictConfig, key: str, value: Any, base: DictConfig) -> str
         value = resolved
     if not is_used(key):
         return describe_unused(key, value, default)
+    if is_kit_key(key):
+        return ""
     problem = describe_invalid(key, value, default)
     rule = find_rule(key)
     if rule and not problem:
-        normalized = rule.normalize(value)
-        if (type(normalized), normalized) != (type(value), value):
-            OmegaConf.update(config, key, normalized)
+        set_value(config, key, rule.normalize(value))
     return problem
 
 
@@ -219,14 +244,14 @@ def describe_error(error: OmegaConfBaseException) -> str:
     return f"{reason}. {fix}."
 
 
-def describe_unused(key: str, value: Any, default: Any) -> str:
+def describe_unused(key: str, value: object, default: object) -> str:
     """Describe a key that nothing reads; empty if it has its default."""
     if value == default:
         return ""
     return f"{key} is a verl option that this trainer does not use. {unused_hint(key)}"
 
 
-def describe_invalid(key: str, value: Any, default: Any) -> str:
+def describe_invalid(key: str, value: object, default: object) -> str:
     """Describe an invalid value; empty if the value is valid."""
     rule = find_rule(key)
     if rule:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gym_client import GymError
+from gym_client import GymError, Json
 
 # Gym's names for the token ids and log-probs. The last output item of each model call has them.
 PROMPT_IDS = "prompt_token_ids"
@@ -65,20 +65,20 @@ class Episode:
     log_probs: list[float] = field(default_factory=list)  # [R], by the rollout engine; 0 = observed
     turns: list[TurnSpan] = field(default_factory=list)
     policy_versions: PolicyVersions = field(default_factory=list)  # of the sampled tokens, in order
-    output: list[dict[str, Any]] = field(default_factory=list)  # the response as Responses items
+    output: list[Json] = field(default_factory=list)  # the response as Responses items
     ended: str = ""  # stop, length, turns, terminated, or truncated (a limit of the environment)
     reward: float | None = None  # the verifier's; None: not verified
     shaped_reward: float | None = None  # env.reward's, to train on; None: the verifier's
     turn_rewards: list[float] = field(default_factory=list)  # one per turn, or empty
     reward_components: dict[str, float] = field(default_factory=dict)
     baseline: float | None = None  # the reward of a greedy response to the same prompt (ReMax)
-    verify_result: dict[str, Any] = field(default_factory=dict)  # the verifier's other fields
+    verify_result: Json = field(default_factory=dict)  # the verifier's other fields
     status: str = "ok"  # or the reason of the failure, as in gym_client.GymError
     error: str = ""
-    failure: dict[str, Any] = field(default_factory=dict)  # the server's fields about it, if any
+    failure: Json = field(default_factory=dict)  # the server's fields about it, if any
     session_lost: bool = False  # the Gym server stopped during the episode
     timings: dict[str, float] = field(default_factory=dict)  # seconds of generate, tools, verify
-    row: dict[str, Any] = field(default_factory=dict)  # the task's row, unchanged
+    row: Json = field(default_factory=dict)  # the task's row, unchanged
     record_index: RecordIndex = NOT_WRITTEN
 
     @property
@@ -112,7 +112,7 @@ class Episode:
         return " ".join(parts)
 
 
-def join_text(message: Mapping[str, Any]) -> str:
+def join_text(message: Json) -> str:
     """Join the text parts of an assistant's message item."""
     return "".join(part["text"] for part in message["content"])
 
@@ -136,7 +136,7 @@ def append_tokens(
     episode.turns.append(TurnSpan(start, start + len(ids), len(episode.output)))
 
 
-def from_output_items(episode: Episode, output: Sequence[Mapping[str, Any]]) -> None:
+def from_output_items(episode: Episode, output: Sequence[Json]) -> None:
     """Fill an empty episode from Responses output items, some of which carry token ids.
 
     The prompt of each model call must begin with all earlier tokens, id for id. The new tokens at

@@ -20,12 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 import env
-from env import DataError, Task
+from env import DataError, Json, Task
 from kit.config import user_functions
 from kit.data.tasks import (
     FileEntry,
@@ -51,13 +50,13 @@ class FunctionEntry:
     weight: float | None
     server: str
     key: str  # env.train_files or env.val_files
-    function: Callable[[int, int, int, Mapping[int, Any]], list[Any]]
+    function: Callable[[int, int, int, dict[int, dict[int, float]]], list[object]]
 
 
 # --- the recipe -----------------------------------------------------------------------------------
 
 
-def parse_functions(entries: Sequence[Any], key: str) -> list[FunctionEntry]:
+def parse_functions(entries: Sequence[str | Json], key: str) -> list[FunctionEntry]:
     """Load the functions among the entries of `key`. Raises UserFunctionError, DataError."""
     functions: list[FunctionEntry] = []
     used: set[str] = set()
@@ -159,7 +158,7 @@ class MixedRows:
         entries = [rows.entry for rows in self.functions]
         if len(entries) == 1 and not self.files.tasks:
             return {entries[0].file: size}
-        sources: list[Any] = [*entries, *self.files.tasks]
+        sources: list[env.Weighted] = [*entries, *self.files.tasks]
         if not any(source.weight for source in sources):
             raise DataError(
                 f"{entries[0].file}: a function next to other rows needs a share of each batch. "
@@ -192,7 +191,7 @@ class MixedRows:
 
 
 def make_row_source(
-    config: DictConfig, entries: Sequence[Any], files: FileRows, loader: TaskLoader
+    config: DictConfig, entries: Sequence[str | Json], files: FileRows, loader: TaskLoader
 ) -> RowSource:
     """Make the source of the rows to train on, from the entries of env.train_files.
 
@@ -211,7 +210,7 @@ def make_row_source(
 
 
 def generate_once(
-    config: DictConfig, entries: Sequence[Any], key: str, loader: TaskLoader
+    config: DictConfig, entries: Sequence[str | Json], key: str, loader: TaskLoader
 ) -> list[Task]:
     """Generate the rows of all functions of `key` for a command without batches.
 

@@ -31,7 +31,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-Json = dict[str, Any]
+Json = dict[str, Any]  # a JSON object. The processes of verifiers do not import env.py
 GROUND_TRUTH_KEYS = ("ground_truth", "expected_answer", "answer", "final_answer", "solution")
 PLACES = ("reward_model.ground_truth", *GROUND_TRUTH_KEYS, "extra_info")  # for messages
 # Texts that pandas and Python write for a missing value.
@@ -45,7 +45,7 @@ THOUSANDS = r"-?\d{1,3}(,\d{3})+(\.\d+)?"  # a number with commas
 # --- find -----------------------------------------------------------------------------------------
 
 
-def find_ground_truth(row: Json) -> Any:
+def find_ground_truth(row: Json) -> object:
     """Return the first ground truth of a row that is not empty, otherwise the first one or None."""
     values = list_values(row)
     for value in values:
@@ -54,7 +54,7 @@ def find_ground_truth(row: Json) -> Any:
     return values[0] if values else None
 
 
-def list_values(row: Json) -> list[Any]:
+def list_values(row: Json) -> list[object]:
     """Return the values of a row that may be its ground truth, the most specific one first."""
     values = []
     reward_model = row.get("reward_model")
@@ -66,7 +66,7 @@ def list_values(row: Json) -> list[Any]:
     return values
 
 
-def is_empty(value: Any) -> bool:
+def is_empty(value: object) -> bool:
     """Return whether a value is null, blank text, or an object of such values.
 
     A list is a value, even an empty one: it says that there is no expected answer.
@@ -81,7 +81,7 @@ def is_empty(value: Any) -> bool:
 # --- read -----------------------------------------------------------------------------------------
 
 
-def read_expected_answers(value: Any) -> list[str]:
+def read_expected_answers(value: object) -> list[str]:
     """Return the expected answers in a ground truth, as texts. Raises ValueError."""
     if value is None:
         raise make_error(value, f"the row has none in {', '.join(PLACES)}")
@@ -93,15 +93,15 @@ def read_expected_answers(value: Any) -> list[str]:
     return [read_expected_answer(member) for member in members]
 
 
-def parse_list(text: str) -> list[Any]:
+def parse_list(text: str) -> object:
     """Return the list of texts in a JSON text. Raises ValueError."""
     try:
-        return json.loads(text)  # type: ignore[no-any-return]
+        return json.loads(text)
     except ValueError:
         raise make_error(text, "it is a list as text, and not JSON") from None
 
 
-def read_expected_answer(value: Any) -> str:
+def read_expected_answer(value: object) -> str:
     """Return one expected answer as text. Raises ValueError."""
     if isinstance(value, str):
         return read_text(value)
@@ -149,7 +149,7 @@ def find_last_box(text: str) -> str:
     return ""
 
 
-def make_error(ground_truth: Any, reason: str) -> ValueError:
+def make_error(ground_truth: object, reason: str) -> ValueError:
     """Return the error of a ground truth that cannot be read."""
     return ValueError(
         f"the expected answer {ground_truth!r:.80} cannot be read: {reason}. Change the row"

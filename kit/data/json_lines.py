@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+
+from env import Json
 
 
 def read_lines(path: Path) -> list[bytes]:
@@ -27,7 +28,7 @@ def drop_incomplete_line(path: Path) -> bool:
     return True
 
 
-def read_objects(path: Path) -> list[dict[str, Any]]:
+def read_objects(path: Path) -> list[Json]:
     """Return the JSON objects of a file's complete lines. Other lines are skipped."""
     objects = []
     for line in read_lines(path):
@@ -40,7 +41,7 @@ def read_objects(path: Path) -> list[dict[str, Any]]:
     return objects
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Json]:
     """Return the lines of metrics.jsonl that count, in the order of their steps.
 
     A resumed run appends to the file, first a line of the step that it resumes from. So each line
@@ -50,7 +51,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     lines = read_objects(path)
     of_training = [line for line in lines if "command" not in line]
-    kept: list[dict[str, Any]] = []
+    kept: list[Json] = []
     for line in of_training or lines:
         while kept and kept[-1]["step"] > line["step"]:
             kept.pop()

@@ -6,10 +6,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
+from env import Json
 from kit.data.episode import Episode
 from kit.data.selection import group_episodes
 
@@ -49,7 +49,7 @@ def compute_validation_metrics(episodes: Sequence[Episode], n: int) -> dict[str,
     return metrics
 
 
-def name_test_set(row: Mapping[str, Any], server: str) -> str:
+def name_test_set(row: Json, server: str) -> str:
     """Return the name under which a row is scored: verl's data_source, or the server's name.
 
     A row of Gym names its agent server in `agent_ref`. It is scored under the server's name, even

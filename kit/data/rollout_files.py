@@ -29,7 +29,7 @@ import numpy as np
 import orjson
 
 import gym_client
-from env import Task
+from env import Json, Task
 from gym_client import GymError
 from kit.data.episode import (
     LOG_PROBS,
@@ -85,12 +85,12 @@ def assign_record_indices(
         counts[row_id] += 1
 
 
-def to_record(episode: Episode, task_index: int, rollout_index: int) -> dict[str, Any]:
+def to_record(episode: Episode, task_index: int, rollout_index: int) -> Json:
     """Convert an episode to a record: one line of a rollouts file.
 
     The indices are those of `RecordIndex`. Gym calls them `_ng_task_index` and `_ng_rollout_index`.
     """
-    summary: dict[str, Any] = {
+    summary: Json = {
         "prompt": episode.question,
         "answer": episode.transcript,
         "reward": episode.reward,
@@ -102,7 +102,7 @@ def to_record(episode: Episode, task_index: int, rollout_index: int) -> dict[str
     summary["prompt_tokens"] = len(episode.prompt_ids)
     summary["response_tokens"] = len(episode.response_ids)
 
-    result: dict[str, Any] = {
+    result: Json = {
         "response": gym_client.response(add_token_fields(episode)),
         "reward": episode.reward,
     }
@@ -115,7 +115,7 @@ def to_record(episode: Episode, task_index: int, rollout_index: int) -> dict[str
     return first | replace_images_by_hash(episode.row) | result | indices | first
 
 
-def add_token_fields(episode: Episode) -> list[dict[str, Any]]:
+def add_token_fields(episode: Episode) -> list[Json]:
     """Copy the output items, with the token ids and log-probs of each turn on its last item."""
     output = [dict(item) for item in episode.output]
     for turn in episode.turns:
@@ -128,7 +128,7 @@ def add_token_fields(episode: Episode) -> list[dict[str, Any]]:
     return output
 
 
-def replace_images_by_hash(row: dict[str, Any]) -> dict[str, Any]:
+def replace_images_by_hash(row: Json) -> Json:
     """Replace each inline image of a row by its hash, since every episode of the row has a copy.
 
     Returns the same object if the row has no inline image.
@@ -142,14 +142,14 @@ def replace_images_by_hash(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "responses_create_params": {**params, "input": shortened}}
 
 
-def shorten_images(item: dict[str, Any]) -> dict[str, Any]:
+def shorten_images(item: Json) -> Json:
     """Replace each inline image of an input item by its hash."""
     if not isinstance(item.get("content"), list):
         return item
     return {**item, "content": [shorten_image(part) for part in item["content"]]}
 
 
-def shorten_image(part: Any) -> Any:
+def shorten_image(part: Any) -> object:  # any JSON
     """Replace the inline image of a content part by its hash. Other parts stay as they are."""
     url = str(part.get("image_url", "")) if isinstance(part, dict) else ""
     if not url.startswith("data:"):
@@ -158,7 +158,7 @@ def shorten_image(part: Any) -> Any:
     return {**part, "image_url": f"sha256 {digest}"}
 
 
-def from_record(record: dict[str, Any], row: dict[str, Any]) -> Episode:
+def from_record(record: Json, row: Json) -> Episode:
     """Convert a record and its task's row to an episode. Raises KeyError or TypeError."""
     saved = record["_episode"]
     fields = {name: saved[name] for name in SAVED_FIELDS}
@@ -178,7 +178,7 @@ def from_record(record: dict[str, Any], row: dict[str, Any]) -> Episode:
 # --- record <-> file ------------------------------------------------------------------------------
 
 
-def write_record(out: IO[bytes], record: dict[str, Any]) -> None:
+def write_record(out: IO[bytes], record: Json) -> None:
     """Write one record as a line.
 
     orjson takes a tenth of the time of json. But it rejects half of a surrogate pair, and it writes
@@ -195,7 +195,7 @@ def write_record(out: IO[bytes], record: dict[str, Any]) -> None:
     out.write(line + b"\n")
 
 
-def has_finite_numbers(record: dict[str, Any]) -> bool:
+def has_finite_numbers(record: Json) -> bool:
     """Whether the reward and all log-probs of a record are finite."""
     output = record.get("response", {}).get("output", ())
     sums = [float(item[LOG_PROBS].sum()) for item in output if LOG_PROBS in item]
@@ -207,7 +207,7 @@ def shortest_floats(numbers: Iterable[np.float32]) -> list[float]:
     return [float(str(number)) for number in numbers]
 
 
-def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_records(path: Path) -> Iterator[tuple[int, Json]]:
     """Yield (line number, record) of a rollouts file. Raises ConfigError for another format."""
     for number, line in enumerate(read_lines(path), 1):
         try:
@@ -224,7 +224,7 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, record
 
 
-def parse_record(line: bytes) -> dict[str, Any]:
+def parse_record(line: bytes) -> Json:
     """Parse a line of `write_record`: by orjson, or by json if orjson rejects it.
 
     Raises ValueError.
@@ -278,7 +278,7 @@ class ReplayServers:
     def __init__(self, batches: Sequence[list[Episode]]):
         self.batches = list(batches)  # of `load_replay`
 
-    def rollout(self, *_: Any, **__: Any) -> list[Episode]:
+    def rollout(self, *_: object, **__: object) -> list[Episode]:
         """Return the next recorded batch, whatever the arguments."""
         return self.batches.pop(0) if self.batches else []
 

@@ -20,11 +20,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from uuid import UUID
 
 import env
-from env import DataError
+from env import DataError, Json
+
+if TYPE_CHECKING:
+    from pyarrow import DataType, RecordBatch
+    from pyarrow.parquet import ParquetFile
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
 # of the files of a folder, in lower or upper case
@@ -103,7 +107,7 @@ def report_progress(
             due = now + REPORT_S
 
 
-def read_raw_rows(path: str | Path, *columns: str, name: str = "") -> Iterator[tuple[str, Any]]:
+def read_raw_rows(path: str | Path, *columns: str, name: str = "") -> Iterator[tuple[str, object]]:
     """Yield (`name:line`, JSON text or a dict) for each row of a file. Skips blank lines.
 
     name: the path if it is empty. A bad line does not end the reading, since it is not parsed here.
@@ -142,7 +146,7 @@ def suggest_command(path: Path) -> str:
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-def read_json(path: Path) -> Iterator[Any]:
+def read_json(path: Path) -> Iterator[object]:
     """Yield the lines of a file, or the items of a .json file that holds one list.
 
     Raises OSError and ValueError.
@@ -167,7 +171,7 @@ def open_text(path: Path, newline: str | None = None) -> TextIO:
     return path.open(encoding="utf-8-sig", newline=newline)
 
 
-def parse_object(raw: Any, row_id: str) -> dict[str, Any]:
+def parse_object(raw: object, row_id: str) -> Json:
     """Parse JSON text, or convert a dict, to a dict of plain values. Raises DataError.
 
     The result can be written as JSON and as UTF-8. The start of this file has the values that other
@@ -186,7 +190,7 @@ def parse_object(raw: Any, row_id: str) -> dict[str, Any]:
     return row
 
 
-def describe_row(raw: Any) -> str:
+def describe_row(raw: object) -> str:
     """Describe what an invalid row should be."""
     text = raw.strip() if isinstance(raw, str) else ""
     if text.startswith("["):
@@ -200,7 +204,7 @@ def to_null(_constant: str) -> None:
     """Convert NaN, Infinity and -Infinity to null."""
 
 
-def to_plain_value(value: Any) -> Any:
+def to_plain_value(value: object) -> object:
     """Convert a value of Python, NumPy, pandas or Arrow to one that json can write.
 
     The start of this file has the rules. Raises TypeError.
@@ -239,7 +243,7 @@ def decode_bytes(value: bytes | bytearray) -> str:
 # --- Parquet --------------------------------------------------------------------------------------
 
 
-def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Any]:
+def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[object]:
     """Yield each row of a Parquet file: as a dict, or as JSON text from its only string column.
 
     The structs of a column have the same keys in Arrow, which fills those that a row lacks with
@@ -255,20 +259,20 @@ def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Any]:
             yield from batch.column(0).to_pylist()
 
 
-def read_entries(path: Path) -> Iterator[dict[str, Any]]:
+def read_entries(path: Path) -> Iterator[Json]:
     """Yield the rows of a Parquet table as they are. Raises Arrow's errors."""
     with open_parquet(path) as file:
         yield from read_dicts(file)
 
 
-def open_parquet(path: Path) -> Any:
+def open_parquet(path: Path) -> ParquetFile:
     """Open a Parquet file as pyarrow's ParquetFile. Raises Arrow's errors."""
     from pyarrow import parquet  # takes a second, which JSON lines need not wait for
 
     return parquet.ParquetFile(path)
 
 
-def read_batches(file: Any, columns: Sequence[str] | None = None) -> Iterator[Any]:
+def read_batches(file: ParquetFile, columns: Sequence[str] | None = None) -> Iterator[RecordBatch]:
     """Yield the rows of a Parquet file in Arrow batches, none with rows of two row groups.
 
     Arrow cannot join the dictionaries of two groups if a struct or list has them.
@@ -277,7 +281,7 @@ def read_batches(file: Any, columns: Sequence[str] | None = None) -> Iterator[An
         yield from file.iter_batches(BATCH_ROWS, [group], columns)
 
 
-def read_dicts(file: Any, prompts: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+def read_dicts(file: ParquetFile, prompts: Collection[str] = ()) -> Iterator[Json]:
     """Yield the rows of a Parquet file as dicts. prompts: columns that lose their nulls."""
     kinds = {field.name: field.type for field in file.schema_arrow if has_json(field.type)}
     for batch in read_batches(file):
@@ -289,7 +293,7 @@ def read_dicts(file: Any, prompts: Collection[str] = ()) -> Iterator[dict[str, A
             yield row
 
 
-def drop_nulls(value: Any, column: str) -> Any:
+def drop_nulls(value: object, column: str) -> object:
     """Remove the null keys of a prompt. A task_input also has a verifier's fields, which stay."""
     if isinstance(value, dict) and column == "task_input":
         return {
@@ -299,7 +303,7 @@ def drop_nulls(value: Any, column: str) -> Any:
     return env.drop_nulls(value)
 
 
-def has_json(kind: Any) -> bool:
+def has_json(kind: DataType) -> bool:
     """Whether an Arrow type is Parquet's type JSON, or has it inside."""
     from pyarrow import JsonType
 
@@ -308,7 +312,7 @@ def has_json(kind: Any) -> bool:
     return any(has_json(kind.field(i).type) for i in range(kind.num_fields))
 
 
-def parse_json_values(value: Any, kind: Any) -> Any:
+def parse_json_values(value: Any, kind: DataType) -> object:  # any value in a table
     """Parse the texts in a value that have Parquet's type JSON. kind: the Arrow type of the value.
 
     DuckDB and datasets write this type where the rows of a table differ in form. Raises ValueError.
@@ -329,7 +333,7 @@ def parse_json_values(value: Any, kind: Any) -> Any:
     return value
 
 
-def find_json_column(file: Any, columns: Sequence[str]) -> str:
+def find_json_column(file: ParquetFile, columns: Sequence[str]) -> str:
     """Find the column that holds rows as JSON, or "" if each column is a key of the row.
 
     file: pyarrow's ParquetFile. Raises ValueError if it has neither form.
@@ -348,7 +352,7 @@ def find_json_column(file: Any, columns: Sequence[str]) -> str:
     )
 
 
-def begins_object(file: Any, column: str) -> bool:
+def begins_object(file: ParquetFile, column: str) -> bool:
     """Whether the first text of a column is a JSON object."""
     for batch in read_batches(file, [column]):
         for text in batch.column(0).to_pylist():
@@ -357,7 +361,7 @@ def begins_object(file: Any, column: str) -> bool:
     return False
 
 
-def is_string(kind: Any) -> bool:
+def is_string(kind: DataType) -> bool:
     """Whether an Arrow type is text: directly, in a dictionary, or of Parquet's type JSON."""
     from pyarrow import JsonType, types
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
 
 from kit.data.episode import Episode
 from kit.errors import RunError
 
+Filter = Callable[[list[Episode]], list[Episode]]
+
 
 def select_trainable(
-    episodes: Sequence[Any],
+    episodes: Sequence[Episode],
     min_group_size: int = 2,
-    filters: Sequence[Callable[[list[Any]], list[Any]]] = (),
-) -> tuple[list[Any], dict[str, int]]:
+    filters: Sequence[Filter] = (),
+) -> tuple[list[Episode], dict[str, int]]:
     """Select the verified episodes that pass all filters, in groups of at least `min_group_size`.
 
     Returns the selected episodes, and how many each filter dropped or masked, by its name. If the
@@ -39,26 +40,26 @@ def select_trainable(
     return selected, dropped
 
 
-def drop_small_groups(episodes: Sequence[Any], min_size: int) -> list[Any]:
+def drop_small_groups(episodes: Sequence[Episode], min_size: int) -> list[Episode]:
     """Drop the episodes whose group has fewer than `min_size`. Those of a group become adjacent."""
     groups = group_episodes(episodes).values()
     return list(chain.from_iterable(group for group in groups if len(group) >= min_size))
 
 
-def count_unmasked(episodes: Sequence[Any]) -> int:
+def count_unmasked(episodes: Sequence[Episode]) -> int:
     """Count the episodes that have a token to train on."""
     return sum(any(episode.response_mask) for episode in episodes)
 
 
-def group_episodes(episodes: Sequence[Any], by: str = "group_id") -> dict[str, list[Any]]:
+def group_episodes(episodes: Sequence[Episode], by: str = "group_id") -> dict[str, list[Episode]]:
     """Group episodes by one of their attributes, in order of appearance."""
-    groups = defaultdict(list)
+    groups: dict[str, list[Episode]] = defaultdict(list)
     for episode in episodes:
         groups[getattr(episode, by)].append(episode)
     return dict(groups)
 
 
-def take_groups(episodes: Sequence[Any], count: int) -> list[Any]:
+def take_groups(episodes: Sequence[Episode], count: int) -> list[Episode]:
     """Take the episodes of the first `count` groups."""
     groups = list(group_episodes(episodes).values())
     return list(chain.from_iterable(groups[:count]))

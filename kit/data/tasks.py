@@ -11,10 +11,10 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeGuard
 
 import env
-from env import DataError, Task
+from env import DataError, Json, Task
 from kit.data.row_files import find_files, report_progress
 from kit.data.verl_rows import TASK_ID, read_rows
 
@@ -44,7 +44,7 @@ class LoadedTasks(NamedTuple):
     dropped: list[str]  # rows whose prompt is too long, and counts of rows of other servers
 
 
-def parse_entries(entries: Sequence[Any]) -> list[FileEntry]:
+def parse_entries(entries: Sequence[str | Json]) -> list[FileEntry]:
     """Parse entries, each a path or {path, weight, server}, and find their files.
 
     A path is a file, a folder or a pattern (`find_files`). Two entries may name the same file, each
@@ -54,7 +54,7 @@ def parse_entries(entries: Sequence[Any]) -> list[FileEntry]:
     entry_names: set[str] = set()
     file_names: set[str] = set()
     for value in entries:
-        fields: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"path": value}
+        fields: Json = dict(value) if isinstance(value, Mapping) else {"path": value}
         if not fields.get("path") or not fields.keys() <= ENTRY_KEYS:
             raise DataError(
                 f"{fields}: an entry must be a path, or {{path, weight, server}}. Change it."
@@ -87,24 +87,25 @@ def make_unique(name: str, used: set[str]) -> str:
     return unique
 
 
-def is_function(entry: Any) -> bool:
+def is_function(entry: str | Json) -> TypeGuard[Json]:
     """Whether an entry names a function that generates rows (kit/data/generated_rows.py)."""
     return isinstance(entry, Mapping) and "function" in entry
 
 
-def is_weight(weight: Any) -> bool:
+def is_weight(weight: object) -> bool:
     """Whether a value can be a weight: a positive finite number, or None."""
     if weight is None:
         return True
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    return is_number and 0 < weight < float("inf")
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        return False
+    return 0 < weight < float("inf")
 
 
 def ignore(_line: str) -> None:
     """Print nothing."""
 
 
-def compute_digest(row: Mapping[str, Any], row_id: str) -> bytes:
+def compute_digest(row: Json, row_id: str) -> bytes:
     """Compute a digest that copies of a row share.
 
     verl numbers rows in extra_info.index, so a copy may have another one. Relative paths of images
@@ -121,7 +122,7 @@ class PromptEncoder(Protocol):
     """kit.rollout.chat_template.ChatTemplate, as far as rows need it."""
 
     def encode_prompt(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], row_id: str
+        self, messages: Sequence[Json], tools: Sequence[Json], row_id: str
     ) -> list[int]:
         """Encode the messages and tools of a prompt. Raises DataError."""
 
@@ -138,7 +139,7 @@ class TaskLoader:
     prompt_key: str = "prompt"  # data.prompt_key, of verl's rows
     report: Callable[[str], None] = ignore  # prints a line
 
-    def load_files(self, entries: Sequence[Any]) -> LoadedTasks:
+    def load_files(self, entries: Sequence[str | Json]) -> LoadedTasks:
         """Load the tasks of all entries, in order, and report long waits. Raises DataError."""
         loaded = LoadedTasks([], [])
         for entry in parse_entries(entries):
@@ -149,13 +150,11 @@ class TaskLoader:
             loaded.dropped.extend(dropped)
         return loaded
 
-    def read_file(self, file: RowFile) -> Iterator[tuple[str, dict[str, Any]]]:
+    def read_file(self, file: RowFile) -> Iterator[tuple[str, Json]]:
         """Yield (row id, Gym row) for each row of a file. Raises DataError."""
         return read_rows(file.path, self.prompt_key, file.name)
 
-    def make_tasks(
-        self, rows: Iterable[tuple[str, dict[str, Any]]], entry: FileEntry
-    ) -> LoadedTasks:
+    def make_tasks(self, rows: Iterable[tuple[str, Json]], entry: FileEntry) -> LoadedTasks:
         """Make tasks from (row id, Gym row). Raises DataError.
 
         A copy of an earlier row shares its prompt, so that it takes little time and memory.
@@ -195,13 +194,13 @@ class TaskLoader:
                 "counts. To use each row once, remove the copies from the file."
             )
 
-    def encode(self, messages: Sequence[Any], tools: Sequence[Any], row_id: str) -> list[int]:
+    def encode(self, messages: Sequence[Json], tools: Sequence[Json], row_id: str) -> list[int]:
         """Encode a prompt. It has no ids if the environment writes it. Raises DataError."""
         if not messages:
             return []
         return self.template.encode_prompt(messages, tools, row_id)
 
-    def find_server(self, row: Mapping[str, Any], row_id: str, name: str) -> str | None:
+    def find_server(self, row: Json, row_id: str, name: str) -> str | None:
         """Find the server of a row, or None if only_servers does not have it. Raises DataError."""
         if name in self.custom_verifiers:
             server: str | None = name
@@ -221,7 +220,7 @@ class TaskLoader:
         return server
 
 
-def match_server(row: Mapping[str, Any], aliases: Mapping[str, str], name: str = "") -> str | None:
+def match_server(row: Json, aliases: Mapping[str, str], name: str = "") -> str | None:
     """Match a row with a server: by `name` if it is set, else by the row, else the only one.
 
     The first reference of the row that matches decides. A reference matches if it is in `aliases`,
@@ -243,7 +242,7 @@ def match_server(row: Mapping[str, Any], aliases: Mapping[str, str], name: str =
     return None
 
 
-def list_references(row: Mapping[str, Any]) -> dict[str, str]:
+def list_references(row: Json) -> dict[str, str]:
     """List {key: name} of what a row says about its server, the most reliable first.
 
     task_source: the server or agent whose data the row is from, in files that Gym 0.7 collates.

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import env
-from env import DataError, UnsupportedRowError
+from env import DataError, Json, UnsupportedRowError
 from kit.data.row_files import parse_object, read_raw_rows
 
 GYM_ROW = "gym_row"  # key of extra_info: `to_verl` saves the Gym row there, as JSON
@@ -48,9 +48,7 @@ MEDIA_TYPES = {  # {first bytes of an image: its type}
 }
 
 
-def read_rows(
-    path: str, prompt_key: str = "prompt", name: str = ""
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(path: str, prompt_key: str = "prompt", name: str = "") -> Iterator[tuple[str, Json]]:
     """Yield (`name:line`, Gym row) for each row of a file. prompt_key: data.prompt_key of verl.
 
     name: the path if it is empty. Raises DataError.
@@ -59,7 +57,7 @@ def read_rows(
         yield row_id, parse_row(raw, row_id, prompt_key)
 
 
-def parse_row(raw: Any, row_id: str, prompt_key: str = "prompt") -> dict[str, Any]:
+def parse_row(raw: object, row_id: str, prompt_key: str = "prompt") -> Json:
     """Convert JSON text or a dict, of Gym or verl, to a Gym row.
 
     Raises DataError, and UnsupportedRowError for a valid row that the kit cannot use.
@@ -88,7 +86,7 @@ def parse_row(raw: Any, row_id: str, prompt_key: str = "prompt") -> dict[str, An
     )
 
 
-def parse_objects(row: dict[str, Any], row_id: str, keys: Sequence[str]) -> dict[str, Any]:
+def parse_objects(row: Json, row_id: str, keys: Sequence[str]) -> Json:
     """Parse the fields `keys` of a row that are JSON text instead of objects. Raises DataError."""
     parsed = dict(row)
     for key in keys:
@@ -98,7 +96,7 @@ def parse_objects(row: dict[str, Any], row_id: str, keys: Sequence[str]) -> dict
     return parsed
 
 
-def flatten_task(task: dict[str, Any], row_id: str) -> dict[str, Any]:
+def flatten_task(task: Json, row_id: str) -> Json:
     """Convert a materialized task to a Gym row. Raises DataError.
 
     >>> row = {"responses_create_params": {"input": "2?"}, "task_data": {"answer": "2"}}
@@ -121,7 +119,7 @@ def flatten_task(task: dict[str, Any], row_id: str) -> dict[str, Any]:
     return {**fields, **task_data, TASK_ID: task["task_id"]}
 
 
-def check_gym_row(row: dict[str, Any], row_id: str) -> dict[str, Any]:
+def check_gym_row(row: Json, row_id: str) -> Json:
     """Return the row, if it is a Gym row. Raises DataError."""
     if not isinstance(row.get("responses_create_params"), dict):
         raise DataError(
@@ -130,7 +128,7 @@ def check_gym_row(row: dict[str, Any], row_id: str) -> dict[str, Any]:
     return row
 
 
-def from_verl(row: dict[str, Any], row_id: str, prompt_key: str = "prompt") -> dict[str, Any]:
+def from_verl(row: Json, row_id: str, prompt_key: str = "prompt") -> Json:
     """Convert a row of verl to a Gym row. If `to_verl` made it, this is the original Gym row.
 
     Raises DataError, and UnsupportedRowError for a valid row that the kit cannot use.
@@ -158,7 +156,7 @@ def from_verl(row: dict[str, Any], row_id: str, prompt_key: str = "prompt") -> d
     return {"responses_create_params": {"input": prompt}, **other_fields}
 
 
-def parse_messages(prompt: Any, row_id: str, prompt_key: str) -> Any:
+def parse_messages(prompt: object, row_id: str, prompt_key: str) -> Any:  # any JSON
     """Return a prompt, and parse messages that are JSON text, as a CSV file has them.
 
     Any other text is the prompt itself. Raises DataError for a list in Python's notation.
@@ -182,7 +180,7 @@ def parse_messages(prompt: Any, row_id: str, prompt_key: str) -> Any:
     return prompt
 
 
-def check_verl_row(row: dict[str, Any], prompt: Any, row_id: str, prompt_key: str) -> None:
+def check_verl_row(row: Json, prompt: object, row_id: str, prompt_key: str) -> None:
     """Check that a row of verl has a prompt that one turn answers.
 
     Raises DataError, UnsupportedRowError.
@@ -204,7 +202,7 @@ def check_verl_row(row: dict[str, Any], prompt: Any, row_id: str, prompt_key: st
         )
 
 
-def find_tool_agent(row: dict[str, Any]) -> str:
+def find_tool_agent(row: Json) -> str:
     """Find the field by which a row of verl needs an agent loop with tools, or ""."""
     agent = row.get("agent_name")
     if agent:
@@ -222,7 +220,7 @@ def find_tool_agent(row: dict[str, Any]) -> str:
 # --- images of verl's rows ------------------------------------------------------------------------
 
 
-def place_images(prompt: Any, images: Any, row_id: str) -> Any:
+def place_images(prompt: str | list[Json], images: object, row_id: str) -> object:
     """Put the images of a row at the places of `<image>` in its prompt, as verl's RLHFDataset does.
 
     Parts of a content that are images get the form of OpenAI's Responses, too. Raises DataError.
@@ -233,7 +231,7 @@ def place_images(prompt: Any, images: Any, row_id: str) -> Any:
     messages = [{"role": "user", "content": prompt}] if urls and isinstance(prompt, str) else prompt
     if isinstance(messages, str):
         return messages
-    placed: list[Any] = []
+    placed: list[Json] = []
     used = 0
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
@@ -253,10 +251,10 @@ def place_images(prompt: Any, images: Any, row_id: str) -> Any:
     return placed
 
 
-def remove_images(prompt: Any) -> tuple[Any, list[dict[str, str]]]:
+def remove_images(prompt: object) -> tuple[object, list[dict[str, str]]]:
     """Undo `place_images`: return a prompt with `<image>` in its texts, and the images."""
     images: list[dict[str, str]] = []
-    messages: list[Any] = []
+    messages: list[object] = []
     for message in prompt if isinstance(prompt, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list) and all(isinstance(part, dict) for part in content):
@@ -279,7 +277,7 @@ def split_content(content: str, urls: Sequence[str]) -> list[dict[str, str]]:
     return parts
 
 
-def convert_part(part: Any, row_id: str) -> Any:
+def convert_part(part: Any, row_id: str) -> object:  # any JSON
     """Convert a part of a content that is an image. Other parts stay. Raises DataError."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "image":
@@ -294,7 +292,7 @@ def make_image_part(url: str) -> dict[str, str]:
     return {"type": "input_image", "image_url": url, "detail": "auto"}
 
 
-def find_image_url(image: Any, row_id: str) -> str:
+def find_image_url(image: object, row_id: str) -> str:
     """Find the address of an image of verl: text, or a dict with its bytes, path or url.
 
     Raises DataError, and UnsupportedRowError for settings of its size: verl's `max_pixels`, or

@@ -22,9 +22,11 @@ import contextlib
 import math
 import os
 import statistics
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Literal
+
+from gym_client import Limit
 
 MAX_LIMIT = 256  # calls
 START_LIMIT = 16
@@ -110,8 +112,8 @@ class ConcurrencyLimits:
             if path == "/verify"
         }
 
-    def resolve(self, concurrency: Any) -> dict[str, Any]:
+    def resolve(self, limits: Mapping[str, int | Literal["auto"]]) -> Mapping[str, Limit]:
         """Return the value of gym.concurrency for gym_client.Gym: `auto` becomes this object."""
-        by_server = concurrency if isinstance(concurrency, dict) else {"default": concurrency}
-        by_server = {"default": "auto", **by_server}
-        return {server: self if limit == "auto" else limit for server, limit in by_server.items()}
+        return {"default": self} | {
+            server: self if limit == "auto" else limit for server, limit in limits.items()
+        }

@@ -8,21 +8,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import re
 import secrets
 import socket
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from subprocess import Popen
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
 import psutil
 import yaml
+
+from env import Json
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
@@ -47,7 +47,7 @@ def fetch(
     method: str = "GET",
     timeout_s: float = CHECK_TIMEOUT_S,
     use_proxy: bool = False,
-    **request: Any,
+    **request: object,
 ) -> httpx.Response:
     """Send one request and read the whole answer, within a timeout and a size limit.
 
@@ -60,7 +60,7 @@ def fetch(
 
 
 async def _fetch(
-    url: str, method: str, timeout_s: float, use_proxy: bool, request: dict[str, Any]
+    url: str, method: str, timeout_s: float, use_proxy: bool, request: Json
 ) -> httpx.Response:
     # uncompressed, so that a short body cannot become a long one
     headers = {**request.pop("headers", {}), "Accept-Encoding": "identity"}
@@ -91,11 +91,6 @@ async def _read_body(answer: httpx.Response) -> bytes:
 
 
 # --- ports ---------------------------------------------------------------------------------------
-
-
-def is_port(port: Any) -> bool:
-    """Return whether `port`, a number or its digits, is a valid port of a server."""
-    return bool(re.fullmatch(r"[0-9]{1,5}", str(port))) and 0 < int(port) < 65536
 
 
 def is_port_in_use(host: str, port: int) -> bool:
@@ -248,12 +243,12 @@ def discover_servers(head_server: str) -> Discovery:
     return Discovery(servers, {agent: server for agent, server in agents.items() if server})
 
 
-def get_reference(settings: Mapping[str, Any], key: str) -> str:
+def get_reference(settings: Json, key: str) -> str:
     """Return the name of the server that these settings refer to by `key`, or ""."""
     return str((settings.get(key) or {}).get("name") or "")
 
 
-def public_url(server: dict[str, Any], head_server: str) -> str:
+def public_url(server: Json, head_server: str) -> str:
     """Return the URL at which this process reaches a server.
 
     A local address refers to the head server's machine. This process may run on another machine.
@@ -264,7 +259,7 @@ def public_url(server: dict[str, Any], head_server: str) -> str:
     return f"http://{host}:{server['port']}"
 
 
-def fetch_gym_config(head_server: str) -> dict[str, Any]:
+def fetch_gym_config(head_server: str) -> Json:
     """Return the entries of a head server's configuration. Raises GymStartError."""
     path = "/global_config_dict_yaml"
     try:

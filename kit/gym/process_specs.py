@@ -27,18 +27,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from env import Json
 from kit import features
 from kit.config.keys import ROOT
 from kit.gym import network
 from kit.gym.network import HOST, GymStartError
 from kit.gym.server_process import AGENTS, ENVIRONMENTS, MODELS, RESOURCES, ProcessSpec
 
-START_KEYS = {"python", "install", "server", "path", "config", "host", "port"}
-START_KEYS |= {"agent", "agent_config", "environment", "global_config", "env"}
 PYTHON = ".venv-gym/bin/python"  # separate: nemo-gym would break the environment of the run
 POLICY_MODEL = "policy_model"  # the name of the trained model in Gym's YAML files
 RESERVED_NAMES = (POLICY_MODEL, "head_server", "dry_run")  # in Gym's configuration
@@ -49,12 +47,12 @@ FIND_PACKAGE = "import pathlib, nemo_gym; print(pathlib.Path(nemo_gym.__file__).
 # --- checks --------------------------------------------------------------------------------------
 
 
-def is_valid_name(name: Any) -> bool:
+def is_valid_name(name: object) -> bool:
     """Return whether `name` can be the name of a process and of its log file."""
     return bool(VALID_NAME.fullmatch(str(name)))
 
 
-def check_server(name: str, server: Mapping[str, Any]) -> None:
+def check_server(name: str, server: Json) -> None:
     """Check that a server's `url` answers, or that its `start` can work. Raises GymStartError."""
     start = server.get("start") or {}
     check_name("gym.servers", name)
@@ -67,7 +65,7 @@ def check_server(name: str, server: Mapping[str, Any]) -> None:
         check_start(name, start)
 
 
-def check_name(key: str, name: Any) -> None:
+def check_name(key: str, name: object) -> None:
     """Raise GymStartError if `name` is not valid."""
     if not is_valid_name(name):
         raise GymStartError(
@@ -76,10 +74,9 @@ def check_name(key: str, name: Any) -> None:
         )
 
 
-def check_start(name: str, start: Mapping[str, Any]) -> None:
+def check_start(name: str, start: Json) -> None:
     """Check the `start` section of a server. Raises GymStartError."""
     key = f"gym.servers.{name}.start"
-    check_start_keys(key, start)
     check_variables(f"{key}.env", start.get("env") or [])
     if name in RESERVED_NAMES:
         raise GymStartError(
@@ -93,10 +90,6 @@ def check_start(name: str, start: Mapping[str, Any]) -> None:
         )
     host = start.get("host") or HOST
     port = start.get("port")
-    if port and not network.is_port(port):
-        raise GymStartError(
-            f"{key}.port is {port!r}. Set a number from 1 to 65535, or remove it for a free port."
-        )
     network.find_free_port(host)  # raises for a host of another machine
     find_folder(name, start)
     if port and network.is_port_in_use(host, int(port)):
@@ -106,38 +99,16 @@ def check_start(name: str, start: Mapping[str, Any]) -> None:
         )
 
 
-def check_start_keys(key: str, start: Mapping[str, Any]) -> None:
-    """Check which keys a `start` section has. Raises GymStartError."""
-    unknown = set(start) - START_KEYS
-    if unknown:
-        raise GymStartError(
-            f"{key} has the unknown key {min(unknown)!r}. "
-            f"Use one of {', '.join(sorted(START_KEYS))}."
-        )
-    for part in ("config", "agent_config", "global_config"):
-        if not isinstance(start.get(part) or {}, Mapping):
-            raise GymStartError(
-                f"{key}.{part} is {start[part]!r}. Set keys and values of Gym's YAML."
-            )
-    for part in ("agent_config", "environment"):
-        if start.get(part) and not start.get("agent"):
-            raise GymStartError(f"{key}.{part} is set without an agent. Add agent: simple_agent.")
-
-
-def check_variables(key: str, names: Any) -> None:
-    """Check that `names` is a list of environment variables that are set. Raises GymStartError."""
-    if not isinstance(names, Sequence) or isinstance(names, str):
-        raise GymStartError(
-            f"{key} is {names!r}. Set a list of names of environment variables, like [HF_TOKEN]."
-        )
-    missing = [name for name in names if str(name) not in os.environ]
+def check_variables(key: str, names: Sequence[str]) -> None:
+    """Check that environment variables are set. Raises GymStartError."""
+    missing = [name for name in names if name not in os.environ]
     if missing:
         raise GymStartError(
             f"{key}: the environment variable {missing[0]} is not set. Export it, or remove it."
         )
 
 
-def find_folder(name: str, start: Mapping[str, Any]) -> str:
+def find_folder(name: str, start: Json) -> str:
     """Return the folder of a server: its name under resources_servers, or an absolute path.
 
     `path` is relative to the current folder or to the project. Raises GymStartError.
@@ -165,9 +136,7 @@ def find_folder(name: str, start: Mapping[str, Any]) -> str:
 # --- processes -----------------------------------------------------------------------------------
 
 
-def plan_processes(
-    name: str, start: Mapping[str, Any], policy: Mapping[str, Any] | None
-) -> list[ProcessSpec]:
+def plan_processes(name: str, start: Json, policy: Json | None) -> list[ProcessSpec]:
     """Return the specs of the processes of one server; the last one answers for its name.
 
     policy: {base_url, api_key, model} for agents. Raises GymStartError.
@@ -192,9 +161,7 @@ def plan_processes(
     return specs
 
 
-def plan_agent(
-    name: str, start: Mapping[str, Any], policy: Mapping[str, Any] | None
-) -> list[ProcessSpec]:
+def plan_agent(name: str, start: Json, policy: Json | None) -> list[ProcessSpec]:
     """Return the specs of the policy's model server, of the agent and of the environment server.
 
     Returns [] without an agent.
@@ -239,9 +206,7 @@ def plan_agent(
     return [model_server, agent_server, environment_server]
 
 
-def make_spec(
-    name: str, kind: str, folder: str, overrides: Mapping[str, Any], config_key: str
-) -> ProcessSpec:
+def make_spec(name: str, kind: str, folder: str, overrides: Json, config_key: str) -> ProcessSpec:
     """Return the part of a spec that differs between the processes of one server.
 
     kind, folder: of the server in Gym. overrides: over the server's own configuration.
@@ -259,7 +224,7 @@ def make_spec(
 # --- interpreters --------------------------------------------------------------------------------
 
 
-def resolve_python(name: str, start: Mapping[str, Any]) -> str:
+def resolve_python(name: str, start: Json) -> str:
     """Return the interpreter of a server.
 
     With `install`, makes an environment for the server and returns its interpreter. Otherwise

@@ -45,7 +45,8 @@ MODELS = "responses_api_models"
 AGENTS = "responses_api_agents"
 ENVIRONMENTS = "environment_servers"  # since Gym 0.7
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-ProcessSpec = dict[str, Any]
+Json = dict[str, Any]  # an object. Gym's interpreter, which runs this file, has no gym_client
+ProcessSpec = Json
 
 
 def main() -> None:
@@ -146,13 +147,11 @@ def exit_for_module(module: str | None, spec: ProcessSpec, folder: Path) -> NoRe
 # --- settings ------------------------------------------------------------------------------------
 
 
-def build_gym_config(
-    spec: ProcessSpec, specs: Iterable[ProcessSpec], package: Path
-) -> dict[str, Any]:
+def build_gym_config(spec: ProcessSpec, specs: Iterable[ProcessSpec], package: Path) -> Json:
     """Return the configuration that Gym's own command would give to the server of `spec`."""
     import yaml
 
-    config: dict[str, Any] = {}
+    config: Json = {}
     for each in specs:
         settings = {"entrypoint": "app.py", "host": each["host"], "port": each["port"]}
         if "overrides" in each:
@@ -173,7 +172,7 @@ def build_gym_config(
     return {**entries, **config}
 
 
-def check_entries(spec: ProcessSpec, entries: Iterable[str], config: dict[str, Any]) -> None:
+def check_entries(spec: ProcessSpec, entries: Iterable[str], config: Json) -> None:
     """Exit if entries of global_config have the names of servers, or names that Gym reserves."""
     clashes = sorted({*entries} & {*config, "head_server", "dry_run"})
     if clashes:
@@ -183,9 +182,9 @@ def check_entries(spec: ProcessSpec, entries: Iterable[str], config: dict[str, A
         )
 
 
-def build_settings(spec: ProcessSpec, package: Path) -> dict[str, Any]:
+def build_settings(spec: ProcessSpec, package: Path) -> Json:
     """Return Gym's settings of one server: its YAML, overrides, host and port. Later ones win."""
-    settings: dict[str, Any] = {"entrypoint": "app.py"}
+    settings: Json = {"entrypoint": "app.py"}
     if spec["kind"] == RESOURCES:
         settings["domain"] = "other"
     if spec["kind"] != MODELS:  # their YAML describes other models; `overrides` is complete
@@ -193,7 +192,7 @@ def build_settings(spec: ProcessSpec, package: Path) -> dict[str, Any]:
     return {**settings, **spec["overrides"], "host": spec["host"], "port": spec["port"]}
 
 
-def read_yaml_settings(spec: ProcessSpec, package: Path) -> dict[str, Any]:
+def read_yaml_settings(spec: ProcessSpec, package: Path) -> Json:
     """Return the first settings for this kind and folder in the package's YAML files, or {}.
 
     The files of the resources server come first. Among these, the file with the server's name
@@ -209,7 +208,7 @@ def read_yaml_settings(spec: ProcessSpec, package: Path) -> dict[str, Any]:
     return {}
 
 
-def read_yaml_entries(folders: Iterable[Path], preferred: str) -> Iterator[dict[str, Any]]:
+def read_yaml_entries(folders: Iterable[Path], preferred: str) -> Iterator[Json]:
     """Yield the top-level objects of each configs/*.yaml, first those of `preferred`.yaml."""
     import yaml
 

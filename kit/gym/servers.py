@@ -37,7 +37,10 @@ from subprocess import Popen, TimeoutExpired
 from threading import Event, Thread
 from typing import Any
 
+from env import Json
+from kit.config.numbers import PORT
 from kit.config.redaction import SECRET_VARIABLE
+from kit.config.sections import follow
 from kit.gym import network, server_process
 from kit.gym.network import GymStartError
 from kit.gym.process_specs import (
@@ -75,9 +78,9 @@ class GymServers:
 
     def __init__(
         self,
-        servers: Mapping[str, Mapping[str, Any]],
+        servers: Mapping[str, Json],
         log_dir: Path,
-        policy: Mapping[str, Any] | None = None,
+        policy: Json | None = None,
         other_specs: Iterable[ProcessSpec] = (),
         on_restart: Callable[[str], None] = lambda _: None,
     ):
@@ -103,7 +106,7 @@ class GymServers:
         for name, spec in self.specs.items():
             self.processes[name] = start_server(spec, self.specs.values())
 
-    def _plan(self, name: str, start: Mapping[str, Any]) -> None:
+    def _plan(self, name: str, start: Json) -> None:
         """Add the specs of the processes of one server, and its URL."""
         for spec in plan_processes(name, start, self.policy):
             process = spec["name"]
@@ -168,11 +171,13 @@ class GymServers:
 
 @contextlib.contextmanager
 def running_servers(
-    servers: Mapping[str, Mapping[str, Any]], log_dir: Path, **options: Any
+    servers: Mapping[str, Json],
+    log_dir: Path,
+    **options: Any,  # as for GymServers
 ) -> Iterator[dict[str, str]]:
     """Start servers, yield {name: URL} once all answer, and stop them at exit.
 
-    The arguments are those of GymServers. Raises GymStartError.
+    Raises GymStartError.
     """
     with contextlib.closing(GymServers(servers, log_dir, **options)) as group:
         group.start()
@@ -285,7 +290,7 @@ def main() -> None:
     parser.add_argument(
         "--path", help="folder with app.py of a server that is not part of nemo-gym"
     )
-    parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--port", type=read_port, default=8001)
     parser.add_argument("--python", help=f"interpreter that has nemo-gym ({PYTHON})")
     options = vars(parser.parse_args())
     start = {key: value for key, value in options.items() if value is not None}
@@ -306,7 +311,12 @@ def main() -> None:
         sys.exit(f"error: {error}")
 
 
-def exit_on_signal(*_: Any) -> None:
+def read_port(text: str) -> int:
+    """Read the number of a port. Raises ValueError."""
+    return int(follow(PORT, int(text)))
+
+
+def exit_on_signal(*_: object) -> None:
     """Exit with status 0, so that the servers are stopped."""
     sys.exit(0)
 

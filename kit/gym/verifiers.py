@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import gym_client
-from gym_client import FIRST, EpisodeIndex, Json
-from kit.config.keys import to_plain
+from gym_client import FIRST, EpisodeIndex, Json, Session
 from kit.config.recipe import Recipe
 from kit.gym.concurrency import ConcurrencyLimits
 from kit.gym.python_verifiers.pool import Pool
+from kit.gym.python_verifiers.session import FunctionSession
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class VerifierRouter:
@@ -24,7 +27,9 @@ class VerifierRouter:
     pools: {name: pool} of the Python verifiers. `gym` has every other verifier.
     """
 
-    def __init__(self, gym: gym_client.Gym, pools: Mapping[str, Pool], tokenizer: Any):
+    def __init__(
+        self, gym: gym_client.Gym, pools: Mapping[str, Pool], tokenizer: PreTrainedTokenizerBase
+    ):
         self.gym = gym
         self.pools = pools
         self.tokenizer = tokenizer
@@ -34,7 +39,7 @@ class VerifierRouter:
         await self.gym.__aenter__()
         return self
 
-    async def __aexit__(self, *_: Any) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for pool in self.pools.values():
             await pool.close()
         await self.gym.__aexit__()
@@ -48,7 +53,7 @@ class VerifierRouter:
     @contextlib.asynccontextmanager
     async def session(
         self, name: str, row: Json, index: EpisodeIndex = FIRST
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncIterator[Session | FunctionSession]:
         """Open a session with the verifier for one episode of `row`. Raises GymError."""
         if name in self.pools:
             yield await self.pools[name].open_session(row, self.tokenizer)
@@ -66,7 +71,7 @@ class VerifierRouter:
 def make_verifiers(
     recipe: Recipe,
     urls: Mapping[str, str],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     pools: Mapping[str, Pool],
     share: int = 1,
 ) -> tuple[VerifierRouter, ConcurrencyLimits]:
@@ -81,7 +86,7 @@ def make_verifiers(
     gym = gym_client.Gym(
         urls,
         settings.timeout_s,
-        limits.resolve(to_plain(settings.concurrency)),
+        limits.resolve(settings.concurrency),
         settings.attempts,
         settings.outage_budget_s,
     )

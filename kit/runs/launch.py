@@ -26,6 +26,7 @@ from kit.config.keys import to_plain
 from kit.config.model_files import download_models
 from kit.config.recipe import Recipe
 from kit.errors import RunError
+from kit.features import EventLoop
 from kit.gym import network
 from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.servers import GymServers
@@ -166,7 +167,7 @@ def explain_start_errors() -> Iterator[None]:
 def start_sampling(
     launch: Launch,
     workers: Any,
-    loop: Any,
+    loop: EventLoop,
     urls: Mapping[str, str],
     endpoint: PolicyEndpoint,
 ) -> Any:
@@ -387,7 +388,7 @@ def find_missing_resources(recipe: Recipe, resources: Mapping[str, float]) -> st
     return ""
 
 
-def enter(context: Any, loop: Any, stack: contextlib.ExitStack) -> None:
+def enter(context: Any, loop: EventLoop, stack: contextlib.ExitStack) -> None:
     """Open an asynchronous context now, and close it with the run."""
     loop.run(context.__aenter__())
 

@@ -124,9 +124,10 @@ def check_recipe(
     verifiers = check_early(config, command, active, problems)
     import_external_library(config)
     functions = user_functions.load_recipe_functions(config)
-    raise_all([ConfigError(problem) for problem in checks.check_names(config, command)])
-    raise_all([as_error(problem) for problem in late_problems(config, command, active)])
-    checks.instantiate_verl_configs(config)
+    raise_all([ConfigError(problem) for problem in checks.check_names(config)])
+    recipe = freeze(config, defaults, command, functions, active)
+    raise_all([as_error(problem) for problem in late_problems(recipe)])
+    checks.instantiate_verl_configs(recipe)
     files = model_files.load_model_files(config)
     processor = make_processor(config, files.hf_config, files.tokenizer)
     if not files.tokenizer.chat_template:
@@ -138,11 +139,11 @@ def check_recipe(
     for part in (template_trial.PROMPTS, template_trial.ANSWERS):
         if part in template.failures:
             raise ConfigError(template.describe_failure(part))
-    check_other_models(config, command, files.tokenizer)
+    check_other_models(recipe, files.tokenizer)
     if config.model_engine == FSDP:
         adapters.check_adapter(config, files.hf_config)
     set_sizes(config, files.hf_config, command, active)
-    recipe = freeze(config, defaults, command, functions, active)
+    recipe = recipe.with_config(copy.deepcopy(config))
     model_problems = [feature.check_model(recipe, files.hf_config) for feature in active]
     raise_all([as_error(problem) for problem in itertools.chain(*model_problems)])
     inputs = RunInputs(
@@ -215,16 +216,14 @@ def early_problems(
         yield from feature.check_recipe(config)
 
 
-def late_problems(
-    config: DictConfig, command: str, active: Sequence[Feature]
-) -> Iterator[Exception | str]:
+def late_problems(recipe: Recipe) -> Iterator[Exception | str]:
     """The checks that need verl, and the advantage and the loss that the recipe names."""
-    if command == "train":
-        yield from checks.check_pools(config)
-    if config.model_engine == FSDP:
-        yield from checks.check_strategies(config, command)
-    for feature in active:
-        yield from feature.check_workers(config)
+    if recipe.command == "train":
+        yield from checks.check_models(recipe)
+    if recipe.verl.model_engine == FSDP:
+        yield from checks.check_strategies(recipe)
+    for feature in recipe.features:
+        yield from feature.check_workers(recipe)
 
 
 def import_external_library(config: DictConfig) -> None:
@@ -244,12 +243,12 @@ def import_external_library(config: DictConfig) -> None:
         ) from None
 
 
-def check_other_models(config: DictConfig, command: str, tokenizer: Any) -> None:
+def check_other_models(recipe: Recipe, tokenizer: Any) -> None:
     """Check that the reward model and the teacher read the policy's ids. Raises ConfigError."""
-    if config.reward.reward_model.enable:
-        model_files.check_reward_model(config, tokenizer)
-    if command == "train" and user_functions.teacher_model(config):
-        model_files.check_vocabulary(config, user_functions.TEACHER, tokenizer)
+    if recipe.has_reward_model:
+        model_files.check_reward_model(recipe.verl, tokenizer)
+    if recipe.teacher:
+        model_files.check_vocabulary(recipe.verl, user_functions.TEACHER, tokenizer)
 
 
 # --- files and servers that the recipe names -----------------------------------------------------
@@ -329,32 +328,19 @@ def check_any_verifier(config: DictConfig, verifiers: PythonVerifiers) -> None:
 
 
 def check_servers(config: DictConfig) -> Iterator[Exception]:
-    """Each Gym server has a URL or a start section that can work."""
+    """Each Gym server that the run starts can work on this machine."""
     for name, server in to_plain(config.gym.servers).items():
-        yield from check_server_entry(config, name, server or {})
+        if server and server.get("start") is not None:
+            try:
+                process_specs.check_server(name, server)
+            except network.GymStartError as error:
+                yield error
     port = config.gym.policy_endpoint.port
     if port and not os.environ.get("POLICY_API_KEY"):
         yield ConfigError(
             "gym.policy_endpoint.port needs the environment variable POLICY_API_KEY, the key that "
             "agents send. Set it."
         )
-
-
-def check_server_entry(
-    config: DictConfig, name: str, server: Mapping[str, Any]
-) -> Iterator[Exception]:
-    """An entry of gym.servers has either `url` or a `start` section that can work."""
-    keys = [key for key, value in server.items() if value is not None]
-    if keys not in (["url"], ["start"]):
-        yield ConfigError(
-            f"gym.servers.{name} must have either url: http://host:port or start: {{python, "
-            "server, port, config}. Change it."
-        )
-    elif keys == ["start"]:
-        try:
-            process_specs.check_server(name, server)
-        except network.GymStartError as error:
-            yield error
 
 
 # --- rows ----------------------------------------------------------------------------------------

@@ -82,6 +82,7 @@ def describe_work(recipe: Recipe, inputs: RunInputs) -> list[str]:
         return [f"evaluate    {rows} rows x {rollout.val_kwargs.n} episodes of at most {longest}"]
     return [
         *describe_functions(recipe),
+        *describe_other_models(recipe),
         describe_step(recipe),
         describe_training(recipe, inputs)
         + f"; {recipe.algorithm.adv_estimator}, "
@@ -94,13 +95,23 @@ def describe_step(recipe: Recipe) -> str:
     """The episodes and optimizer steps of one training step."""
     prompts = recipe.data.train_batch_size
     n = recipe.rollout.n
-    actor = recipe.actor
-    updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
+    updates = recipe.optimizer_steps
     plural = "" if updates == 1 else "s"
     return (
         f"step        {prompts} prompts x {n} responses = {prompts * n} episodes of at most "
         f"{describe_length(recipe)}; {updates} optimizer step{plural}"
     )
+
+
+def describe_other_models(recipe: Recipe) -> list[str]:
+    """The models that the workers have besides the actor, on one line."""
+    has_model = {
+        "critic": recipe.has_critic,
+        "teacher" if recipe.teacher else "reference model": recipe.has_reference,
+        "reward model": recipe.has_reward_model,
+    }
+    names = [name for name, is_there in has_model.items() if is_there]
+    return [f"with        {', '.join(names)}"] if names else []
 
 
 def describe_training(recipe: Recipe, inputs: RunInputs) -> str:
@@ -153,17 +164,16 @@ def describe_verifiers(recipe: Recipe, inputs: RunInputs) -> list[str]:
 def describe_devices(recipe: Recipe) -> str:
     """The devices, and how the models are laid out over them."""
     rollout = recipe.rollout
-    world = recipe.trainer.n_gpus_per_node * recipe.trainer.nnodes
+    world = recipe.world_size()
     engine = "".join(f" of {feature.layout}" for feature in recipe.features if feature.layout)
     separate = {
-        role.replace("_", " "): count * recipe.trainer.nnodes
-        for role, count in recipe.kit.resource_pools.sizes().items()
+        role.replace("_", " "): recipe.world_size(role)
+        for role in recipe.kit.resource_pools.sizes()
     }
     if rollout.nnodes:
         separate["rollout engine"] = recipe.rollout_gpus
     pools = [f" + {count} for the {role}" for role, count in separate.items()]
-    gpus_per_replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size
-    replicas = recipe.rollout_gpus // gpus_per_replica
+    replicas = recipe.replicas
     plural = "" if replicas == 1 else "s"
     buckets = ""
     if recipe.command == "train":
@@ -265,10 +275,9 @@ def warn_of_overlap(inputs: RunInputs) -> Iterator[str]:
 def describe_changes(recipe: Recipe) -> str:
     """The first lines of a dry run: changes to verl's defaults, and Quintet's own sections."""
     lines = ["changes to verl's defaults:"]
-    has_critic = recipe.command == "train" and "values" in recipe.arguments
     shown = redacted(recipe.verl)
     for key, (value, default) in find_changes(shown, recipe.defaults).items():
-        if has_critic or not is_below(key, "critic"):
+        if recipe.has_critic or not is_below(key, "critic"):
             lines.append(f"    {key}: {value} (was {default})")
     for section in ("gym", "env"):
         text = OmegaConf.to_yaml(shown[section]).strip()
@@ -299,6 +308,6 @@ def describe_first_prompts(inputs: RunInputs) -> list[str]:
         lines.append(f"first prompt ({task.row_id}, {len(task.prompt_ids)} tokens):")
         prompt = "(the environment writes it)"
         if task.prompt_ids:
-            prompt = inputs.tokenizer.decode(task.prompt_ids)
+            prompt = str(inputs.tokenizer.decode(task.prompt_ids))
         lines.append(prompt)
     return lines

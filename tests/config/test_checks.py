@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from kit.config import checks, user_functions
 from kit.config.load import base_configs, load_config
+from kit.config.recipe import freeze
 from kit.config.user_functions import ADVANTAGE, LOSS_MODE, TEACHER
 from kit.errors import ConfigError
 from kit.extras import sft
@@ -33,11 +34,13 @@ def test_all_estimators_and_losses_of_verl_are_accepted_and_some_need_groups(tin
     losses = [f"{LOSS_MODE}={name}" for name in names]
     assert len(estimators) >= 13 and len(losses) >= 12
     for change in estimators + losses:
-        assert not list(checks.check_names(with_changes(tiny_recipe, change), "train")), change
-    single_response = with_changes(tiny_recipe, "actor_rollout_ref.rollout.n=1")
+        config = with_changes(tiny_recipe, change)
+        problems = [*checks.check_names(config), *checks.check_models(freeze(config, config))]
+        assert not problems, change
     without_group = set()
     for change in estimators:
-        if not list(checks.check_names(with_changes(single_response, change), "train")):
+        config = with_changes(tiny_recipe, change, "actor_rollout_ref.rollout.n=1")
+        if not list(checks.check_models(freeze(config, config))):
             without_group.add(change)
     names = ("gae", "reinforce_plus_plus", "remax")
     assert without_group == {f"{ADVANTAGE}={name}" for name in names}
@@ -258,8 +261,8 @@ def test_an_overlay_is_short_and_works_with_both_math_recipes(workspace, path):
     assert len(path.read_text().splitlines()) <= 15
     for base in ("math.yaml", "math_cpu.yaml"):
         config, _ = load_config([str(ROOT / "configs" / base), str(path)], [])
-        assert not [*checks.check_algorithm(config), *checks.check_names(config, "train")]
-        user_functions.load_recipe_functions(config)
+        assert not [*checks.check_algorithm(config), *checks.check_names(config)]
+        assert not list(checks.check_models(freeze(config, config)))
     changes = tiny(workspace)
     if path.stem == "reward_model":
         changes.append(f"reward.reward_model.model_path={workspace / 'scored'}")

@@ -13,6 +13,7 @@ import pytest
 
 import env
 from env import take_batch
+from kit.config.load import load_config
 from kit.data.episode import Episode, TurnSpan, append_tokens
 from kit.data.generated_rows import FunctionEntry, FunctionRows, MixedRows
 from kit.data.metrics import update_pass_rates
@@ -20,7 +21,7 @@ from kit.data.rollout_files import assign_record_indices, load_replay
 from kit.data.tasks import FileRows, TaskLoader
 from kit.errors import ConfigError, UserFunctionError
 from kit.runs import prepare, summary
-from kit.runs.run_dir import Run
+from kit.runs.run import Run
 from tests.helpers.recipes import load
 
 TASK_FUNCTIONS = """
@@ -76,7 +77,7 @@ def draw_batch(data, batch, size=8, pass_rates=()):
 
 
 def test_a_function_generates_the_rows_of_each_batch(folder):
-    config, data = load(folder, "env.train_files=[{function: my_tasks.py:rows, top: 5}]")
+    recipe, data = load(folder, "env.train_files=[{function: my_tasks.py:rows, top: 5}]")
     first = draw_batch(data, 1)
     assert [task.row_id for task in first] == [f"my_tasks.py:rows#1.{k}" for k in range(8)]
     assert (
@@ -96,7 +97,7 @@ def test_a_function_generates_the_rows_of_each_batch(folder):
     }
     third = draw_batch(data, 3, pass_rates=pass_rates)
     assert {task.messages[0]["content"][-1] for task in third} == {"2"}
-    text = summary.summarize(config, data, "train")
+    text = summary.summarize(recipe, data)
     assert "rows        8 of each batch from my_tasks.py:rows, " in text
     assert data.per_epoch == math.inf and "epochs" not in text
 
@@ -154,24 +155,22 @@ def test_a_sampler_gets_the_same_arguments_with_functions_as_alone(folder, tmp_p
 
 def test_a_function_may_generate_rows_of_verl_and_rows_for_other_commands(folder):
     """Commands other than `train` generate env.max_rows rows, once."""
-    config, data = load(folder, "env.train_files=[{function: my_tasks.py:verls}]")
+    _, data = load(folder, "env.train_files=[{function: my_tasks.py:verls}]")
     assert data.generated[3].row == {
         "responses_create_params": {"input": "1 3"},
         "data_source": "x",
     }
-    config, _ = load(folder)
-    files = [{"function": "my_tasks.py:verls"}]
-    config.env.train_files = files
-    config.env.val_files = files
+    files = [
+        f"env.{name}=[{{function: my_tasks.py:verls}}]" for name in ("train_files", "val_files")
+    ]
     message = r"my_tasks\.py:verls generates any number of rows\. Set env\.max_rows"
     with pytest.raises(ConfigError, match=message):
-        prepare.prepare(config, "rollout")
-    config.env.max_rows = 5
-    config.env.val_max_rows = 3
-    tasks = prepare.prepare(config, "rollout").train
+        load(folder, *files, command="rollout")
+    changes = [*files, "env.max_rows=5", "env.val_max_rows=3"]
+    tasks = load(folder, *changes, command="rollout").inputs.train
     assert tasks[4].row_id == "my_tasks.py:verls#0.4"
-    assert len(prepare.prepare(config, "evaluate").validation) == 3
-    assert len(prepare.prepare(config, "train").validation) == 3
+    for command in ("evaluate", "train"):
+        assert len(load(folder, *changes, command=command).inputs.validation) == 3
 
 
 @pytest.mark.parametrize(
@@ -242,8 +241,7 @@ def test_keys_that_do_not_fit_a_function_are_errors(folder):
         load(folder, train_files, "trainer.total_epochs=2")
     with pytest.raises(ConfigError, match=r"env\.sampler picks rows of files"):
         load(folder, train_files, "env.sampler=templates/samplers.py:by_pass_rate")
-    config, _ = load(folder)
-    config.env.train_files = [{"function": "my_tasks.py:rows"}]
+    config, _ = load_config([], [train_files])
     assert "`sft` reads files only" in str(next(prepare.check_files(config, "sft")))
 
 
@@ -269,7 +267,7 @@ def test_a_resumed_run_generates_the_same_rows_and_a_replay_has_them(folder, tmp
     file = f"{{path: {folder / 'train.jsonl'}, weight: 1}}"
     function = "{function: my_tasks.py:rows, weight: 1}"
     changes = (f"env.train_files=[{file}, {function}]", "env.val_files=[]")
-    config, data = load(folder, *changes)
+    recipe, data = load(folder, *changes)
     pass_rates = {}
     batches = []
     states = []  # the pass rates before each batch, as a checkpoint stores them
@@ -286,13 +284,13 @@ def test_a_resumed_run_generates_the_same_rows_and_a_replay_has_them(folder, tmp
     # the function got the pass rates of three batches
     assert batches[3][-1][1]["responses_create_params"]["input"].endswith("of 3")
 
-    run = Run(config)
+    run = Run(recipe)
     rollouts = run.folder / "rollouts"
     rollouts.mkdir(parents=True)
     assign_record_indices(episodes[:6], data.train)
-    run.write_episodes("step_4", episodes[:6], data.train)
+    run.files.write_episodes("step_4", episodes[:6], data.train)
     assign_record_indices(episodes[6:], data.train, before=episodes[:6])
-    run.write_episodes("step_4", episodes[6:], data.train, before=episodes[:6])
+    run.files.write_episodes("step_4", episodes[6:], data.train, before=episodes[:6])
     text = (rollouts / "step_4.jsonl").read_text()
     records = [json.loads(line) for line in text.splitlines()]
     assert len({record["_ng_task_index"] for record in records}) == 8
@@ -301,9 +299,9 @@ def test_a_resumed_run_generates_the_same_rows_and_a_replay_has_them(folder, tmp
     ((*replayed,),) = load_replay(rollouts / "step_4.jsonl", data.train)
     assert list_rows(replayed) == batches[3]
 
-    config.env.keep_rollouts = 2
+    run = Run(recipe.change("env.keep_rollouts=2"))
     for name in ("val_4", "step_9", "step_10"):
-        run.write_episodes(name, episodes, data.train)
+        run.files.write_episodes(name, episodes, data.train)
     kept = {path.name for path in rollouts.iterdir()}
     assert kept == {"val_4.jsonl", "step_9.jsonl", "step_10.jsonl"}
 

@@ -218,26 +218,29 @@ def test_two_data_sources_of_one_function_have_separate_scores():
     assert {read_test_set(name) for name in scores if name.startswith("val-core/")} == set(names)
 
 
-def test_an_evaluation_in_a_run_warns_on_the_console():
-    run = mock.MagicMock(timing={"testing": 1.0})
+def test_an_evaluation_in_a_run_warns_on_the_console(monkeypatch):
+    run = mock.MagicMock()
+    run.stages.timing = {"testing": 1.0}
+    say = mock.Mock()
+    monkeypatch.setattr(algorithm, "say", say)
     trainer = algorithm.Trainer.__new__(algorithm.Trainer)
     trainer.run = run
     trainer.state = LoopState(step=3)
     trainer.inputs = SimpleNamespace(validation=["a row"])
-    trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"val_kwargs": {"n": 1}}}})
+    trainer.recipe = SimpleNamespace(rollout=OmegaConf.create({"val_kwargs": {"n": 1}}))
     episodes = [episode("s", "1", 1.0), episode("s", "2", None)]
     trainer.rollout = lambda *_, **__: episodes
     trainer.evaluate()
-    warnings = [call.args[0] for call in run.say.call_args_list]
+    warnings = [call.args[0] for call in say.call_args_list]
     assert [line.partition(" is ")[0] for line in warnings] == [
         "WARNING     val-core/s/acc/mean@1",
         "WARNING     val-core/s/reward/mean@1",
     ]
-    assert run.log.call_args.args[1]["val-aux/s/acc/mean@1_failed_as_0"] == 0.5
-    run.say.reset_mock()
+    assert run.log.write.call_args.args[1]["val-aux/s/acc/mean@1_failed_as_0"] == 0.5
+    say.reset_mock()
     episodes.pop()
     trainer.evaluate()
-    run.say.assert_not_called()
+    say.assert_not_called()
 
 
 def test_failed_frac_of_an_evaluation_is_the_fraction_of_failed_episodes():

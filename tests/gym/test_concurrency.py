@@ -83,8 +83,8 @@ class FakeHttp:
 
 
 def make_gym(http, limit, **changes) -> Gym:
-    """Make a Gym client with this HTTP session and this value of gym.concurrency."""
-    limits = ConcurrencyLimits().resolve(limit)
+    """Make a Gym client with this HTTP session and this limit, or these limits by server."""
+    limits = ConcurrencyLimits().resolve(limit if isinstance(limit, dict) else {"default": limit})
     gym = Gym({"x": "http://x"}, concurrency=limits, **changes)
     gym._http = http
     return gym

@@ -27,7 +27,7 @@ import training
 from kit.config.load import load_config
 from kit.data.episode import Episode
 from kit.data.selection import select_trainable
-from tests.helpers.recipes import CPU, RECIPE
+from tests.helpers.recipes import CPU, RECIPE, make_partial
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 SINGLE = {"rtol": 2e-6, "atol": 2e-6}
@@ -152,7 +152,7 @@ def compute_advantages(cases, name, **algorithm) -> tuple[np.ndarray, np.ndarray
     if name == "remax":
         b["reward_baselines"] = torch.tensor([case.greedy for case in cases], dtype=torch.float64)
     settings.adv_estimator = name
-    training.compute_advantages(batch, OmegaConf.create({"algorithm": settings}))
+    training.compute_advantages(batch, make_partial({"algorithm": settings}))
     if name not in ("gae", "remax"):
         # these two have values on observed tokens, which the mask of the loss removes
         assert not (b["advantages"] * (1 - mask)).any()

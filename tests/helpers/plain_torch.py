@@ -28,8 +28,8 @@ class Data(NamedTuple):
 
     @property
     def rewards(self) -> Tensor:
-        """The rewards [B]."""
-        return torch.tensor([e.reward for e in self.episodes], dtype=torch.float64)
+        """The rewards [B], as env.reward shapes them."""
+        return torch.tensor([e.shaped_reward for e in self.episodes], dtype=torch.float64)
 
     def groups(self) -> list[list[int]]:
         """The positions of the responses to each prompt."""
@@ -209,7 +209,7 @@ def reinforce_plus_plus(data: Data) -> Rows:
 
 
 def remax(data: Data) -> Rows:
-    return spread([e.reward - e.baseline for e in data.episodes], data)
+    return spread([e.shaped_reward - e.baseline for e in data.episodes], data)
 
 
 def distill(data: Data) -> Rows:

@@ -126,6 +126,7 @@ def make_partial(sections: dict, command="train", arguments=(), **kit) -> Recipe
     arguments: of the advantage. kit: the kit's keys in verl's sections.
     """
     config = OmegaConf.create(sections)
+    OmegaConf.set_readonly(config, True)
     kit_sections: Any = SimpleNamespace(kit=SimpleNamespace(**kit))
     functions: Any = None
     return Recipe(command, config, config, kit_sections, functions, frozenset(arguments), ())

@@ -171,7 +171,10 @@ def check_outputs(folder, stdout):
     from omegaconf import OmegaConf
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    assert OmegaConf.load(folder / "config.yaml").actor_rollout_ref.actor.optim.lr == 0.003
+    recipe = OmegaConf.load(folder / "config.yaml")
+    assert recipe.actor_rollout_ref.actor.optim.lr == 0.003
+    # nothing wrote to the recipe from the start of the run to its last checkpoint
+    assert recipe == OmegaConf.load(folder / "checkpoints" / "global_step_3" / "config.yaml")
     lines = (folder / "rollouts" / "step_3.jsonl").read_text().splitlines()
     episodes = [json.loads(line) for line in lines]
     fields = [e["_episode"] for e in episodes]

@@ -27,6 +27,23 @@ def test_the_summary_names_custom_functions(workspace):
     assert "filters     x.py:f" in summary.summarize(filtered, inputs).splitlines()
 
 
+def test_the_summary_names_the_models_besides_the_actor(workspace):
+    recipe, inputs = load(workspace)
+    assert "\nwith " not in summary.summarize(recipe, inputs)
+    teacher = "distillation={enabled: true, teacher_models: {teacher_model: {model_path: t}}}"
+    for changes, models in (
+        (["algorithm.adv_estimator=gae"], "critic"),
+        (["algorithm.use_kl_in_reward=true"], "reference model"),
+        (["actor_rollout_ref.actor.use_kl_loss=true", teacher], "teacher"),
+        (
+            ["algorithm.adv_estimator=gae", "reward.reward_model.enable=true"],
+            "critic, reward model",
+        ),
+    ):
+        text = summary.summarize(recipe.change(*changes), inputs)
+        assert f"with        {models}" in text.splitlines()
+
+
 def test_the_summary_warns_of_a_server_that_runs_the_models_code(workspace):
     recipe, inputs = load(workspace)
     assert "SANDBOX" not in summary.summarize(recipe, inputs)

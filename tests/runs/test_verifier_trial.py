@@ -182,7 +182,9 @@ def test_a_component_that_gdpo_needs_and_the_verifier_does_not_return_is_an_erro
 
     both = "algorithm.gdpo_reward_keys=[right, format]"
     assert try_with("algorithm.gdpo_reward_keys=[right]")
-    assert try_with(both, "env.reward=mine.py:f")
+    assert try_with(
+        both, "env.reward={function: templates/rewards.py:weighted, weights: {format: 1}}"
+    )
     with pytest.raises(
         UserFunctionError, match=r"gdpo_reward_keys has format, .* components .*right"
     ):

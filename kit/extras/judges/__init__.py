@@ -7,10 +7,11 @@ recipes with judges.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from env import Json
 from kit.config.keys import to_plain
 from kit.features import Feature
 from kit.gym import process_specs
@@ -43,7 +44,7 @@ class Judges(Feature):
 
     def __init__(self, config: DictConfig, command: str):
         super().__init__(config, command)
-        self.specs: dict[str, Any] = to_plain(config.gym.judges)
+        self.specs: Json = to_plain(config.gym.judges)
         self.timeout_s = float(config.gym.timeout_s)
         self.device = str(config.trainer.device)
         self.cpu_dtype = str(config.actor_rollout_ref.rollout.dtype) if self.device == "cpu" else ""
@@ -104,14 +105,14 @@ class Judges(Feature):
 # --- the judges that a server's settings name ----------------------------------------------------
 
 
-def list_starts(config: DictConfig) -> dict[str, Mapping[str, Any]]:
+def list_starts(config: DictConfig) -> dict[str, Json]:
     """Return {name: start} of the Gym servers that the run starts."""
     servers = to_plain(config.gym.servers).items()
     starts = {name: (server or {}).get("start") for name, server in servers}
     return {name: start for name, start in starts.items() if start}
 
 
-def list_models(name: str, start: Mapping[str, Any]) -> dict[str, str]:
+def list_models(name: str, start: Json) -> dict[str, str]:
     """Return the models that the settings of a server name as judges: {key: model}.
 
     Returns {} if nemo-gym has no such server, or if `start` is invalid, which another check
@@ -129,7 +130,7 @@ def list_models(name: str, start: Mapping[str, Any]) -> dict[str, str]:
     return find_models(build_settings(spec, package))
 
 
-def find_models(settings: Mapping[str, Any]) -> dict[str, str]:
+def find_models(settings: Json) -> dict[str, str]:
     """Return {key: name} of the models in the settings of a resources server.
 
     Returns {} if the settings switch the judge off.
@@ -147,7 +148,7 @@ def find_models(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def find_missing_judges(
-    name: str, start: Mapping[str, Any], models: Mapping[str, str], judges: Mapping[str, Any]
+    name: str, start: Json, models: Mapping[str, str], judges: Json
 ) -> Iterator[str]:
     """Yield a message for each model that a server needs and that gym.judges does not have.
 
@@ -165,9 +166,7 @@ def find_missing_judges(
             )
 
 
-def find_visible_keys(
-    name: str, start: Mapping[str, Any], judges: Mapping[str, Any]
-) -> Iterator[str]:
+def find_visible_keys(name: str, start: Json, judges: Json) -> Iterator[str]:
     """Yield a message for each judge whose key `start.env` would show to a server.
 
     No server needs it: servers call their judges through the proxy, which adds the key.

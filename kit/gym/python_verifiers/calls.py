@@ -13,12 +13,12 @@ import reprlib
 from collections.abc import Awaitable, Callable, Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kit.config.python_files import find_failed_line, import_file, list_callables, suggest_fix
+from kit.data.ground_truths import Json
 from kit.gym.python_verifiers.verl_scorer import load_verl_scorer
 
-Json = dict[str, Any]
 SCORE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl's names
 SCORE_RESULT = "a finite number, or a dict with a finite number `score`"
 STEP_RESULT = "(observation, reward, done): text or None, a finite number, True or False"
@@ -27,6 +27,13 @@ METHODS = {"reset": "reset(row) -> text or None", "step": f"step(text) -> {STEP_
 
 class VerifierError(Exception):
     """The verifier cannot be used, or returned an invalid value. The message has the reason."""
+
+
+class Environment(Protocol):
+    """An instance of a user's class. The methods may be async, and may return anything."""
+
+    def reset(self, row: Json) -> object: ...
+    def step(self, text: str) -> object: ...
 
 
 class CallResult(NamedTuple):
@@ -40,7 +47,7 @@ class CallResult(NamedTuple):
 # --- load ----------------------------------------------------------------------------------------
 
 
-def load_verifier(path: str, attribute: str, settings: Mapping[str, Any]) -> functools.partial[Any]:
+def load_verifier(path: str, attribute: str, settings: Json) -> functools.partial[object]:
     """Return the function or class with its settings.
 
     path: of its file, empty for verl's scorer. Raises VerifierError.
@@ -50,7 +57,7 @@ def load_verifier(path: str, attribute: str, settings: Mapping[str, Any]) -> fun
     return functools.partial(verifier, **settings)
 
 
-def import_verifier(path: str, attribute: str) -> Callable[..., Any]:
+def import_verifier(path: str, attribute: str) -> Callable[..., object]:
     """Import a function or class from a file. Raises VerifierError."""
     try:
         module = import_file(Path(path))
@@ -66,7 +73,7 @@ def import_verifier(path: str, attribute: str) -> Callable[..., Any]:
     return verifier  # type: ignore[no-any-return]
 
 
-def check_signature(verifier: Callable[..., Any], name: str, settings: Mapping[str, Any]) -> None:
+def check_signature(verifier: Callable[..., object], name: str, settings: Json) -> None:
     """Check that a verifier takes its arguments and settings. Raises VerifierError."""
     arguments = dict.fromkeys(SCORE_ARGUMENTS)
     expected = f"the keyword arguments {', '.join(SCORE_ARGUMENTS)}"
@@ -97,7 +104,7 @@ def check_methods(verifier: type, name: str) -> None:
 # --- call ----------------------------------------------------------------------------------------
 
 
-def score(verifier: Callable[..., Any], runner: asyncio.Runner, arguments: Json) -> CallResult:
+def score(verifier: Callable[..., object], runner: asyncio.Runner, arguments: Json) -> CallResult:
     """Call a function and return the JSON of a verification result. Raises VerifierError.
 
     The other numbers of a dict are components of the reward. If JSON can express another value, it
@@ -118,7 +125,9 @@ def score(verifier: Callable[..., Any], runner: asyncio.Runner, arguments: Json)
     return CallResult({**details, "reward": reward, "reward_components": components})
 
 
-def reset(make_environment: Callable[[], Any], runner: asyncio.Runner, row: Json) -> CallResult:
+def reset(
+    make_environment: Callable[[], Environment], runner: asyncio.Runner, row: Json
+) -> CallResult:
     """Make an environment, reset it, and return its first observation. Raises VerifierError."""
     environment = make_environment()
     observation = await_result(environment.reset(row), runner)
@@ -129,9 +138,9 @@ def reset(make_environment: Callable[[], Any], runner: asyncio.Runner, row: Json
     return CallResult({"observation": observation}, pickle_environment(environment))
 
 
-def step(_: Any, runner: asyncio.Runner, env_state: bytes, text: str) -> CallResult:
+def step(_: object, runner: asyncio.Runner, env_state: bytes, text: str) -> CallResult:
     """Give the text of the policy to an environment. Raises VerifierError."""
-    environment = pickle.loads(env_state)
+    environment: Environment = pickle.loads(env_state)
     value = await_result(environment.step(text), runner)
     answer = parse_step(value)
     if answer is None:
@@ -139,7 +148,7 @@ def step(_: Any, runner: asyncio.Runner, env_state: bytes, text: str) -> CallRes
     return CallResult(answer, b"" if answer["done"] else pickle_environment(environment))
 
 
-def parse_step(value: Any) -> Json | None:
+def parse_step(value: object) -> Json | None:
     """Return the JSON of a step's return value, None if it is invalid."""
     if not isinstance(value, tuple) or len(value) != 3:
         return None
@@ -151,17 +160,17 @@ def parse_step(value: Any) -> Json | None:
     return {"observation": observation, "reward": reward, "done": done}
 
 
-def await_result(value: Any, runner: asyncio.Runner) -> Any:
+def await_result(value: object, runner: asyncio.Runner) -> object:
     """Return the value, or the result of an async function."""
     return runner.run(wait_for(value)) if inspect.isawaitable(value) else value
 
 
-async def wait_for(value: Awaitable[Any]) -> Any:
+async def wait_for(value: Awaitable[object]) -> object:
     """Await the value in a coroutine, because asyncio.Runner accepts only coroutines."""
     return await value
 
 
-def pickle_environment(environment: Any) -> bytes:
+def pickle_environment(environment: Environment) -> bytes:
     """Pickle an environment: its next step may run in another process. Raises VerifierError."""
     try:
         return pickle.dumps(environment)
@@ -176,13 +185,13 @@ def pickle_environment(environment: Any) -> bytes:
 # --- values --------------------------------------------------------------------------------------
 
 
-def to_finite_number(value: Any) -> float | None:
+def to_finite_number(value: object) -> float | None:
     """Return the finite number that a value is, else None. The limit is that of sanitize_json."""
     number = to_number(value)
     return number if number is not None and abs(number) < 1e308 else None
 
 
-def to_number(value: Any) -> float | None:
+def to_number(value: Any) -> float | None:  # any value of a user's function
     """Return the number that a value is, where True is 1, or None if it is not one number.
 
     Numbers are those of Python, Decimal, Fraction, and scalars and 0-d arrays of NumPy and torch.
@@ -195,12 +204,12 @@ def to_number(value: Any) -> float | None:
         return math.nan
 
 
-def to_scalar(value: Any) -> Any:
+def to_scalar(value: Any) -> object:  # any value of a user's function
     """Return a scalar or 0-d array of NumPy or torch as Python's number, and others unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-def to_json_value(value: Any) -> Any:
+def to_json_value(value: object) -> object:
     """Return the value if JSON can express it, otherwise its repr."""
     try:
         json.dumps(value, allow_nan=False)

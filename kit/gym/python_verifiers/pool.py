@@ -15,7 +15,7 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import gym_client
 from gym_client import GymError, Json
@@ -28,6 +28,9 @@ from kit.gym.python_verifiers.calls import CallResult
 from kit.gym.python_verifiers.process import ANSWER, REQUEST
 from kit.gym.python_verifiers.session import FunctionSession
 from kit.gym.python_verifiers.settings import VerifierSpec, count_processes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LOAD_TIMEOUT_S = 300.0  # to start a process and import the verifier
 EXIT_TIMEOUT_S = 5.0  # for a killed process to be gone
@@ -69,14 +72,14 @@ class Pool:
                     self.loaded_kind = await worker.start()
         return self.loaded_kind
 
-    async def open_session(self, row: Json, tokenizer: Any) -> FunctionSession:
+    async def open_session(self, row: Json, tokenizer: PreTrainedTokenizerBase) -> FunctionSession:
         """Open a session for one episode of `row`. Raises GymError."""
         kind = await self.kind()
         session = FunctionSession(self.spec, kind, row, tokenizer, self.call, self.may_run_code)
         await session.open()
         return session
 
-    async def call(self, method: str, *arguments: Any) -> CallResult:
+    async def call(self, method: str, *arguments: object) -> CallResult:
         """Call the verifier in an idle process. Waiting for one has no timeout. Raises GymError."""
         async with self.reserve_worker() as worker:
             return await worker.call(method, *arguments)
@@ -104,7 +107,7 @@ class Worker:
         self.log = log
         self.process: Process | None = None
 
-    async def call(self, method: str, *arguments: Any) -> CallResult:
+    async def call(self, method: str, *arguments: object) -> CallResult:
         """Call the verifier. Raises GymError."""
         if self.process is None or self.process.returncode is not None:
             await self.start()
@@ -166,7 +169,7 @@ class Worker:
 
     # --- requests --------------------------------------------------------------------------------
 
-    async def request(self, timeout_s: float, method: str, *arguments: Any) -> CallResult:
+    async def request(self, timeout_s: float, method: str, *arguments: object) -> CallResult:
         """Send a request and return its result. Raises GymError.
 
         Kills the process if it does not answer in time, or if the caller is cancelled.
@@ -198,7 +201,7 @@ class Worker:
         return result
 
     async def exchange(
-        self, process: Process, timeout_s: float, method: str, *arguments: Any
+        self, process: Process, timeout_s: float, method: str, *arguments: object
     ) -> CallResult:
         """Send a request and read its answer.
 

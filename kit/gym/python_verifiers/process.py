@@ -30,6 +30,7 @@ from typing import Any, BinaryIO
 from kit import features
 from kit.gym.python_verifiers.calls import (
     CallResult,
+    Json,
     describe_failure,
     load_verifier,
     reset,
@@ -67,7 +68,8 @@ class VerifierServer:
         self.runner = runner
         self.memory = memory
         self.path = ""  # of the verifier's file, empty for verl's scorer
-        self.verifier: functools.partial[Any] | None = None  # a function or class with its settings
+        # a function or class with its settings
+        self.verifier: functools.partial[object] | None = None
 
     def respond(self, request: int, payload: bytes) -> bytes:
         """Carry out one request and return its encoded answer."""
@@ -82,7 +84,11 @@ class VerifierServer:
         text = json.dumps(result.answer).encode()
         return ANSWER.pack(request, len(text), len(result.env_state)) + text + result.env_state
 
-    def call(self, method: str, arguments: list[Any]) -> CallResult:
+    def call(
+        self,
+        method: str,
+        arguments: list[Any],  # unpickled
+    ) -> CallResult:
         """Load the verifier or call it. Raises VerifierError and the verifier's errors."""
         if method == "load":
             return self.load(*arguments)
@@ -91,7 +97,7 @@ class VerifierServer:
             return features.score_code(self.verifier, self.runner, arguments[0], self.memory)
         return CALLS[method](self.verifier, self.runner, *arguments)
 
-    def load(self, path: str, attribute: str, settings: dict[str, Any]) -> CallResult:
+    def load(self, path: str, attribute: str, settings: Json) -> CallResult:
         """Import the verifier. Raises VerifierError."""
         self.path = path
         self.verifier = load_verifier(path, attribute, settings)

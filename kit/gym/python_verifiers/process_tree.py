@@ -7,7 +7,10 @@ import math
 import os
 import signal
 import time
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
 
 TREE_TIMEOUT_S = 5.0  # for the descendants of a killed process to end
 
@@ -40,7 +43,7 @@ def kill_descendants(pid: int, timeout_s: float = math.inf) -> None:
         raise ProcessLookupError(pid) from None
 
 
-def kill_running(processes: list[Any]) -> int:
+def kill_running(processes: list[psutil.Process]) -> int:
     """Kill the psutil processes that have not ended, and return their number."""
     import psutil
 

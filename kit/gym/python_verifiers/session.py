@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import gym_client
 from gym_client import GymError, Json
 from kit.data.ground_truths import find_ground_truth
 from kit.gym.python_verifiers.calls import CallResult
 from kit.gym.python_verifiers.settings import VerifierSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class FunctionSession:
@@ -26,7 +29,7 @@ class FunctionSession:
         spec: VerifierSpec,
         kind: str,
         row: Json,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         call: Callable[..., Awaitable[CallResult]],
         may_run_code: bool,
     ):
@@ -88,7 +91,7 @@ class FunctionSession:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn without special tokens, as verl decodes it."""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 def make_arguments(row: Json, text: str, default_source: str | None) -> Json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from omegaconf import DictConfig
 
@@ -34,11 +34,11 @@ class VerifierSpec:
     def __str__(self) -> str:
         return f"{self.reference} {self.settings}" if self.settings else self.reference
 
-    def scores_code(self, data_source: Any) -> bool:
+    def scores_code(self, data_source: object) -> bool:
         """Whether responses to rows of a data source are code: verl's scorer runs them."""
         return not self.path and data_source in CODE_SOURCES
 
-    def runs_response(self, data_source: Any) -> bool:
+    def runs_response(self, data_source: object) -> bool:
         """Whether verl's scorer runs responses to rows of a data source on this machine."""
         return not self.path and runs_response(data_source, self.settings)
 
@@ -48,13 +48,13 @@ class PythonVerifiers:
     """The Python verifiers of a recipe, and its files of rows."""
 
     specs: Mapping[str, VerifierSpec]  # by name
-    entries: Mapping[str, list[Any]]  # {key: entries}; `server` also names a Python verifier
+    entries: Mapping[str, list[str | Json]]  # {key: entries}; `server` also names a Python verifier
 
 
 class RowFile(NamedTuple):
     """An entry of env.train_files or env.val_files."""
 
-    entry: Any  # its `server` is the name of its Python verifier, if it has one
+    entry: str | Json  # its `server` is the name of its Python verifier, if it has one
     verifier: VerifierSpec | None  # of its rows, None if a Gym server verifies them
 
 
@@ -66,7 +66,7 @@ def read_verifiers(config: DictConfig) -> PythonVerifiers:
     value = to_plain(config.env.verifier)
     default = read_spec(value, VERIFIER_KEY) if value else None
     specs = [default]
-    entries: dict[str, list[Any]] = {}
+    entries: dict[str, list[str | Json]] = {}
     for key in FILE_KEYS:
         listed = to_plain(config.env[key.removeprefix("env.")])
         files = [read_row_file(entry, default, key) for entry in listed or []]
@@ -78,7 +78,7 @@ def read_verifiers(config: DictConfig) -> PythonVerifiers:
     return PythonVerifiers(named, entries)
 
 
-def read_spec(value: Any, key: str) -> VerifierSpec:
+def read_spec(value: str | Json, key: str) -> VerifierSpec:
     """Read the value of a verifier key: a name, or `function` and its settings.
 
     Raises UserFunctionError.
@@ -97,7 +97,7 @@ def read_spec(value: Any, key: str) -> VerifierSpec:
     return VerifierSpec(name, reference, key, str(path.resolve()), settings)
 
 
-def read_row_file(entry: Any, default: VerifierSpec | None, key: str) -> RowFile:
+def read_row_file(entry: str | Json, default: VerifierSpec | None, key: str) -> RowFile:
     """Read an entry. A `verifier` or `server` in it replaces the default verifier.
 
     Raises UserFunctionError, ConfigError.
@@ -115,7 +115,7 @@ def read_row_file(entry: Any, default: VerifierSpec | None, key: str) -> RowFile
     return RowFile(fields | {"server": spec.name}, spec)
 
 
-def check_name(spec: VerifierSpec, other: VerifierSpec, servers: Mapping[str, Any]) -> None:
+def check_name(spec: VerifierSpec, other: VerifierSpec, servers: Json) -> None:
     """Check that no Gym server and no other verifier has the name. Raises ConfigError.
 
     other: the first verifier with this name, possibly the same.

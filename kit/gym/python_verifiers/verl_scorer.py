@@ -7,11 +7,10 @@ feature scores these (score_code in kit/features.py).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from kit.config.python_files import skip_package_init
-from kit.data.ground_truths import is_empty, make_error, read_expected_answers
+from kit.data.ground_truths import Json, is_empty, make_error, read_expected_answers
 
 PROGRAM_SOURCES = ("codecontests", "apps", "codeforces", "taco")  # verl runs the response
 # verl evaluates the response: math_equal in verl/utils/reward_score/prime_math/grader.py calls eval
@@ -25,6 +24,7 @@ EVALUATED_SOURCES = (
     "numina_olympiads",
 )
 CODE_SOURCES = (*PROGRAM_SOURCES, *EVALUATED_SOURCES)
+VerlScore = float | Json  # a result of verl: a number, or an object with `score`
 
 # verl compares the answer with a text.
 TEXT_SOURCES = (
@@ -42,7 +42,7 @@ AIME_PREFIX = "aime"  # of further sources of this kind
 SEARCH_PREFIX = "searchR1_"  # of sources whose ground truth is an object with `target`
 
 
-def runs_response(data_source: Any, settings: Mapping[str, Any]) -> bool:
+def runs_response(data_source: object, settings: Mapping[str, object]) -> bool:
     """Return whether verl's scorer runs code of the policy on this machine.
 
     settings: of the verifier. With `sandbox_fusion_url`, programs run in that sandbox instead.
@@ -52,7 +52,7 @@ def runs_response(data_source: Any, settings: Mapping[str, Any]) -> bool:
     return data_source in PROGRAM_SOURCES and not settings.get("sandbox_fusion_url")
 
 
-def load_verl_scorer() -> Callable[..., Any]:
+def load_verl_scorer() -> Callable[..., object]:
     """Import verl's scorers and return `compute_score`.
 
     Does not run `import verl`, which imports torch and Ray: 10 s and 0.5 GB for each process.
@@ -66,11 +66,11 @@ def load_verl_scorer() -> Callable[..., Any]:
 def compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
-    extra_info: Any = None,
+    ground_truth: object,
+    extra_info: object = None,
     sandbox_fusion_url: str | None = None,  # of programs, for score_code
     memory_limit_mb: int = 1024,  # of each program there, the default of verl's sandbox_fusion
-) -> Any:
+) -> VerlScore:
     """Score a response, which is no program, as verl does.
 
     The parameters have verl's names, and there are no others: a misspelled setting is an error.
@@ -83,7 +83,7 @@ def compute_score(
             "it in the row, such as openai/gsm8k, or name another verifier, such as "
             "templates/reward.py:compute_score"
         )
-    truths = [ground_truth]
+    truths: Sequence[object] = [ground_truth]
     if data_source in TEXT_SOURCES or data_source.startswith(AIME_PREFIX):
         truths = read_expected_answers(ground_truth)
     elif data_source.startswith(SEARCH_PREFIX):
@@ -92,7 +92,9 @@ def compute_score(
     return max(results, key=read_score)
 
 
-def call_verl(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
+def call_verl(
+    data_source: str, solution_str: str, ground_truth: object, extra_info: object
+) -> VerlScore:
     """Call verl's default_compute_score. Raises NotImplementedError for an unknown data source."""
     reward_score = importlib.import_module("verl.utils.reward_score")
     try:
@@ -106,7 +108,7 @@ def call_verl(data_source: str, solution_str: str, ground_truth: Any, extra_info
         ) from None
 
 
-def check_targets(ground_truth: Any) -> None:
+def check_targets(ground_truth: object) -> None:
     """Check the ground truth of Search-R1: an object with the answers `target`. Raises ValueError.
 
     verl reads it only after it has found an answer in the response.
@@ -118,6 +120,6 @@ def check_targets(ground_truth: Any) -> None:
         raise make_error(ground_truth, "it is not an object whose `target` is a text, or several")
 
 
-def read_score(result: Any) -> float:
+def read_score(result: VerlScore) -> float:
     """Return the score in a result of verl: a number, or a dict with `score`."""
     return float(result["score"] if isinstance(result, dict) else result)
