@@ -80,7 +80,7 @@ class Feature:
         """Return the problems that can be found without verl."""
         return ()
 
-    def check_workers(self, config: DictConfig) -> Iterable[Exception | str]:
+    def check_workers(self, recipe: Recipe) -> Iterable[Exception | str]:
         """Return the problems that can be found when verl is imported."""
         return ()
 
@@ -111,7 +111,10 @@ class Feature:
     # --- while the run starts (kit/runs/launch.py) ---
 
     def before_ray(self, launch: Launch) -> None:
-        """Start processes, or set values, that Ray or the Gym servers need."""
+        """Start processes, or set values, that Ray or the Gym servers need.
+
+        Add to launch.on_ray what has to wait until Ray runs.
+        """
 
     def make_loop(self) -> EventLoop | None:
         """Return an event loop to use in place of make_runner's."""

@@ -90,7 +90,7 @@ class RecordingCheckpointManager:
 
 
 class RecordingWorkers:
-    """A double of kit.extras.rollout_workers.RolloutWorkers that records its calls."""
+    """A double of features.EpisodeWorkers that records its calls."""
 
     def __init__(self):
         self.calls: list[object] = []

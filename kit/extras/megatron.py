@@ -12,8 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from kit.config.load import ACTOR, MODEL
-from kit.config.recipe import Parallelism
-from kit.config.user_functions import needs
+from kit.config.recipe import Parallelism, Recipe
 from kit.features import Feature
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -39,38 +38,36 @@ class Megatron(Feature):
         parts = [f"{name} {size}" for name, size in self.sizes.items() if size > 1]
         self.layout = f"megatron ({', '.join(parts) or 'each with the whole model'})"
 
-    def check_workers(self, config: DictConfig) -> Iterator[str]:
+    def check_workers(self, recipe: Recipe) -> Iterator[str]:
         """Megatron fits the rest of the recipe."""
-        policy = config.actor_rollout_ref
-        has_critic = self.command == "train" and needs(config, "values")
-        for section in [ACTOR, "critic"] if has_critic else [ACTOR]:
-            strategy = OmegaConf.select(config, f"{section}.strategy")
+        for section in [ACTOR, "critic"] if recipe.has_critic else [ACTOR]:
+            strategy = recipe.get(f"{section}.strategy")
             if strategy != "megatron":
                 yield f"{section}.strategy={strategy} must be megatron, as model_engine. Change it."
-        if policy.model.lora_rank:
+        if recipe.model.lora_rank:
             yield (
                 f"{MODEL}.lora_rank with model_engine=megatron: verl reads it with FSDP only. "
                 "Remove one of the two."
             )
-        if config.reward.reward_model.enable:
+        if recipe.verl.reward.reward_model.enable:
             yield (
                 "reward.reward_model with model_engine=megatron: its head may not be loaded. Use "
                 "env.reward instead."
             )
-        replay = policy.actor.megatron.router_replay.mode
+        replay = recipe.actor.megatron.router_replay.mode
         if replay != "disabled":
             yield (
                 f"{ACTOR}.megatron.router_replay.mode={replay}: batches of this trainer hold no "
                 "expert routing to replay. Remove it."
             )
-        if has_critic:
-            critic_sizes = parallel_sizes(config, "critic")
+        if recipe.has_critic:
+            critic_sizes = parallel_sizes(recipe.verl, "critic")
             if self.sizes != critic_sizes:
                 yield (
                     f"critic.megatron has {critic_sizes}, the actor {self.sizes}, and one process "
                     "has both. Set them to the same values."
                 )
-        yield from check_unsupported_options(config)
+        yield from check_unsupported_options(recipe.actor)
 
     def checkpoint_files(self, contents: Sequence[str], ranks: int) -> list[str]:
         """Return the files that the ranks write into an actor's or a critic's folder."""
@@ -95,9 +92,8 @@ def parallel_sizes(config: DictConfig, section: str) -> dict[str, int]:
     return {name: int(settings[name] or 1) for name in ALL_SIZES}
 
 
-def check_unsupported_options(config: DictConfig) -> Iterator[str]:
+def check_unsupported_options(actor: DictConfig) -> Iterator[str]:
     """Options of Megatron that this trainer cannot use are off."""
-    actor = config.actor_rollout_ref.actor
     for name in ("dynamic_context_parallel", "use_dist_checkpointing"):
         if actor.megatron[name]:
             yield f"{ACTOR}.megatron.{name} is not supported. Remove it."

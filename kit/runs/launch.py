@@ -28,6 +28,7 @@ from kit.config.keys import to_plain
 from kit.config.model_files import download_models
 from kit.config.recipe import Recipe
 from kit.errors import RunError
+from kit.features import EventLoop
 from kit.gym import network
 from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.servers import GymServers

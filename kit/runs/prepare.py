@@ -223,7 +223,7 @@ def late_problems(recipe: Recipe) -> Iterator[Exception | str]:
     if recipe.verl.model_engine == FSDP:
         yield from checks.check_strategies(recipe)
     for feature in recipe.features:
-        yield from feature.check_workers(recipe.verl)
+        yield from feature.check_workers(recipe)
 
 
 def import_external_library(config: DictConfig) -> None:

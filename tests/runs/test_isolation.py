@@ -352,10 +352,10 @@ def test_the_store_for_weights_over_gloo_listens_on_one_address(
 ) -> None:
     import ray
 
-    from kit.extras import gloo
+    from kit.extras.gloo.engine import GlooCheckpointEngine
 
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    engine = gloo.GlooCheckpointEngine(bucket_size=1, is_master=True)
+    engine = GlooCheckpointEngine(bucket_size=1, is_master=True)
     address, port = engine.prepare()["master"]
     assert (address, list_listening_addresses(port)) == ("127.0.0.1", ["127.0.0.1"])
 

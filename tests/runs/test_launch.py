@@ -145,7 +145,7 @@ def test_a_long_tmpdir_is_an_error_before_anything_starts(
     recipe, _ = load(workspace)
     monkeypatch.setattr(isolation.tempfile, "tempdir", "/tmp/" + "x" * 80)
     with pytest.raises(RunError, match="Set TMPDIR to a shorter path"):
-        cli.begin_imports(recipe.features, recipe.verl)
+        cli.begin_imports((), recipe.verl)
 
 
 # --- Ray does not start --------------------------------------------------------------------------

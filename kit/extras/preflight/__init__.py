@@ -19,10 +19,10 @@ from kit.rollout.inputs import RunInputs
 class Preflight(Feature):
     """Checks of this machine."""
 
-    def check_workers(self, config: DictConfig) -> Iterator[str]:
+    def check_workers(self, recipe: Recipe) -> Iterator[str]:
         """A driver that is too old, and all that needs flash-attn if it is missing."""
-        yield from node.check_driver(config)
-        yield from attention.check(config, self.command)
+        yield from node.check_driver(recipe.verl)
+        yield from attention.check(recipe.verl, self.command)
 
     def set_sizes(self, config: DictConfig, hf_config: Any) -> None:
         """Choose an attention that is installed."""

@@ -36,11 +36,9 @@ def split_limits(recipe: Recipe, count: int) -> Recipe:
     """
     config = recipe.for_verl()
     rollout = config.actor_rollout_ref.rollout
-    limits = recipe.gym.concurrency
-    limits = limits if isinstance(limits, dict) else {"default": limits}
     parts = {
         name: limit if limit == "auto" else divide_up(limit, count)
-        for name, limit in limits.items()
+        for name, limit in recipe.gym.concurrency.items()
     }
     OmegaConf.update(config, "gym.concurrency", parts, merge=False)
     pool = config.env.verifier_pool

@@ -244,8 +244,9 @@ def test_an_attention_that_the_recipe_names_is_kept(smi, no_packages):
 def test_ulysses_is_one_error_without_flash_attn(smi, no_packages, command):
     smi(gpus=2)
     key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
-    config, _ = load_config(["math"], ["trainer.n_gpus_per_node=2", f"{key}=2"])
-    (problem,) = Preflight(config, command).check_workers(config)
+    config, defaults = load_config(["math"], ["trainer.n_gpus_per_node=2", f"{key}=2"])
+    recipe = freeze(config, defaults, command)
+    (problem,) = Preflight(config, command).check_workers(recipe)
     assert f"is not installed, and verl needs it for {key}=2. Install flash-attn" in problem
     assert f"or set {key}=1" in problem and problem.endswith(PAGE)
 
