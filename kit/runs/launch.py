@@ -24,11 +24,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
+from env import Json
 from kit import extras
 from kit.config import user_functions
 from kit.config.keys import to_plain
@@ -37,6 +39,7 @@ from kit.config.recipe import Recipe
 from kit.errors import RunError
 from kit.gym import network
 from kit.gym.python_verifiers.pool import make_pools
+from kit.gym.server_process import ProcessSpec
 from kit.gym.servers import GymServers
 from kit.gym.verifiers import make_verifiers
 from kit.rollout import sampler
@@ -45,6 +48,12 @@ from kit.runs import files, isolation, node_checks
 from kit.runs.console import say
 from kit.runs.event_loops import Runner, make_runner
 from kit.runs.run import Run
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+    from inference import Servers
+    from training import Workers
 
 JOIN_S = 120.0  # seconds to wait for nodes of a cluster that join after the run starts
 # Timeout of one response, or of an agent's episode: the larger of these two
@@ -81,14 +90,14 @@ class Launch:
     stack: contextlib.ExitStack
     policy: dict[str, str] | None  # the policy endpoint; None if nothing is sampled
     # further processes to start with the Gym servers, and their names for the console
-    gym_processes: list[Any] = dataclasses.field(default_factory=list)
+    gym_processes: list[ProcessSpec] = dataclasses.field(default_factory=list)
     gym_process_names: list[str] = dataclasses.field(default_factory=list)
     serves_policy: bool = False  # whether a feature calls the policy endpoint
     python: str = sys.executable  # the interpreter of Ray's workers
     worker_variables: dict[str, str] = dataclasses.field(default_factory=dict)  # environment
     on_restart: Callable[[str], None] | None = None  # gets the name of a restarted Gym server
     # values that a feature keeps between its hooks
-    state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    state: Json = dataclasses.field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:
@@ -105,11 +114,11 @@ class Launch:
         if self.on_restart:
             self.on_restart(server)
 
-    def call(self, hook: str, *args: Any) -> None:
+    def call(self, hook: str, *args: object) -> None:
         """Call a hook of every active feature with this launch."""
         extras.call(hook, self.recipe.verl, self.recipe.command, self, *args)
 
-    def first(self, hook: str, *args: Any, default: Any = None) -> Any:
+    def first(self, hook: str, *args: object, default: object = None) -> Any:  # the hook decides
         """The result of the first active feature that has a hook, or `default`."""
         return extras.first(hook, self.recipe.verl, self.recipe.command, *args, default=default)
 
@@ -175,12 +184,12 @@ def explain_start_errors() -> Iterator[None]:
 
 def start_sampling(
     launch: Launch,
-    workers: Any,
+    workers: Workers | None,
     loop: Runner,
     urls: Mapping[str, str],
     endpoint: PolicyEndpoint,
-) -> Any:
-    """Start the verifiers' clients and the rollout engine -> inference.Servers."""
+) -> Servers:
+    """Start the verifiers' clients and the rollout engine."""
     import inference
     from kit.rollout import openai_server
 
@@ -228,7 +237,7 @@ def serves_agents(launch: Launch) -> bool:
     return bool(has_agent or launch.serves_policy or settings.policy_endpoint.port)
 
 
-def connect_to_engine(launch: Launch, manager: Any) -> Any:
+def connect_to_engine(launch: Launch, manager: LLMServerManager) -> sampler.SamplerContext:
     """The client of the rollout engine, with its timeouts."""
     from kit.rollout.client import Client
 
@@ -240,7 +249,7 @@ def connect_to_engine(launch: Launch, manager: Any) -> Any:
     return sampler.make_sampler_context(recipe, client, launch.inputs, timeout_s)
 
 
-def finish_workers(launch: Launch, workers: Any) -> None:
+def finish_workers(launch: Launch, workers: Workers) -> None:
     """Send the loss to the workers and mask image placeholders. Their models must be loaded."""
     import training
 
@@ -303,7 +312,7 @@ def start_ray(launch: Launch) -> None:
     wait_for_resources(launch.recipe, 0.0 if raylets else JOIN_S)
 
 
-def init_ray(settings: dict[str, Any]) -> Any:
+def init_ray(settings: Json) -> Any:  # RayContext; Ray names only its base class
     """Start or join Ray. Raises RunError, with Ray's reason, if that fails."""
     try:
         return ray.init(**settings)
@@ -325,7 +334,7 @@ def init_ray(settings: dict[str, Any]) -> Any:
         ) from error
 
 
-def ray_settings(launch: Launch) -> dict[str, Any]:
+def ray_settings(launch: Launch) -> Json:
     """The arguments of ray.init."""
     settings = to_plain(launch.recipe.verl.ray_kwargs.ray_init)
     if settings.get("address"):
@@ -392,7 +401,9 @@ def find_missing_resources(recipe: Recipe, resources: Mapping[str, float]) -> st
     return ""
 
 
-def enter(context: Any, loop: Runner, stack: contextlib.ExitStack) -> None:
+def enter(
+    context: AbstractAsyncContextManager[object], loop: Runner, stack: contextlib.ExitStack
+) -> None:
     """Open an asynchronous context now, and close it with the run."""
     loop.run(context.__aenter__())
 
