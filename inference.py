@@ -25,7 +25,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from verl.checkpoint_engine import CheckpointEngineManager
@@ -35,8 +35,8 @@ from verl.workers.rollout.llm_server import LLMServerManager
 
 import env
 import gym_client
-from env import Task
-from gym_client import RUNS_EPISODES, Gym, GymError, Json, ServerDownError, Session
+from env import Json, Task
+from gym_client import RUNS_EPISODES, Gym, GymError, ServerDownError, Session
 from kit.config.recipe import Recipe
 from kit.data.episode import Episode, PolicyVersion, append_tokens, from_output_items, gc_paused
 from kit.errors import RunError
@@ -50,6 +50,9 @@ from kit.rollout.sampler import (
     request_group,
     sample,
 )
+
+if TYPE_CHECKING:
+    pass
 
 logger = logging.getLogger(__name__)
 llm_server.print = logger.debug  # type: ignore[attr-defined]  # verl prints servers' addresses

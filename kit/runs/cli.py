@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -247,6 +247,6 @@ def exit_with(message: str) -> NoReturn:
     sys.exit(f"error: {remove_control_characters(message)}")
 
 
-def exit_on_sigterm(*_: Any) -> NoReturn:
+def exit_on_sigterm(*_: object) -> NoReturn:
     """Exit on SIGTERM before a run has started: there is nothing to clean up."""
     sys.exit(143)

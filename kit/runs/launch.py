@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
-from gym_client import Json
+from env import Json
 from kit import features
 from kit.config import user_functions
 from kit.config.keys import to_plain
@@ -31,6 +31,7 @@ from kit.errors import RunError
 from kit.features import EventLoop
 from kit.gym import network
 from kit.gym.python_verifiers.pool import make_pools
+from kit.gym.server_process import ProcessSpec
 from kit.gym.servers import GymServers
 from kit.gym.verifiers import make_verifiers
 from kit.rollout import sampler
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from verl.workers.rollout.llm_server import LLMServerManager
 
     from inference import Servers
-    from kit.features import EventLoop
     from kit.rollout.sampler import SamplerContext
     from training import Workers
 
@@ -83,7 +83,7 @@ class Launch:
     stack: contextlib.ExitStack
     policy: dict[str, str] | None  # the policy endpoint; None if nothing is sampled
     # further processes to start with the Gym servers, and their names for the console
-    gym_processes: list[Any] = dataclasses.field(default_factory=list)
+    gym_processes: list[ProcessSpec] = dataclasses.field(default_factory=list)
     gym_process_names: list[str] = dataclasses.field(default_factory=list)
     serves_policy: bool = False  # whether a feature calls the policy endpoint
     python: str = sys.executable  # the interpreter of Ray's workers
@@ -401,7 +401,7 @@ def find_missing_resources(recipe: Recipe, resources: Mapping[str, float]) -> st
 
 
 def enter(
-    context: AbstractAsyncContextManager[Any], loop: EventLoop, stack: contextlib.ExitStack
+    context: AbstractAsyncContextManager[object], loop: EventLoop, stack: contextlib.ExitStack
 ) -> None:
     """Open an asynchronous context now, and close it with the run."""
     loop.run(context.__aenter__())
