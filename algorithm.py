@@ -71,7 +71,7 @@ from kit.data.rollout_files import ReplayServers, assign_record_indices
 from kit.data.selection import check_failures, select_trainable, take_groups
 from kit.errors import NonFiniteStep, SkippedStep
 from kit.rollout.inputs import RunInputs
-from kit.rollout.sampler import make_rollout_args
+from kit.rollout.sampling import make_rollout_args
 from kit.runs import checkpoints, cli
 from kit.runs.checkpoints import LoopState
 from kit.runs.console import say

@@ -43,9 +43,9 @@ from kit.errors import RunError
 from kit.features import EpisodeWorkers, EventLoop
 from kit.rollout import chat
 from kit.rollout.chat_template import TURNS
-from kit.rollout.sampler import (
+from kit.rollout.sampling import (
     EpisodeRequest,
-    SamplerContext,
+    RolloutContext,
     Sampling,
     request_group,
     sample,
@@ -75,7 +75,7 @@ async def run_turns(
     episode: Episode,
     task: Task,
     session: Session,
-    context: SamplerContext,
+    context: RolloutContext,
     sampling: Sampling,
     request_id: str,
 ) -> None:
@@ -93,14 +93,14 @@ async def run_turns(
             append_observations(episode, response.calls, observations, context)
 
 
-def check_template(session: Session, context: SamplerContext) -> None:
+def check_template(session: Session, context: RolloutContext) -> None:
     """Check that the chat template has the turns of a game. Raises RunError."""
     template = context.template
     if session.kind == "step" and context.max_turns != 1 and TURNS in template.failures:
         raise RunError(template.describe_failure(TURNS))
 
 
-def build_prompt(episode: Episode, task: Task, session: Session, context: SamplerContext) -> None:
+def build_prompt(episode: Episode, task: Task, session: Session, context: RolloutContext) -> None:
     """Set the prompt: the task's messages, then the environment's first observation if it has one.
 
     If there is no observation, the episode keeps the task's `prompt_ids`.
@@ -130,7 +130,7 @@ def build_prompt(episode: Episode, task: Task, session: Session, context: Sample
 
 
 async def sample_turn(
-    episode: Episode, task: Task, context: SamplerContext, sampling: Sampling, request_id: str
+    episode: Episode, task: Task, context: RolloutContext, sampling: Sampling, request_id: str
 ) -> chat.ParsedResponse:
     """Sample one response of the policy, append it to the episode, and return it parsed.
 
@@ -212,7 +212,7 @@ def append_observations(
     episode: Episode,
     calls: Sequence[Json],
     observations: list[Json],
-    context: SamplerContext,
+    context: RolloutContext,
 ) -> None:
     """Append the tokens of observations to the response, with a mask of 0.
 
@@ -285,7 +285,7 @@ def set_reward(episode: Episode, result: gym_client.VerifyResult) -> None:
 async def run_episode(
     request: EpisodeRequest,
     sampling: Sampling,
-    context: SamplerContext,
+    context: RolloutContext,
     gym: Gym,
 ) -> Episode:
     """Make one attempt at an episode, and verify it.
@@ -311,7 +311,7 @@ async def run_episode(
 async def run_session(
     episode: Episode,
     request: EpisodeRequest,
-    context: SamplerContext,
+    context: RolloutContext,
     gym: Gym,
     sampling: Sampling,
 ) -> None:
@@ -329,7 +329,7 @@ async def run_session(
 
 
 async def run_agent(
-    episode: Episode, request: EpisodeRequest, context: SamplerContext, gym: Gym
+    episode: Episode, request: EpisodeRequest, context: RolloutContext, gym: Gym
 ) -> None:
     """Let a Gym server run and verify the whole episode, within `context.timeout_s`."""
     task = request.task
@@ -344,7 +344,7 @@ async def run_agent(
         set_reward(episode, run.result)
 
 
-def episode_from_response(episode: Episode, response: Json, context: SamplerContext) -> None:
+def episode_from_response(episode: Episode, response: Json, context: RolloutContext) -> None:
     """Fill `episode` from the Response of an agent's /run, whose model calls have token ids.
 
     Raises GymError('not_contiguous' | 'no_tokens' | 'prompt_too_long').
@@ -424,7 +424,7 @@ def ignore_episode(index: int, episode: Episode) -> None:
 async def rollout(
     requests: Sequence[EpisodeRequest],
     sampling: Sampling,
-    context: SamplerContext,
+    context: RolloutContext,
     gym: Gym,
     on_done: OnDone = ignore_episode,
 ) -> list[Episode]:
@@ -454,7 +454,7 @@ async def rollout(
 async def run_with_retries(
     request: EpisodeRequest,
     sampling: Sampling,
-    context: SamplerContext,
+    context: RolloutContext,
     gym: Gym,
 ) -> Episode:
     """Run an episode, and start it again under a new id if the Gym server lost its session."""
@@ -471,7 +471,7 @@ async def run_with_retries(
 async def rollout_with_baselines(
     requests: Sequence[EpisodeRequest],
     sampling: Sampling,
-    context: SamplerContext,
+    context: RolloutContext,
     gym: Gym,
     on_done: OnDone = ignore_episode,
 ) -> list[Episode]:
@@ -561,7 +561,7 @@ class Servers:
         recipe: Recipe,
         manager: LLMServerManager,
         actor: Any,  # a worker group of verl, whose methods are made at run time
-        context: SamplerContext,
+        context: RolloutContext,
         gym: Gym,
         loop: EventLoop,
         workers: EpisodeWorkers | None = None,

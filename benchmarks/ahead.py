@@ -48,7 +48,7 @@ from kit.data.processor import TextProcessor
 from kit.extras.one_step_off import servers as ahead_servers
 from kit.rollout.chat_template import ChatTemplate
 from kit.rollout.client import Client
-from kit.rollout.sampler import make_sampler_context, repeat_per_group
+from kit.rollout.sampling import make_rollout_context, repeat_per_group
 from kit.runs.cli import silence_libraries
 from tests.helpers.rollouts import make_tokenizer
 
@@ -205,7 +205,7 @@ def make_servers(case: Case, gpus: Gpus, loop: Any) -> Any:
     )
     servers: Any = {"stub": None}
     client = Client(recipe, servers, is_one_step_off=bool(case.one_step_off))
-    context = make_sampler_context(recipe, client, inputs, timeout_s=1e6)
+    context = make_rollout_context(recipe, client, inputs, timeout_s=1e6)
     context.max_response_length = MAX_TOKENS
     context.policy_version = 0
 

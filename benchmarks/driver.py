@@ -53,10 +53,10 @@ from kit.data import metrics, rollout_files, selection
 from kit.data.episode import Episode
 from kit.data.processor import TextProcessor
 from kit.rollout.chat_template import ChatTemplate
-from kit.rollout.sampler import (
+from kit.rollout.sampling import (
     EpisodeRequest,
-    SamplerContext,
-    make_sampler_context,
+    RolloutContext,
+    make_rollout_context,
     repeat_per_group,
 )
 from kit.runs.cli import silence_libraries
@@ -159,7 +159,7 @@ def make_tasks(count: int) -> list[Task]:
     return [Task(f"rows:{i}", row, "stub", messages, list(prompt_ids)) for i in range(count)]
 
 
-def make_context(recipe: Recipe, sampler: Sampler, count: int, tokens: int) -> SamplerContext:
+def make_context(recipe: Recipe, sampler: Sampler, count: int, tokens: int) -> RolloutContext:
     """Return the context of a rollout in which all `count` episodes run concurrently."""
     tokenizer: Any = make_tokenizer(RESPONSE_TEXT)
     processor = TextProcessor(tokenizer)
@@ -171,7 +171,7 @@ def make_context(recipe: Recipe, sampler: Sampler, count: int, tokens: int) -> S
         model=SimpleNamespace(vocab_size=VOCABULARY),
     )
     client: Any = sampler
-    context = make_sampler_context(recipe, client, inputs, timeout_s=600.0)
+    context = make_rollout_context(recipe, client, inputs, timeout_s=600.0)
     context.max_response_length = tokens
     context.episode_slots = asyncio.Semaphore(count)
     return context
@@ -179,7 +179,7 @@ def make_context(recipe: Recipe, sampler: Sampler, count: int, tokens: int) -> S
 
 def run_rollout(
     requests: list[EpisodeRequest],
-    context: SamplerContext,
+    context: RolloutContext,
     loop: asyncio.AbstractEventLoop,
     delays_s: list[float],
 ) -> list[Episode]:

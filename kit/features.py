@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kit.data.processor import TextProcessor
     from kit.gym.python_verifiers.calls import CallResult
     from kit.rollout.inputs import RunInputs
-    from kit.rollout.sampler import EpisodeRequest, SamplerContext, Sampling
+    from kit.rollout.sampling import EpisodeRequest, RolloutContext, Sampling
     from kit.runs.launch import Launch
     from kit.runs.prepare import Prepared
     from kit.runs.run import Run
@@ -121,7 +121,7 @@ class Feature:
         return None
 
     def start_episode_workers(
-        self, launch: Launch, context: SamplerContext, urls: Mapping[str, str]
+        self, launch: Launch, context: RolloutContext, urls: Mapping[str, str]
     ) -> EpisodeWorkers | None:
         """Start processes that run the episodes. urls: {Gym server: url}."""
         return None

@@ -19,7 +19,7 @@ import inference
 import training
 from gym_client import RESERVED, Gym
 from kit.data.episode import Episode, TurnSpan
-from kit.rollout.sampler import request_group
+from kit.rollout.sampling import request_group
 from tests.helpers.http import ScriptedServer
 from tests.helpers.recipes import ROOT
 from tests.helpers.rollouts import (

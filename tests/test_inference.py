@@ -18,7 +18,7 @@ import inference
 from gym_client import GymError
 from kit.data.episode import append_tokens
 from kit.errors import RunError
-from kit.rollout import sampler
+from kit.rollout.sampling import sample
 from tests.helpers.rollouts import STOP, FixedRewards, RecordingClient, run_rollout, verify_session
 
 
@@ -194,7 +194,7 @@ def test_each_group_gets_the_reward_of_one_greedy_response(monkeypatch):
         episode.reward = rewards[episode.verify_result["request"]]
 
     async def run_turns(episode, task, session, context, sampling, request_id):
-        response = await sampler.sample(context, sampling, request_id, task.prompt_ids, 9)
+        response = await sample(context, sampling, request_id, task.prompt_ids, 9)
         append_tokens(episode, *response)
         episode.verify_result["request"] = request_id
 

@@ -16,7 +16,7 @@ from kit.data.selection import check_failures, select_trainable
 from kit.errors import RunError
 from kit.extras import convert
 from kit.gym.network import find_free_port
-from kit.rollout.sampler import build_sampling_params, repeat_per_group
+from kit.rollout.sampling import build_sampling_params, repeat_per_group
 from tests.helpers.models import ACTIONS, END
 from tests.helpers.recipes import GYM_PYTHON, make_counter_row, row
 

@@ -13,7 +13,7 @@ import gym_client
 from gym_client import GymError, Json
 from kit.config.checks import AUTO_FORMAT
 from kit.rollout import harmony, thoughts
-from kit.rollout.sampler import SamplerContext
+from kit.rollout.sampling import RolloutContext
 from kit.rollout.template_trial import choose_tool_format
 from kit.rollout.tool_calls import ExtractedCalls, extract_tool_calls
 
@@ -39,7 +39,7 @@ class ParsedResponse(NamedTuple):
 
 
 async def parse_response(
-    context: SamplerContext,
+    context: RolloutContext,
     ids: list[int],
     tools: list[Json],
     prompt_ids: Sequence[int] = (),
@@ -66,7 +66,7 @@ async def parse_response(
 
 
 async def parse_answer(
-    context: SamplerContext,
+    context: RolloutContext,
     reasoning: str,
     text: str,
     ids: list[int],
@@ -91,7 +91,7 @@ async def parse_answer(
     return ParsedResponse(reasoning, text.lstrip("\n") if reasoning else text, calls)
 
 
-async def find_calls(context: SamplerContext, ids: list[int], tools: list[Json]) -> ExtractedCalls:
+async def find_calls(context: RolloutContext, ids: list[int], tools: list[Json]) -> ExtractedCalls:
     """Find the calls in the ids of an answer, without those in a second thought.
 
     A marker in the arguments of a call begins no thought.

@@ -40,7 +40,7 @@ from kit.rollout.openai_requests import (
     RequestError,
     join_parts,
 )
-from kit.rollout.sampler import SamplerContext
+from kit.rollout.sampling import RolloutContext
 
 MAX_CHECKED = 2**16  # histories in the cache, of some 100 bytes
 INLINE_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)  # as Gym's converter finds it
@@ -61,7 +61,7 @@ class Prompt(NamedTuple):
 
 
 async def parse_offered(
-    context: SamplerContext, ids: list[int], tools: list[Message], prompt_ids: Sequence[int]
+    context: RolloutContext, ids: list[int], tools: list[Message], prompt_ids: Sequence[int]
 ) -> ParsedResponse:
     """Parse a response. Calls of tools that the request does not offer become text.
 
@@ -132,7 +132,7 @@ class Turn(NamedTuple):
 class Histories:
     """Builds the prompts of an endpoint, and remembers which histories it has checked."""
 
-    def __init__(self, context: SamplerContext):
+    def __init__(self, context: RolloutContext):
         self.context = context
         self.rewritten_count = 0
         self._checked: OrderedDict[bytes, None] = OrderedDict()  # digests, the newest at the end

@@ -28,7 +28,7 @@ from kit.data.episode import LOG_PROBS, PROMPT_IDS, SAMPLED_IDS, TOKEN_FIELDS
 from kit.rollout.chat import ParsedResponse
 from kit.rollout.openai_history import Histories, Prompt, parse_offered
 from kit.rollout.openai_requests import ChatRequest, RequestError, read_request
-from kit.rollout.sampler import SampledResponse, SamplerContext, sample
+from kit.rollout.sampling import RolloutContext, SampledResponse, sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,7 +78,7 @@ def error_reply(
 
 
 async def complete_chat(
-    body: object, context: SamplerContext, histories: Histories | None = None
+    body: object, context: RolloutContext, histories: Histories | None = None
 ) -> Reply:
     """Answer a POST to /v1/chat/completions.
 
@@ -101,7 +101,7 @@ async def complete_chat(
     return Reply(200, make_completion(request, prompt, sampled, response, context))
 
 
-def find_room(prompt: Prompt, request: ChatRequest, context: SamplerContext) -> int:
+def find_room(prompt: Prompt, request: ChatRequest, context: RolloutContext) -> int:
     """Return how many tokens the response may have. Raises RequestError if there are none.
 
     The limits are those of an episode whose turns the kit runs: of the first prompt, of all tokens
@@ -135,7 +135,7 @@ def make_completion(
     prompt: Prompt,
     sampled: SampledResponse,
     response: ParsedResponse,
-    context: SamplerContext,
+    context: RolloutContext,
 ) -> Json:
     """Return a chat completion of OpenAI's API, with Gym's fields for token ids and log-probs."""
     if sampled.ids[-1] not in context.stop_ids:
@@ -251,7 +251,7 @@ async def send_stream(
 class Endpoint:
     """The routes of the policy endpoint."""
 
-    def __init__(self, context: SamplerContext, api_key: str):
+    def __init__(self, context: RolloutContext, api_key: str):
         self.context = context
         self.api_key = api_key
         self.histories = Histories(context)
@@ -303,7 +303,7 @@ def to_response(reply: Reply) -> web.Response:
 
 
 @contextlib.asynccontextmanager
-async def serve(context: SamplerContext, host: str, port: int, api_key: str) -> AsyncIterator[None]:
+async def serve(context: RolloutContext, host: str, port: int, api_key: str) -> AsyncIterator[None]:
     """Serve the policy endpoint on host:port to clients with `api_key`."""
     runner = web.AppRunner(Endpoint(context, api_key).make_app(), access_log=None)
     await runner.setup()

@@ -35,7 +35,7 @@ from kit.data.episode import Episode, RecordIndex
 from kit.data.selection import check_failures, select_trainable
 from kit.errors import ConfigError
 from kit.rollout.inputs import RunInputs
-from kit.rollout.sampler import EpisodeRequest, build_sampling_params, request_group
+from kit.rollout.sampling import EpisodeRequest, build_sampling_params, request_group
 from kit.runs import files
 from kit.runs.console import print_examples, say
 from kit.runs.run import Run

@@ -34,8 +34,8 @@ from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.server_process import ProcessSpec
 from kit.gym.servers import GymServers
 from kit.gym.verifiers import make_verifiers
-from kit.rollout import sampler
 from kit.rollout.inputs import RunInputs
+from kit.rollout.sampling import make_rollout_context
 from kit.runs import files, isolation, node_checks
 from kit.runs.console import say
 from kit.runs.event_loops import make_runner
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from verl.workers.rollout.llm_server import LLMServerManager
 
     from inference import Servers
-    from kit.rollout.sampler import SamplerContext
+    from kit.rollout.sampling import RolloutContext
     from training import Workers
 
 JOIN_S = 120.0  # seconds to wait for nodes of a cluster that join after the run starts
@@ -234,7 +234,7 @@ def serves_agents(launch: Launch) -> bool:
     return bool(has_agent or launch.serves_policy or settings.policy_endpoint.port)
 
 
-def connect_to_engine(launch: Launch, manager: LLMServerManager) -> SamplerContext:
+def connect_to_engine(launch: Launch, manager: LLMServerManager) -> RolloutContext:
     """The client of the rollout engine, with its timeouts."""
     from kit.rollout.client import Client
 
@@ -243,7 +243,7 @@ def connect_to_engine(launch: Launch, manager: LLMServerManager) -> SamplerConte
     is_one_step_off = recipe.command == "train" and recipe.kit.one_step_off == 1
     client = Client(recipe, addresses, is_one_step_off)
     timeout_s = max(MIN_RESPONSE_S, TOKEN_S * recipe.data.max_response_length)
-    return sampler.make_sampler_context(recipe, client, launch.inputs, timeout_s)
+    return make_rollout_context(recipe, client, launch.inputs, timeout_s)
 
 
 def finish_workers(launch: Launch, workers: Workers) -> None:

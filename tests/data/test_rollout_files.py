@@ -21,7 +21,7 @@ from gym_client import GymError
 from kit.data import rollout_files
 from kit.data.episode import TOKEN_FIELDS, Episode, TurnSpan, append_tokens, gc_paused
 from kit.errors import ConfigError, RunError
-from kit.rollout.sampler import SamplerContext, repeat_per_group
+from kit.rollout.sampling import RolloutContext, repeat_per_group
 from tests.helpers.recipes import row
 from tests.helpers.rollouts import make_tokenizer
 
@@ -291,7 +291,7 @@ class Sampler:
 
 def run_rollout(gym, groups=1, n=1, **changes) -> tuple[list[Episode], Sampler]:
     tokenizer = make_tokenizer("five")
-    policy = SamplerContext(Sampler(), tokenizer, {1}, 32, 12, None, 100, "hermes", 5.0, **changes)
+    policy = RolloutContext(Sampler(), tokenizer, {1}, 32, 12, None, 100, "hermes", 5.0, **changes)
     tasks = [task(f"rows.jsonl:{i}") for i in range(groups)]
     episodes = asyncio.run(inference.rollout(repeat_per_group(tasks, n, "4"), {}, policy, gym))
     return episodes, policy.client

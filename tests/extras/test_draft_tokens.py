@@ -12,7 +12,7 @@ import ray
 import inference
 from kit.extras import monitor
 from kit.rollout.client import Client
-from kit.rollout.sampler import make_sampler_context
+from kit.rollout.sampling import make_rollout_context
 from tests.helpers.recipes import load
 from tests.helpers.stack import AGREE, SESSION
 
@@ -42,7 +42,7 @@ def test_draft_tokens_change_no_response(stack):
         accepted = monitor.track_draft_acceptance(manager.server_addresses)
         with stack.trainer("drafted", *changes, overlays=["drafts"]) as trainer:
             addresses = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
-            context = make_sampler_context(
+            context = make_rollout_context(
                 trainer.recipe, Client(trainer.recipe, addresses), trainer.inputs, 60.0
             )
             servers = trainer.servers

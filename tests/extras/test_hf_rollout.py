@@ -14,7 +14,7 @@ import torch
 
 import inference
 from kit.rollout.client import Client
-from kit.rollout.sampler import make_rollout_args, make_sampler_context
+from kit.rollout.sampling import make_rollout_args, make_rollout_context
 from kit.runs.workers import start_workers
 from tests.helpers.recipes import load
 from tests.helpers.stack import AGREE, SESSION, UNTRAINED, kill_workers, train_until
@@ -28,7 +28,7 @@ def trainer_with_servers(stack, name, workers, manager, *changes):
     workers.actor.load_checkpoint(str(stack.fresh))
     with stack.trainer(name, *changes, overlays=[name], workers=workers) as trainer:
         addresses = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
-        context = make_sampler_context(
+        context = make_rollout_context(
             trainer.recipe, Client(trainer.recipe, addresses), trainer.inputs, 60.0
         )
         servers = trainer.servers

@@ -14,7 +14,7 @@ import torch
 
 from kit.errors import Stop
 from kit.extras.one_step_off.servers import BackgroundLoop, Servers
-from kit.rollout import sampler
+from kit.rollout import sampling
 from kit.rollout.client import Client
 from kit.runs import checkpoints
 from kit.runs.console import Display
@@ -76,12 +76,12 @@ def test_tokens_have_the_version_of_the_weights_that_sampled_them(stack, monkeyp
     For tokens of the trainer's version, its probabilities agree with those of the rollout engine.
     """
 
-    build_sampling_params = sampler.build_sampling_params
+    build_sampling_params = sampling.build_sampling_params
 
     def sample_to_the_limit(*args):
         return {**build_sampling_params(*args), "ignore_eos": True}
 
-    monkeypatch.setattr(sampler, "build_sampling_params", sample_to_the_limit)
+    monkeypatch.setattr(sampling, "build_sampling_params", sample_to_the_limit)
     steps = []  # lists of [episodes, the trainer's probabilities, whether the next batch was done]
     changes = [*LONG_RESPONSES, "actor_rollout_ref.actor.optim.lr=0.02"]
     with one_step_off_trainer(stack, *changes) as trainer:

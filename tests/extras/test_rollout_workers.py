@@ -17,10 +17,10 @@ from kit.data.episode import Episode
 from kit.errors import RunError
 from kit.extras.rollout_workers.workers import RolloutWorker, RolloutWorkers, split_limits
 from kit.gym.network import find_free_port
-from kit.rollout.sampler import (
+from kit.rollout.sampling import (
     Sampling,
     build_sampling_params,
-    make_sampler_context,
+    make_rollout_context,
     repeat_per_group,
     request_group,
 )
@@ -49,7 +49,7 @@ def both(stack) -> Iterator[BothServers]:
     changes = [*TWO_WORKERS, "gym.outage_budget_s=5", name]
     recipe, inputs = load(stack.workspace, *SESSION, *changes)
     session = stack.servers
-    context = make_sampler_context(recipe, session.context.client, inputs, 60.0)
+    context = make_rollout_context(recipe, session.context.client, inputs, 60.0)
     urls = session.gym.gym.urls | {"gone": f"http://127.0.0.1:{find_free_port('127.0.0.1')}"}
     workers = RolloutWorkers(recipe, context, urls, inputs, stack.workspace)
     arguments = (recipe, session.manager, None, context, session.gym, session.loop)

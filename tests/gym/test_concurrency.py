@@ -20,7 +20,7 @@ from env import Task
 from gym_client import Gym, message_response
 from kit.gym import concurrency
 from kit.gym.concurrency import ConcurrencyLimit, ConcurrencyLimits
-from kit.rollout.sampler import SamplerContext, repeat_per_group
+from kit.rollout.sampling import RolloutContext, repeat_per_group
 from tests.helpers.rollouts import make_tokenizer
 
 ROW = {"responses_create_params": {"input": "x"}}
@@ -112,7 +112,7 @@ class FakeEngine:
 
 def run_rollout(count, engine, gym, slots, timeout_s=100.0):
     """Sample `count` episodes with this number of slots. Return (episodes, seconds)."""
-    context = SamplerContext(
+    context = RolloutContext(
         engine,
         make_tokenizer("five"),
         {1},

@@ -16,7 +16,7 @@ from kit.extras.judges.judge_settings import Judge
 from kit.gym.network import HOST, find_free_port
 from kit.gym.servers import GymServers, running_servers
 from kit.rollout import openai_server
-from kit.rollout.sampler import repeat_per_group, request_group
+from kit.rollout.sampling import repeat_per_group, request_group
 from tests.helpers.http import StubJudge, completion
 from tests.helpers.recipes import GYM_PYTHON, make_counter_row, row
 from tests.helpers.rollouts import Script, chatml_tokenizer, context_of, encode_turns

@@ -14,7 +14,7 @@ from aiohttp import web
 
 import env
 from gym_client import message
-from kit.rollout.sampler import EpisodeId, EpisodeRequest
+from kit.rollout.sampling import EpisodeId, EpisodeRequest
 from tests.helpers.rollouts import TOOL, call, encode_turns
 
 FAILURE_RATE = 0.3

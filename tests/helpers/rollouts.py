@@ -13,7 +13,7 @@ import env
 import gym_client
 import inference
 from kit.config.recipe import Recipe
-from kit.rollout.sampler import SamplerContext, repeat_per_group
+from kit.rollout.sampling import RolloutContext, repeat_per_group
 from tests.helpers.recipes import make_partial
 
 STOP = 1
@@ -113,9 +113,9 @@ def make_tokenizer(text: str) -> SimpleNamespace:
     )
 
 
-def make_context(client, **changes) -> SamplerContext:
+def make_context(client, **changes) -> RolloutContext:
     tokenizer = make_tokenizer("five")
-    return SamplerContext(client, tokenizer, {STOP}, 32, 12, None, 100, "hermes", 5.0, **changes)
+    return RolloutContext(client, tokenizer, {STOP}, 32, 12, None, 100, "hermes", 5.0, **changes)
 
 
 def make_tasks(count: int) -> list[env.Task]:
@@ -313,7 +313,7 @@ class Game:
         )
 
 
-def context_of(client, tokenizer, **changes) -> SamplerContext:
+def context_of(client, tokenizer, **changes) -> RolloutContext:
     settings = {
         "max_prompt_length": 4000,
         "max_response_length": 20000,
@@ -323,7 +323,7 @@ def context_of(client, tokenizer, **changes) -> SamplerContext:
         "timeout_s": 5.0,
         **changes,
     }
-    return SamplerContext(client, tokenizer, {tokenizer.eos_token_id}, **settings)
+    return RolloutContext(client, tokenizer, {tokenizer.eos_token_id}, **settings)
 
 
 def task_of(tokenizer, tools=True, prompt="Look it up.") -> env.Task:

@@ -16,7 +16,7 @@ from typing import Any
 from kit.config.recipe import Recipe
 from kit.extras.report.metric_docs import find_metric
 from kit.rollout.inputs import RunInputs
-from kit.rollout.sampler import make_sampler_context
+from kit.rollout.sampling import make_rollout_context
 from kit.runs.checkpoints import LoopState
 from tests.helpers.recipes import GYM_PYTHON, ROOT, load, metrics_of
 
@@ -92,7 +92,7 @@ class Stack:
             workers.actor.load_checkpoint(str(self.fresh))
         training.set_policy_loss(workers.actor, recipe)
         running = self.servers
-        context = make_sampler_context(recipe, running.context.client, inputs, 60.0)
+        context = make_rollout_context(recipe, running.context.client, inputs, 60.0)
         servers = inference.Servers(
             recipe, running.manager, workers.actor, context, gym or running.gym, running.loop
         )

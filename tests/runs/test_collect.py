@@ -14,7 +14,7 @@ import pytest
 from kit.config.load import load_config
 from kit.config.recipe import freeze
 from kit.errors import ConfigError
-from kit.rollout.sampler import make_sampler_context
+from kit.rollout.sampling import make_rollout_context
 from kit.runs import collect
 from kit.runs.launch import Stack
 from kit.runs.run import Run
@@ -39,7 +39,7 @@ def collect_rollouts(stack, monkeypatch, *changes, command="rollout"):
 
     recipe, inputs = load(stack.workspace, *SESSION, *CHANGES, *changes, command=command)
     session = stack.servers
-    context = make_sampler_context(recipe, session.context.client, inputs, 60.0)
+    context = make_rollout_context(recipe, session.context.client, inputs, 60.0)
     servers = inference.Servers(recipe, session.manager, None, context, session.gym, session.loop)
     monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Stack(None, servers))
     with Run(recipe) as run:

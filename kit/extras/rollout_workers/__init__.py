@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kit.features import EpisodeWorkers, Feature
 
 if TYPE_CHECKING:
-    from kit.rollout.sampler import SamplerContext
+    from kit.rollout.sampling import RolloutContext
     from kit.runs.launch import Launch
 
 
@@ -23,7 +23,7 @@ class RolloutWorkers(Feature):
     """Episodes in other processes."""
 
     def start_episode_workers(
-        self, launch: Launch, context: SamplerContext, urls: Mapping[str, str]
+        self, launch: Launch, context: RolloutContext, urls: Mapping[str, str]
     ) -> EpisodeWorkers:
         """Start the workers."""
         from kit.extras.rollout_workers import workers

@@ -24,7 +24,7 @@ from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.verifiers import make_verifiers
 from kit.rollout.client import Client
 from kit.rollout.inputs import RunInputs
-from kit.rollout.sampler import EpisodeRequest, SamplerContext, Sampling, make_sampler_context
+from kit.rollout.sampling import EpisodeRequest, RolloutContext, Sampling, make_rollout_context
 
 MAX_CALLS = 10_000  # concurrent calls of one actor; a call is a group of episodes
 
@@ -76,7 +76,7 @@ class RolloutWorker:
         logs: Path,
     ):
         client = Client(recipe, servers, bool(recipe.kit.one_step_off))
-        self.context = make_sampler_context(recipe, client, inputs, timeout_s)
+        self.context = make_rollout_context(recipe, client, inputs, timeout_s)
         count = recipe.rollout.agent.num_workers
         pools = make_pools(recipe, inputs.verifiers.specs, logs)
         self.verifiers, self.limits = make_verifiers(recipe, urls, inputs.tokenizer, pools, count)
@@ -122,7 +122,7 @@ class RolloutWorkers:
     def __init__(
         self,
         recipe: Recipe,
-        context: SamplerContext,
+        context: RolloutContext,
         urls: Mapping[str, str],
         inputs: RunInputs,
         logs: Path,

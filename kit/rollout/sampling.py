@@ -30,7 +30,7 @@ TASK_INDEX_BITS = 52  # a float of JSON is exact up to 53 bits
 
 
 @dataclass
-class SamplerContext:
+class RolloutContext:
     """The client of the rollout engine, and the settings of model and recipe that turns use."""
 
     client: Client
@@ -70,9 +70,9 @@ class SampledResponse(NamedTuple):
     policy_versions: PolicyVersions
 
 
-def make_sampler_context(
+def make_rollout_context(
     recipe: Recipe, client: Client, inputs: RunInputs, timeout_s: float
-) -> SamplerContext:
+) -> RolloutContext:
     """Make the context from verl's keys: data.max_*_length, rollout.multi_turn.* and others.
 
     Each engine runs rollout.max_num_seqs sequences concurrently. There is one episode slot for each
@@ -81,7 +81,7 @@ def make_sampler_context(
     rollout = recipe.rollout
     turns = rollout.multi_turn
     engines = recipe.rollout_gpus // rollout.tensor_model_parallel_size
-    return SamplerContext(
+    return RolloutContext(
         client=client,
         tokenizer=inputs.tokenizer,
         processor=inputs.processor,
@@ -117,7 +117,7 @@ def build_sampling_params(recipe: Recipe, is_validation: bool) -> Sampling:
 
 
 async def sample(
-    context: SamplerContext,
+    context: RolloutContext,
     sampling: Sampling,
     request_id: str,
     prompt_ids: list[int],
@@ -171,7 +171,7 @@ def read_policy_versions(output: TokenOutput, default: int | None) -> PolicyVers
     return [PolicyVersion(len(output.token_ids), fields.get("global_steps", default))]
 
 
-def check_policy_versions(policy_versions: PolicyVersions, context: SamplerContext) -> None:
+def check_policy_versions(policy_versions: PolicyVersions, context: RolloutContext) -> None:
     """Raise RunError if tokens are from weights that are older or newer than allowed."""
     current = context.policy_version
     if current is None:

@@ -1,4 +1,4 @@
-"""kit/rollout/sampler.py: make a context from a recipe, and sample one response."""
+"""kit/rollout/sampling.py: make a context from a recipe, and sample one response."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from gym_client import GymError
 from kit.errors import RunError
-from kit.rollout import sampler
+from kit.rollout import sampling
 from tests.helpers.rollouts import SAMPLING, STOP, RecordingClient, make_context, make_recipe
 
 
@@ -23,7 +23,7 @@ def test_a_context_has_the_limits_of_the_recipe():
         model=SimpleNamespace(vocab_size=1000),
         template="template",
     )
-    context = sampler.make_sampler_context(make_recipe(), "client", inputs, 77.0)
+    context = sampling.make_rollout_context(make_recipe(), "client", inputs, 77.0)
     assert (context.client, context.tokenizer, context.stop_ids) == ("client", "tokenizer", {3, 4})
     assert context.processor == "processor"
     assert (context.max_prompt_length, context.max_response_length) == (123, 456)
@@ -34,26 +34,26 @@ def test_a_context_has_the_limits_of_the_recipe():
     # three nodes of four GPUs, engines of two GPUs, 7 sequences for each engine
     assert context.episode_slots._value == 3 * 4 // 2 * 7
     recipe = make_recipe(full_determinism=False)
-    assert sampler.make_sampler_context(recipe, "client", inputs, 77.0).seed is None
+    assert sampling.make_rollout_context(recipe, "client", inputs, 77.0).seed is None
 
 
 def test_sampling_follows_the_recipe_in_training_and_in_validation():
-    training = sampler.build_sampling_params(make_recipe(), False)
-    validation = sampler.build_sampling_params(make_recipe(), True)
+    training = sampling.build_sampling_params(make_recipe(), False)
+    validation = sampling.build_sampling_params(make_recipe(), True)
     common = {"logprobs": True, "detokenize": False}
     assert training == {"temperature": 0.7, "top_p": 0.8, "top_k": 40, **common}
     assert validation == {"temperature": 0.3, "top_p": 0.4, "top_k": 5, **common}
     greedy = {"do_sample": False, "temperature": 0.3, "top_p": 0.4, "top_k": 5}
     recipe = make_recipe(val_kwargs=greedy)
-    assert sampler.build_sampling_params(recipe, True)["temperature"] == 0.0
+    assert sampling.build_sampling_params(recipe, True)["temperature"] == 0.0
     for other in ("hf", "sglang"):
-        assert "detokenize" not in sampler.build_sampling_params(make_recipe(name=other), False)
+        assert "detokenize" not in sampling.build_sampling_params(make_recipe(name=other), False)
 
 
 def sample(client, request_id="4/0-1#2", max_tokens=9, image_inputs=None, **changes):
     context = make_context(client, **changes)
     inputs = image_inputs or {}
-    work = sampler.sample(context, SAMPLING, request_id, [1, 2, 3], max_tokens, **inputs)
+    work = sampling.sample(context, SAMPLING, request_id, [1, 2, 3], max_tokens, **inputs)
     return asyncio.run(work)
 
 
@@ -129,5 +129,5 @@ def test_a_response_after_the_timeout_is_a_failure():
     context.timeout_s = 0.05
     begin = time.monotonic()
     with pytest.raises(GymError, match=r"vLLM gave no answer within 0\.05 s") as caught:
-        asyncio.run(sampler.sample(context, SAMPLING, "r#0", [1], 9))
+        asyncio.run(sampling.sample(context, SAMPLING, "r#0", [1], 9))
     assert caught.value.reason == "generate_timeout" and time.monotonic() - begin < 2
