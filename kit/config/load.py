@@ -235,9 +235,10 @@ def merge(base: DictConfig, overlays: Sequence[Overlay]) -> DictConfig:
             config.merge_with(values_to_reset(overlay, has_steps_argument), content)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{overlay.source}: {describe_error(error)}") from None
-    servers = config.gym.servers or {}
-    for name in [name for name, spec in servers.items() if spec is None]:
-        del servers[name]
+    gym: Any = OmegaConf.to_container(config.gym)
+    for name, server in (gym["servers"] or {}).items():
+        if server is None:
+            del config.gym.servers[name]
     return config
 
 

@@ -178,6 +178,7 @@ def reset_invalid_keys(config: DictConfig, base: DictConfig, unknown: Sequence[s
         if not is_below(key, *unknown)
     }
     messages = []
+    known = list(unknown)  # keys that have a message
 
     def reset(key: str) -> None:
         OmegaConf.update(config, key, expected.get(key), merge=False, force_add=True)
@@ -187,10 +188,11 @@ def reset_invalid_keys(config: DictConfig, base: DictConfig, unknown: Sequence[s
         problem = check_key(config, key, changes[key], base)
         if problem:
             messages.append(problem)
+            known.append(key)
         if problem or not is_used(key):
             reset(key)
     for key, problem in sections.find_problems(config):
-        if not is_below(key, *unknown):
+        if not is_below(key, *known):
             messages.append(problem)
             reset(key)
     if not messages and not unknown:
