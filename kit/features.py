@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     import asyncio
 
     from omegaconf import DictConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+    from env import Json
     from inference import OnDone, Servers
     from kit.config.recipe import Parallelism, Recipe
     from kit.data.episode import Episode
@@ -84,12 +86,12 @@ class Feature:
         """Return the problems that can be found when verl is imported."""
         return ()
 
-    def set_sizes(self, config: DictConfig, hf_config: Any) -> None:
+    def set_sizes(self, config: DictConfig, hf_config: PretrainedConfig) -> None:
         """Set values that follow from the model. hf_config: its Hugging Face configuration."""
 
     # --- the complete recipe ---
 
-    def check_model(self, recipe: Recipe, hf_config: Any) -> Iterable[Exception | str]:
+    def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterable[Exception | str]:
         """Return problems with the sizes of the model."""
         return ()
 
@@ -151,7 +153,7 @@ class EventLoop(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(self, *_: Any) -> None: ...
+    def __exit__(self, *_: Any) -> None: ...  # only Any fits the three of asyncio.Runner
 
     def get_loop(self) -> asyncio.AbstractEventLoop: ...
 
@@ -397,7 +399,7 @@ def convert_rows() -> None:
 
 
 def make_image_processor(
-    config: DictConfig, hf_config: Any, tokenizer: Any
+    config: DictConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> TextProcessor | None:
     """Return the processor of a model that reads images, None if it can only read text here."""
     model = config.actor_rollout_ref.model.path
@@ -425,9 +427,9 @@ def require_code_scorer(reason: str) -> None:
 
 
 def score_code(
-    verifier: functools.partial[Any],
+    verifier: functools.partial[Any],  # its result is any JSON
     runner: asyncio.Runner,
-    arguments: dict[str, Any],
+    arguments: Json,
     memory: int,
 ) -> CallResult:
     """Score a response that is code, in the process of a verifier. Raises VerifierError.

@@ -282,7 +282,7 @@ class ReplayServers:
         """Return the next recorded batch, whatever the arguments."""
         return self.batches.pop(0) if self.batches else []
 
-    def start_rollout(self, *_: Any, **__: Any) -> None:
+    def start_rollout(self, *_: object, **__: object) -> None:
         """Do nothing: a replay has one step."""
 
     def sleep(self) -> None:
