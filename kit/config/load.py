@@ -29,6 +29,7 @@ from kit.config.keys import (
     flatten,
     nesting_hint,
     select_nested,
+    to_plain,
     unknown_key_hint,
 )
 from kit.config.recipe_text import (
@@ -43,7 +44,6 @@ from kit.config.values import (
     expand_paths,
     fill_empty,
     is_declared_text,
-    read_kinds,
     remove_misplaced,
     reset_invalid_keys,
 )
@@ -170,7 +170,8 @@ def read_overlays(
 @functools.cache
 def value_kinds() -> Kinds:
     """Which keys are texts, by the default engine's configuration."""
-    return read_kinds(base_configs()[1])
+    base = base_configs()[1]
+    return Kinds({key: to_plain(OmegaConf.select(base, key)) for key in flatten(base)})
 
 
 def pick_engine(overlays: Sequence[Overlay]) -> str:
