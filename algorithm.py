@@ -49,7 +49,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 try:
     import omegaconf  # noqa: F401
@@ -74,6 +74,12 @@ from kit.runs import checkpoints, cli
 from kit.runs.checkpoints import LoopState
 from kit.runs.console import say
 
+if TYPE_CHECKING:
+    from verl import DataProto
+
+    from kit.runs.run import Run
+    from training import Workers
+
 # Functions import training.py when they need it: verl and vLLM take 10 s to import. A recipe with
 # an error fails before that, and a run imports them while Ray starts.
 
@@ -84,9 +90,9 @@ class Trainer:
 
     recipe: Recipe
     inputs: RunInputs
-    run: Any  # kit.runs.run.Run
-    workers: Any  # training.Workers
-    servers: Any  # inference.Servers, or ReplayServers
+    run: Run
+    workers: Workers
+    servers: Any  # inference.Servers, ReplayServers, or those of an optional feature
     state: LoopState  # saved in a checkpoint
     metrics: dict[str, float] = field(default_factory=dict)  # of the current step
     scores: dict[str, float] = field(default_factory=dict)  # of the last evaluation
@@ -244,7 +250,7 @@ class Trainer:
         for episode in episodes:
             episode.shaped_reward = self.recipe.functions.reward(episode)
 
-    def compute_log_probs(self, batch: Any) -> None:
+    def compute_log_probs(self, batch: DataProto) -> None:
         """Add log-probs of trainer and reference, and values, each [B, R], before the update."""
         import training
 
@@ -264,7 +270,7 @@ class Trainer:
                 batch.batch["values"] = values
         self.raise_if_nonfinite(batch)
 
-    def compute_advantages(self, batch: Any) -> None:
+    def compute_advantages(self, batch: DataProto) -> None:
         """Turn rewards into advantages [B, R]: KL penalty, rollout correction, advantage.
 
         GRPO, the default: all tokens of response i of a group with rewards r_1, ..., r_n have
@@ -286,7 +292,7 @@ class Trainer:
             training.compute_advantages(batch, self.recipe)
         self.raise_if_nonfinite(batch)
 
-    def update(self, batch: Any) -> None:
+    def update(self, batch: DataProto) -> None:
         """Update critic and actor; in the first trainer.critic_warmup steps only the critic.
 
         If all advantages are 0, and the loss has no other term, the actor keeps its weights.
@@ -315,7 +321,7 @@ class Trainer:
 
     # --- checks, checkpoints, evaluation, metrics ------------------------------------------------
 
-    def raise_if_nonfinite(self, batch: Any, is_updated: bool = False) -> None:
+    def raise_if_nonfinite(self, batch: DataProto, is_updated: bool = False) -> None:
         """Raise NonFiniteStep for NaN, infinity, or samples from other weights."""
         from kit.runs import finite_check
 
@@ -389,7 +395,7 @@ def train(plan: cli.Plan) -> Iterator[Trainer]:
             run.log.print_result(trainer.scores)
 
 
-def start_trainer(plan: cli.Plan, run: Any, stack: contextlib.ExitStack) -> Trainer:
+def start_trainer(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trainer:
     """Start all processes, load a checkpoint to resume from, send its weights to vLLM."""
     from kit.data.rollout_files import ReplayServers
     from kit.runs import launch

@@ -25,7 +25,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from verl.checkpoint_engine import CheckpointEngineManager
@@ -35,7 +35,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 
 import env
 import gym_client
-from env import Task
+from env import Json, Task
 from gym_client import RUNS_EPISODES, EpisodeIndex, Gym, GymError, ServerDownError, Session
 from kit.config.recipe import Recipe
 from kit.data.episode import Episode, PolicyVersion, append_tokens, from_output_items, gc_paused
@@ -51,6 +51,9 @@ from kit.rollout.sampler import (
     number_members,
     sample,
 )
+
+if TYPE_CHECKING:
+    from verl.single_controller.ray import RayWorkerGroup
 
 logger = logging.getLogger(__name__)
 llm_server.print = logger.debug  # type: ignore[attr-defined]  # verl prints servers' addresses
@@ -152,7 +155,7 @@ async def sample_turn(
 
 async def step_environment(
     episode: Episode, session: Session, response: chat.ParsedResponse
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Pass a response to the environment, and return the observations.
 
     They are items of OpenAI's Responses format. Sets `episode.ended` if the environment or the
@@ -169,7 +172,7 @@ async def step_environment(
 
 async def take_step(
     episode: Episode, session: Session, response: chat.ParsedResponse
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Take one step of a `step` server, and add its reward to the reward of the episode."""
     body = gym_client.response(response.items)
     result = await session.step(body, last_sampled_ids(episode))
@@ -189,15 +192,13 @@ async def take_step(
     return observations
 
 
-async def run_tools(
-    episode: Episode, session: Session, calls: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
+async def run_tools(episode: Episode, session: Session, calls: Sequence[Json]) -> list[Json]:
     """Run the tool calls of a response on a `verify` server, in order, and return their outputs.
 
     A response without calls ends the episode. If the server runs no tools, a response with calls
     ends it too, since the call itself is the answer.
     """
-    outputs: list[dict[str, Any]] = []
+    outputs: list[Json] = []
     if not episode.ended and (not calls or not session.executable):
         episode.ended = "stop"
     if episode.ended:
@@ -210,8 +211,8 @@ async def run_tools(
 
 def append_observations(
     episode: Episode,
-    calls: Sequence[dict[str, Any]],
-    observations: list[dict[str, Any]],
+    calls: Sequence[Json],
+    observations: list[Json],
     context: SamplerContext,
 ) -> None:
     """Append the tokens of observations to the response, with a mask of 0.
@@ -343,9 +344,7 @@ async def run_agent(
         set_reward(episode, run.result)
 
 
-def episode_from_response(
-    episode: Episode, response: dict[str, Any], context: SamplerContext
-) -> None:
+def episode_from_response(episode: Episode, response: Json, context: SamplerContext) -> None:
     """Fill `episode` from the Response of an agent's /run, whose model calls have token ids.
 
     Raises GymError('not_contiguous' | 'no_tokens' | 'prompt_too_long').
@@ -507,7 +506,10 @@ async def rollout_with_baselines(
 # --- the vLLM servers ----------------------------------------------------------------------------
 
 
-async def start_servers(recipe: Recipe, actor: Any) -> LLMServerManager:
+async def start_servers(
+    recipe: Recipe,
+    actor: Any,  # a RayWorkerGroup, to which verl adds methods at run time
+) -> LLMServerManager:
     """Load the actor's models and start its vLLM servers, concurrently where that is safe.
 
     The servers are on the actor's GPUs, or on others (rollout.nnodes). vLLM measures the free
@@ -556,7 +558,7 @@ class Servers:
         self,
         recipe: Recipe,
         manager: LLMServerManager,
-        actor: Any,
+        actor: RayWorkerGroup | None,
         context: SamplerContext,
         gym: Gym,
         loop: EventLoop,

@@ -26,14 +26,16 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from verl import DataProto
+from verl.protocol import DataProtoFuture
 from verl.trainer.ppo import core_algos, metric_utils, ray_trainer
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.utils import tensordict_utils as tu
@@ -41,6 +43,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.metric import AggregationType, Metric, reduce_metrics
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
@@ -58,6 +61,10 @@ from kit.rollout.inputs import RunInputs
 REWARD_MODEL = "reward_model"  # the reward component of a reward model
 COMPONENTS = "reward_components"  # array of the batch: [B] of {name: value}
 WorkerGroup = Any  # a RayWorkerGroup, to which verl adds the workers' methods at run time
+WorkerOutput: TypeAlias = "TensorDict | DataProtoFuture"
+KLController = core_algos.AdaptiveKLController  # or the fixed one, which has no common base
+LossResult = tuple[Tensor, dict[str, Any]]  # the loss of a micro-batch [], and its metrics
+Loss = Callable[..., LossResult]  # (config, model_output, data, dp_group)
 
 
 class Workers(NamedTuple):
@@ -77,7 +84,7 @@ class Workers(NamedTuple):
 # `values`. The update reads `advantages` (actor) and `returns` (critic).
 
 
-def make_kl_controller(recipe: Recipe, kl_coef: float) -> Any:
+def make_kl_controller(recipe: Recipe, kl_coef: float) -> KLController:
     """Make verl's KL controller. kl_coef: the checkpoint's coefficient, or 0 in a new run."""
     controller = core_algos.get_kl_controller(recipe.algorithm.kl_ctrl)
     if recipe.algorithm.kl_ctrl.type == "adaptive" and kl_coef:
@@ -85,7 +92,9 @@ def make_kl_controller(recipe: Recipe, kl_coef: float) -> Any:
     return controller
 
 
-def apply_kl_penalty(batch: DataProto, controller: Any, recipe: Recipe) -> dict[str, float]:
+def apply_kl_penalty(
+    batch: DataProto, controller: KLController, recipe: Recipe
+) -> dict[str, float]:
     """Set `token_level_rewards` [B, R] to the scores minus verl's KL penalty -> metrics."""
     _, metrics = ray_trainer.apply_kl_penalty(batch, controller, recipe.algorithm.kl_penalty)
     return dict(metrics)
@@ -325,7 +334,9 @@ def number_turns(episodes: Sequence[Episode], width: int) -> torch.Tensor:
     return torch.from_numpy(turn)
 
 
-def pad_rows(rows: Sequence[Any], is_filled: torch.Tensor, padding: float) -> torch.Tensor:
+def pad_rows(
+    rows: Sequence[Sequence[float]], is_filled: torch.Tensor, padding: float
+) -> torch.Tensor:
     """Write B rows of numbers where `is_filled` [B, T] is true, and `padding` elsewhere.
 
     The result [B, T] is float32 if `padding` is a float, else int64.
@@ -379,7 +390,7 @@ def balance_rows(lengths: Sequence[int], mini_batches: int, ranks: int) -> list[
     return list(itertools.chain.from_iterable(rows_of_ranks))
 
 
-def wait_for_output(output: Any) -> Any:
+def wait_for_output(output: WorkerOutput) -> TensorDict:
     """The result of a worker call: verl's critic returns a future, its actor the result."""
     return output if isinstance(output, TensorDict) else output.get()
 
@@ -407,7 +418,7 @@ class PackedOutput(NamedTuple):
 
 
 def run_forward(
-    call: Callable[..., Any], batch: DataProto, ranks: int, **flags: Any
+    call: Callable[[TensorDict], WorkerOutput], batch: DataProto, ranks: int, **flags: object
 ) -> PackedOutput:
     """Call a forward pass of the workers on all rows of a batch. flags: for verl's engine."""
     slots = pad_to_ranks(batch, torch.arange(len(batch)), 1, ranks)
@@ -539,7 +550,7 @@ def update_critic(critic: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict
 
 
 def make_update_data(
-    batch: DataProto, ranks: int, mini_batches: int, settings: DictConfig, **flags: Any
+    batch: DataProto, ranks: int, mini_batches: int, settings: DictConfig, **flags: object
 ) -> TensorDict:
     """Pack the rows that have a token to train on, with the settings of the update for verl.
 
@@ -599,7 +610,7 @@ def collect_metrics(output: TensorDict, recipe: Recipe, role: str) -> dict[str, 
 # --- TRY NOT TO MODIFY: the loss in the workers --------------------------------------------------
 
 
-def is_entropy_in_loss(settings: Any) -> bool:
+def is_entropy_in_loss(settings: ActorConfig | DictConfig) -> bool:
     """Whether verl's ppo_loss reads the entropy. settings: verl's section of the actor."""
     return bool(settings.calculate_entropy or settings.entropy_coeff != 0.0)
 
@@ -612,7 +623,7 @@ def set_policy_loss(actor: WorkerGroup, recipe: Recipe) -> None:
     """
     settings = recipe.actor
     name = settings.policy_loss.loss_mode
-    loss: Callable[..., Any] = ppo_loss
+    loss: Loss = ppo_loss
     if is_user_function(name):
         function = core_algos.POLICY_LOSS_REGISTRY[name]
         loss = functools.partial(compute_custom_loss, name, function)
@@ -622,16 +633,25 @@ def set_policy_loss(actor: WorkerGroup, recipe: Recipe) -> None:
 
 
 def compute_custom_loss(
-    name: str, function: Any, config: Any, model_output: Any, data: Any, dp_group: Any = None
-) -> Any:
+    name: str,
+    function: core_algos.PolicyLossFn,
+    config: ActorConfig,
+    model_output: dict[str, Tensor],
+    data: TensorDict,
+    dp_group: ProcessGroup | None = None,
+) -> LossResult:
     """In a worker: register a custom policy loss there, and compute verl's ppo_loss with it."""
     core_algos.POLICY_LOSS_REGISTRY[name] = function
     return ppo_loss(config, model_output, data, dp_group)
 
 
 def compute_on_policy_loss(
-    loss: Any, config: Any, model_output: Any, data: Any, dp_group: Any = None
-) -> Any:
+    loss: Loss,
+    config: ActorConfig,
+    model_output: dict[str, Tensor],
+    data: TensorDict,
+    dp_group: ProcessGroup | None = None,
+) -> LossResult:
     """In a worker: compute `loss` with this pass's log-probs, detached, as the old ones.
 
     Also returns the metrics that the separate pass would give. If the batch has old log-probs, as

@@ -203,7 +203,8 @@ def make_servers(case: Case, gpus: Gpus, loop: Any) -> Any:
         stop_ids={STOP_ID},
         model=SimpleNamespace(vocab_size=100),
     )
-    client = Client(recipe, {"stub": None}, is_one_step_off=bool(case.one_step_off))
+    servers: Any = {"stub": None}
+    client = Client(recipe, servers, is_one_step_off=bool(case.one_step_off))
     context = make_sampler_context(recipe, client, inputs, timeout_s=1e6)
     context.max_response_length = MAX_TOKENS
     context.policy_version = 0

@@ -170,7 +170,8 @@ def make_context(recipe: Recipe, sampler: Sampler, count: int, tokens: int) -> S
         stop_ids={STOP_ID},
         model=SimpleNamespace(vocab_size=VOCABULARY),
     )
-    context = make_sampler_context(recipe, sampler, inputs, timeout_s=600.0)
+    client: Any = sampler
+    context = make_sampler_context(recipe, client, inputs, timeout_s=600.0)
     context.max_response_length = tokens
     context.episode_slots = asyncio.Semaphore(count)
     return context

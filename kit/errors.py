@@ -18,7 +18,10 @@ An episode ends with a GymError (gym_client.py): a status, never a reward.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl import DataProto
 
 
 class ConfigError(ValueError):
@@ -46,7 +49,7 @@ class NonFiniteStep(SkippedStep):
     have already trained on it. Old log-probs that the update computes are known only then.
     """
 
-    def __init__(self, reason: str, batch: Any, is_updated: bool = False):
+    def __init__(self, reason: str, batch: DataProto, is_updated: bool = False):
         super().__init__(reason)
         self.batch = batch
         if is_updated:

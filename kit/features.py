@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from omegaconf import DictConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from inference import OnDone, Servers
     from kit.config.recipe import Parallelism, Recipe
@@ -84,12 +85,12 @@ class Feature:
         """Return the problems that can be found when verl is imported."""
         return ()
 
-    def set_sizes(self, config: DictConfig, hf_config: Any) -> None:
+    def set_sizes(self, config: DictConfig, hf_config: PretrainedConfig) -> None:
         """Set values that follow from the model. hf_config: its Hugging Face configuration."""
 
     # --- the complete recipe ---
 
-    def check_model(self, recipe: Recipe, hf_config: Any) -> Iterable[Exception | str]:
+    def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterable[Exception | str]:
         """Return problems with the sizes of the model."""
         return ()
 
@@ -151,7 +152,7 @@ class EventLoop(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(self, *_: Any) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
     def get_loop(self) -> asyncio.AbstractEventLoop: ...
 
@@ -397,7 +398,7 @@ def convert_rows() -> None:
 
 
 def make_image_processor(
-    config: DictConfig, hf_config: Any, tokenizer: Any
+    config: DictConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> TextProcessor | None:
     """Return the processor of a model that reads images, None if it can only read text here."""
     model = config.actor_rollout_ref.model.path

@@ -29,6 +29,7 @@ from kit.config.keys import (
     flatten,
     nesting_hint,
     select_nested,
+    to_plain,
     unknown_key_hint,
 )
 from kit.config.recipe_text import (
@@ -43,7 +44,6 @@ from kit.config.values import (
     expand_paths,
     fill_empty,
     is_declared_text,
-    read_kinds,
     remove_misplaced,
     reset_invalid_keys,
 )
@@ -170,7 +170,8 @@ def read_overlays(
 @functools.cache
 def value_kinds() -> Kinds:
     """Which keys are texts, by the default engine's configuration."""
-    return read_kinds(base_configs()[1])
+    base = base_configs()[1]
+    return Kinds({key: to_plain(OmegaConf.select(base, key)) for key in flatten(base)})
 
 
 def pick_engine(overlays: Sequence[Overlay]) -> str:
@@ -235,9 +236,10 @@ def merge(base: DictConfig, overlays: Sequence[Overlay]) -> DictConfig:
             config.merge_with(values_to_reset(overlay, has_steps_argument), content)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{overlay.source}: {describe_error(error)}") from None
-    servers = config.gym.servers or {}
-    for name in [name for name, spec in servers.items() if spec is None]:
-        del servers[name]
+    gym: Any = OmegaConf.to_container(config.gym)
+    for name, server in (gym["servers"] or {}).items():
+        if server is None:
+            del config.gym.servers[name]
     return config
 
 

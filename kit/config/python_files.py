@@ -60,7 +60,7 @@ def make_folder_package(folder: Path) -> str:
         sys.modules[name] = importlib.util.module_from_spec(spec)
         FOLDERS[name] = folder
     if FolderFinder not in sys.meta_path:
-        sys.meta_path.insert(0, FolderFinder)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, FolderFinder)
     return name
 
 

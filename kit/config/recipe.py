@@ -62,7 +62,7 @@ class Recipe:
     arguments: frozenset[str]
     features: tuple[Feature, ...]
 
-    def get(self, key: str) -> Any:
+    def get(self, key: str) -> Any:  # values have any type
         """Return the value of a dotted key as plain data, None if there is no such key."""
         return to_plain(OmegaConf.select(self.verl, key))
 

@@ -270,6 +270,6 @@ def find_problems(config: DictConfig) -> Iterator[tuple[str, str]]:
             hint = f"Did you mean {similar[0]}?" if similar else "Remove it."
             yield key, f"unknown key {key}. {hint}"
         else:
-            is_own = problem["type"] == "value_error"
-            reason = str(problem["ctx"]["error"]) if is_own else REASONS[problem["type"]]
+            reasons = REASONS | {"value_error": str(problem.get("ctx", {}).get("error"))}
+            reason = reasons.get(problem["type"], "is invalid. Change it.")
             yield key, f"{key}={show(problem['input'])} {reason}"

@@ -67,11 +67,6 @@ def is_declared_text(key: str) -> bool:
     return matches_any(key, KEYS.texts) or matches_any(key, KEYS.paths)
 
 
-def read_kinds(base: DictConfig) -> Kinds:
-    """The kinds of values in a configuration."""
-    return Kinds({key: to_plain(OmegaConf.select(base, key)) for key in flatten(base)})
-
-
 # --- sections and lists --------------------------------------------------------------------------
 
 
@@ -178,6 +173,7 @@ def reset_invalid_keys(config: DictConfig, base: DictConfig, unknown: Sequence[s
         if not is_below(key, *unknown)
     }
     messages = []
+    known = list(unknown)  # keys that have a message
 
     def reset(key: str) -> None:
         OmegaConf.update(config, key, expected.get(key), merge=False, force_add=True)
@@ -187,10 +183,11 @@ def reset_invalid_keys(config: DictConfig, base: DictConfig, unknown: Sequence[s
         problem = check_key(config, key, changes[key], base)
         if problem:
             messages.append(problem)
+            known.append(key)
         if problem or not is_used(key):
             reset(key)
     for key, problem in sections.find_problems(config):
-        if not is_below(key, *unknown):
+        if not is_below(key, *known):
             messages.append(problem)
             reset(key)
     if not messages and not unknown:
@@ -225,7 +222,8 @@ def check_key(config: DictConfig, key: str, value: object, base: DictConfig) -> 
     if resolved is not None:  # a name with a dot cannot be selected
         value = resolved
     if not is_used(key):
-        return describe_unused(key, value, default)
+        unused = f"{key} is a verl option that this trainer does not use. {unused_hint(key)}"
+        return "" if value == default else unused
     if is_kit_key(key):
         return ""
     problem = describe_invalid(key, value, default)
@@ -242,13 +240,6 @@ def describe_error(error: OmegaConfBaseException) -> str:
     if "interpolation" in reason.lower() or "${" in reason:
         fix = "Correct ${...}, or write \\${ for these characters"
     return f"{reason}. {fix}."
-
-
-def describe_unused(key: str, value: object, default: object) -> str:
-    """Describe a key that nothing reads; empty if it has its default."""
-    if value == default:
-        return ""
-    return f"{key} is a verl option that this trainer does not use. {unused_hint(key)}"
 
 
 def describe_invalid(key: str, value: object, default: object) -> str:

@@ -17,7 +17,7 @@ with verl and patches verl's functions of logits and micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 import verl.utils.torch_functional as verl_F
 import verl.workers.engine.fsdp.transformer_impl as fsdp
 from tensordict import TensorDict
+from torch.distributed import ProcessGroup
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from verl.utils import tensordict_utils as tu
 from verl.utils.model import extract_multi_modal_inputs
@@ -32,6 +33,8 @@ from verl.workers.engine.base import EngineRegistry
 
 from kit.cpu.packed_layout import MAX_GRID_KEYS, Layout, lay_out
 
+Context = Any  # of a torch.autograd.Function; torch has no type for what it holds
+Inputs = dict[str, Any]  # of a model, or values that verl keeps for its output
 TILE_ROWS = 16  # rows of logits that are computed together, and fit into a core's cache
 
 # --- attention -----------------------------------------------------------------------------------
@@ -42,14 +45,14 @@ _layout: Layout | None = None
 
 
 def grid_attention(
-    module: Any,
+    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **options: Any,
+    **options: Any,  # of this attention, by the model
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention of each response to its prompt and itself.
 
@@ -83,7 +86,7 @@ def grid_attention(
 
 
 def raise_if_unsupported(
-    layout: Layout, sliding_window: int | None, options: dict[str, Any]
+    layout: Layout, sliding_window: int | None, options: Mapping[str, object]
 ) -> None:
     """Raise NotImplementedError if the model's attention has a feature that grids lack."""
     features = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
@@ -132,7 +135,9 @@ class LogProbEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+    def forward(
+        ctx: Context, logits: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         log_norm = torch.empty(len(logits))  # log of the sum of exp(logits)
         mean = torch.empty(len(logits))  # of the logits, weighted by their probabilities
         buffer = torch.empty(TILE_ROWS, logits.shape[1])
@@ -149,7 +154,9 @@ class LogProbEntropy(torch.autograd.Function):
         return log_probs, log_norm - mean
 
     @staticmethod
-    def backward(ctx: Any, log_prob_grad: torch.Tensor, entropy_grad: torch.Tensor) -> Any:
+    def backward(
+        ctx: Context, log_prob_grad: torch.Tensor, entropy_grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
         logits, labels, log_norm, mean = ctx.saved_tensors
         buffer = torch.empty(TILE_ROWS, logits.shape[1])
         is_entropy_used = bool(entropy_grad.any())  # False if entropy_coeff is 0
@@ -172,12 +179,12 @@ class ScaleInPlace(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(temperature)
         return logits.detach().div_(temperature)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (temperature,) = ctx.saved_tensors
         return gradient.div_(temperature), None  # made by LogProbEntropy, used only here
 
@@ -245,7 +252,7 @@ verl_prepare_micro_batches = fsdp.prepare_micro_batches
 
 
 def prepare_micro_batches(
-    data: TensorDict, dp_group: Any = None, **options: Any
+    data: TensorDict, dp_group: ProcessGroup | None = None, **options: object
 ) -> tuple[list[TensorDict], list[list[int]]]:
     """Split a batch by its tokens as verl does, but keep the responses to a prompt together.
 
@@ -309,9 +316,7 @@ def monkey_patch_micro_batches() -> None:
 class PackedInputs:
     """Mixin that packs the inputs of both engines. It precedes verl's class in the bases."""
 
-    def prepare_model_inputs(
-        self, micro_batch: TensorDict
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[Inputs, Inputs]:
         """Return the model's inputs in the packed order, and the layout among the other values."""
         global _layout
         inputs, args = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
@@ -342,9 +347,7 @@ class PackedInputs:
 class CPUEngineWithLMHead(PackedInputs, fsdp.FSDPEngineWithLMHead):
     """The engine of the actor and the reference."""
 
-    def prepare_model_inputs(
-        self, micro_batch: TensorDict
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[Inputs, Inputs]:
         """Return the model's inputs, with logits only where they predict a response's token."""
         inputs, args = super().prepare_model_inputs(micro_batch)
         if "layout" not in args:
@@ -357,10 +360,10 @@ class CPUEngineWithLMHead(PackedInputs, fsdp.FSDPEngineWithLMHead):
 
     def prepare_model_outputs(
         self,
-        output: Any,
-        output_args: dict[str, Any],
+        output: Any,  # of the model; transformers has a class for each kind
+        output_args: Inputs,
         micro_batch: TensorDict,
-        logits_processor_func: Any,
+        logits_processor_func: Callable[..., object] | None,
     ) -> dict[str, torch.Tensor]:
         """Return log-probs and entropies as verl does, with zeros where prompts are predicted."""
         global _labels, _result
@@ -395,10 +398,10 @@ class CPUEngineWithValueHead(PackedInputs, fsdp.FSDPEngineWithValueHead):
 
     def prepare_model_outputs(
         self,
-        output: Any,
-        output_args: dict[str, Any],
+        output: Any,  # of the model; transformers has a class for each kind
+        output_args: Inputs,
         micro_batch: TensorDict,
-        logits_processor_func: Any,
+        logits_processor_func: Callable[..., object] | None,
     ) -> dict[str, torch.Tensor]:
         """Return values as verl does, of all tokens in verl's order."""
         if "layout" in output_args:

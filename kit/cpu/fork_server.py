@@ -306,10 +306,10 @@ def monkey_patch_actor_class_ids() -> None:
 
     class RandomActorClassID:
         @staticmethod
-        def from_random() -> Any:
+        def from_random() -> ray.ActorClassID:
             return class_id(os.urandom(class_id.size()))
 
-    ray.actor.ActorClassID = RandomActorClassID  # type: ignore[misc,assignment,attr-defined]
+    ray.actor.ActorClassID = RandomActorClassID  # type: ignore[misc,assignment]
 
 
 def accept_request(listener: socket.socket) -> Connection:

@@ -104,7 +104,7 @@ def monkey_patch_vllm_plugins() -> None:
     function = f"{__name__}:{inspect_models_in_this_process.__name__}"
     plugin = importlib.metadata.EntryPoint("kit", function, group)
 
-    def entry_points(**selection: Any) -> Any:
+    def entry_points(**selection: str) -> object:
         points = find_entry_points(**selection)
         return [*points, plugin] if selection.get("group") == group else points
 
@@ -118,7 +118,7 @@ def inspect_models_in_this_process() -> None:
     """
     from vllm.model_executor.models import registry
 
-    def run_here(fn: Callable[[], Any]) -> Any:
+    def run_here(fn: Callable[[], object]) -> object:
         return fn()
 
     registry._run_in_subprocess = run_here  # type: ignore[assignment]
@@ -132,14 +132,18 @@ def monkey_patch_process_group() -> None:
     """
     init_torch_process_group = torch.distributed.init_process_group
 
-    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def init_process_group(
+        backend: str | None = None,
+        *args: Any,  # as for torch's function
+        **kwargs: Any,  # as for torch's function
+    ) -> None:
         # A process that trains has imported verl's engines by now, and asks for one of them later.
         # Other processes never import them.
         if "verl.workers.engine.fsdp.transformer_impl" in sys.modules:
             import kit.cpu.cpu_engine  # noqa: F401
         if backend == "cpu:gloo,cpu:gloo":
             backend = "gloo"
-        return init_torch_process_group(backend, *args, **kwargs)
+        init_torch_process_group(backend, *args, **kwargs)
 
     torch.distributed.init_process_group = init_process_group
 
@@ -168,12 +172,16 @@ monkey_patch_process_group()
 monkey_patch_pinned_memory()
 
 # After the patches above: verl and vLLM look up versions and plugins when they are imported.
-from transformers import AttentionInterface, AutoModelForTokenClassification  # noqa: E402
+from transformers import (  # noqa: E402
+    AttentionInterface,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 from verl.plugin.platform.platform_base import PlatformBase  # noqa: E402
 from verl.plugin.platform.platform_manager import PlatformRegistry  # noqa: E402
 
 
-def attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+def attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:  # as for grid_attention
     """Attention `cpu_packed` of cpu_engine.py, imported when it is first called (9).
 
     Every process must know the name, since it is in the config of checkpoints too. Only processes
@@ -188,7 +196,11 @@ def monkey_patch_critic_attention() -> None:
     """Load a critic with cpu_packed attention (11): verl requests flash attention in every case."""
     load_critic = AutoModelForTokenClassification.from_pretrained
 
-    def from_pretrained(*args: Any, attn_implementation: Any = None, **kwargs: Any) -> Any:
+    def from_pretrained(
+        *args: Any,  # as for transformers' method
+        attn_implementation: str | None = None,
+        **kwargs: Any,  # as for transformers' method
+    ) -> PreTrainedModel:
         return load_critic(*args, attn_implementation="cpu_packed", **kwargs)
 
     AutoModelForTokenClassification.from_pretrained = from_pretrained  # type: ignore[method-assign]
@@ -224,16 +236,16 @@ def make_device_module() -> types.ModuleType:
     return module
 
 
-def do_nothing(*_: Any) -> None:
+def do_nothing(*_: object) -> None:
     """Accept any arguments."""
 
 
-def return_zero(*_: Any) -> int:
+def return_zero(*_: object) -> int:
     """Return 0 for any arguments."""
     return 0
 
 
-def read_memory(*_: Any) -> tuple[int, int]:
+def read_memory(*_: object) -> tuple[int, int]:
     """Return the host's available and total memory in bytes."""
     memory = psutil.virtual_memory()
     return memory.available, memory.total
@@ -274,7 +286,7 @@ class PlatformCPU(PlatformBase):
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
 
-    def skip(self, *_: Any, **__: Any) -> None:
+    def skip(self, *_: object, **__: object) -> None:
         """Do nothing, where a CPU has nothing to do."""
 
     set_device = synchronize = set_allocator_settings = empty_cache = skip

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-def zero_weights(layer: torch.nn.Module, model_config: Any) -> None:
+def zero_weights(layer: torch.nn.Module, model_config: object) -> None:
     """Set a layer's own weights to zero, until the trainer's arrive (13)."""
     for weight in layer.parameters(recurse=False):
         weight.data.zero_()
@@ -95,7 +95,10 @@ def monkey_patch_experts() -> None:
     method_class: Any = moe.UnquantizedFusedMoEMethod
     load_experts = method_class.process_weights_after_loading
 
-    def load_and_pack_experts(method: Any, layer: torch.nn.Module) -> None:
+    def load_and_pack_experts(
+        method: Any,  # vLLM gives its field no type
+        layer: torch.nn.Module,
+    ) -> None:
         is_reload = method.moe_kernel is not None
         load_experts(method, layer)
         if is_reload:

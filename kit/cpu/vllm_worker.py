@@ -25,7 +25,7 @@ from kit.rollout import verl_patches
 vllm_patches.monkey_patch_vllm()
 
 
-class WorkerExtension(verl_patches.WorkerExtension):  # type: ignore[misc]
+class WorkerExtension(verl_patches.WorkerExtension):
     """Methods that vLLM adds to its worker, and that verl calls (7).
 
     vLLM's layers for a CPU pack their weights and drop the originals. So each sync must load the
@@ -33,7 +33,7 @@ class WorkerExtension(verl_patches.WorkerExtension):  # type: ignore[misc]
     """
 
     def update_weights_from_ipc(
-        self, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = False
+        self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
         """Receive the trainer's weights, or its LoRA adapter, and use them from now on.
 
@@ -72,7 +72,7 @@ def receive_weights(
     return weights
 
 
-def refresh_tied_lm_head(model: Any) -> None:
+def refresh_tied_lm_head(model: Any) -> None:  # of any of vLLM's classes
     """Pack the weights of a tied lm_head again (8): reload_weights does not refresh its copy."""
     if hasattr(model, "get_language_model"):
         model = model.get_language_model()

@@ -159,7 +159,7 @@ class LogProbsInBlocks(torch.autograd.Function):
         return logits.gather(1, labels[:, None])[:, 0].float() - log_norm
 
     @staticmethod
-    def backward(ctx: Any, log_prob_grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, log_prob_grad: torch.Tensor) -> Any:
         logits, labels, log_norm = ctx.saved_tensors
         gradient = logits if ctx.is_inplace else torch.empty_like(logits)
         for rows in split_rows(logits):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import gym_client
-from gym_client import GymError
+from gym_client import GymError, Json
 from kit.config.checks import AUTO_FORMAT
 from kit.rollout import harmony, thoughts
 from kit.rollout.sampler import SamplerContext
@@ -25,12 +25,12 @@ class ParsedResponse(NamedTuple):
 
     reasoning: str
     text: str
-    calls: list[dict[str, Any]]  # function_call items
+    calls: list[Json]  # function_call items
 
     @property
-    def items(self) -> list[dict[str, Any]]:
+    def items(self) -> list[Json]:
         """Return the response as Responses items. Without calls it has a message, maybe empty."""
-        items: list[dict[str, Any]] = []
+        items: list[Json] = []
         if self.reasoning:
             items.append(gym_client.reasoning(self.reasoning))
         if self.text or not self.calls:
@@ -41,7 +41,7 @@ class ParsedResponse(NamedTuple):
 async def parse_response(
     context: SamplerContext,
     ids: list[int],
-    tools: list[dict[str, Any]],
+    tools: list[Json],
     prompt_ids: Sequence[int] = (),
 ) -> ParsedResponse:
     """Parse the ids of a response into reasoning, text and function calls.
@@ -58,7 +58,7 @@ async def parse_response(
         return ParsedResponse(parsed.thought, parsed.text, calls)
     without_stop = ids[:-1] if ids[-1] in context.stop_ids else ids
     split = template.split_thought(prompt_ids, without_stop)
-    text = tokenizer.decode(split.answer, skip_special_tokens=True)
+    text = str(tokenizer.decode(split.answer, skip_special_tokens=True))
     if not split.thought:
         return await parse_answer(context, "", text, split.answer, tools)
     reasoning = thoughts.decode_thought(tokenizer, split.thought, template.markers)
@@ -70,7 +70,7 @@ async def parse_answer(
     reasoning: str,
     text: str,
     ids: list[int],
-    tools: list[dict[str, Any]],
+    tools: list[Json],
 ) -> ParsedResponse:
     """Parse the ids after the thought into text and function calls. text: that of `ids`.
 
@@ -91,9 +91,7 @@ async def parse_answer(
     return ParsedResponse(reasoning, text.lstrip("\n") if reasoning else text, calls)
 
 
-async def find_calls(
-    context: SamplerContext, ids: list[int], tools: list[dict[str, Any]]
-) -> ExtractedCalls:
+async def find_calls(context: SamplerContext, ids: list[int], tools: list[Json]) -> ExtractedCalls:
     """Find the calls in the ids of an answer, without those in a second thought.
 
     A marker in the arguments of a call begins no thought.
@@ -103,7 +101,7 @@ async def find_calls(
         context.tool_format = choose_tool_format(context.template)
     parsed = await extract_tool_calls(tokenizer, context.tool_format, ids, tools)
     markers = context.template.markers
-    answer = tokenizer.decode(ids, skip_special_tokens=False)
+    answer = str(tokenizer.decode(ids, skip_special_tokens=False))
     has_marker = any(markers.start in call.arguments for call in parsed.calls)
     if not parsed.calls or has_marker or markers.start not in answer:
         return parsed
@@ -112,15 +110,13 @@ async def find_calls(
     return await extract_tool_calls(tokenizer, context.tool_format, visible_ids, tools)
 
 
-def make_call(name: str, arguments: str, call_id: str = "") -> dict[str, Any]:
+def make_call(name: str, arguments: str, call_id: str = "") -> Json:
     """Make a function_call item, with a new id if the policy wrote none."""
     call_id = call_id or uuid.uuid4().hex[:CALL_ID_LENGTH]
     return gym_client.function_call(call_id, name, arguments)
 
 
-def observation_message(
-    item: dict[str, Any], names: dict[str, str], max_chars: int
-) -> dict[str, Any]:
+def observation_message(item: Json, names: dict[str, str], max_chars: int) -> Json:
     """Turn a Responses item of the environment into a chat message.
 
     names: {call_id: name of the tool}. A tool output of more than `max_chars` characters keeps its

@@ -18,14 +18,17 @@ import json
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import env
-from env import TEMPLATE_HINT
+from env import TEMPLATE_HINT, Json
 from gym_client import GymError
 from kit.data.processor import TextProcessor
 from kit.rollout import harmony, thoughts
 from kit.rollout.control_tokens import encode_marked_text, find_control_tokens, mark_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SYSTEM = "a system message"  # the parts of a conversation that a template may lack
 LATER_SYSTEM = "a second system message"
@@ -38,7 +41,7 @@ QUESTION = "A question."
 ANSWER = "quintetanswer"  # a text that no template changes; its end is the end of the answer
 ARGUMENT = {"text": ANSWER}
 
-Message = dict[str, Any]  # of OpenAI's chat format
+Message = Json  # of OpenAI's chat format
 
 TOOL: Message = {  # an example
     "type": "function",
@@ -72,11 +75,11 @@ class ChatTemplate:
 
     processor: TextProcessor  # of kit.data.processor, or the one of a model that reads images
     stop_ids: set[int]  # ids that end a response
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # data.apply_chat_template_kwargs
+    arguments: Mapping[str, object] = field(default_factory=dict)  # data.apply_chat_template_kwargs
     failures: Mapping[str, str] = field(default_factory=dict)  # of template_trial: {part: why}
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
         return self.processor.tokenizer
 
@@ -116,8 +119,9 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Message], add_generation_prompt: bool
     ) -> str:
         """Render messages in the template's own form. Raises RenderError."""
+        apply: Any = self.tokenizer.apply_chat_template  # its types allow only messages with texts
         try:
-            text = self.tokenizer.apply_chat_template(
+            text = apply(
                 self.processor.template_messages(list(messages)),
                 tools=list(tools) or None,
                 tokenize=False,
@@ -159,7 +163,7 @@ class ChatTemplate:
         call = {**answer, "tool_calls": [make_call("a", {})]}
         return self.shows([*question, answer], ANSWER) or self.shows([*question, call], ANSWER)
 
-    def shows_arguments(self, question: list[Message], arguments: Any) -> bool:
+    def shows_arguments(self, question: list[Message], arguments: str | Json) -> bool:
         """Return whether the template renders a call with these arguments, unchanged."""
         call = make_call("a", arguments)
         messages = [*question, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -279,7 +283,9 @@ class ChatTemplate:
         except RenderError as error:
             problem = f"the chat template does not take what the environment returned: {error}"
             raise GymError("template", f"{problem}. To use it, {TEMPLATE_HINT}.") from error
-        last = self.tokenizer.convert_ids_to_tokens(last_id) if last_id in self.stop_ids else ""
+        last = ""
+        if last_id in self.stop_ids:
+            last = str(self.tokenizer.convert_ids_to_tokens(last_id) or "")
         encode = functools.partial(
             encode_marked_text, tokens=tokens, mark=mark, tokenizer=self.tokenizer
         )
@@ -433,7 +439,7 @@ class ChatTemplate:
         """
         if last_id is None or last_id not in self.stop_ids:
             return text
-        last = self.tokenizer.convert_ids_to_tokens(last_id)
+        last = str(self.tokenizer.convert_ids_to_tokens(last_id) or "")
         for token in (last, *self.message_ends):
             if token and text.startswith(token):
                 return text[len(token) :]
@@ -582,7 +588,7 @@ def make_message(role: str, text: str, as_parts: bool) -> Message:
     return {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text}
 
 
-def make_call(letter: str, arguments: Any) -> Message:
+def make_call(letter: str, arguments: str | Json) -> Message:
     """Make a call of `look_up`, whose id is nine times this letter."""
     function = {"name": "look_up", "arguments": arguments}
     return {"id": letter * 9, "type": "function", "function": function}

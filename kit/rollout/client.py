@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from kit.config.recipe import Recipe
 from kit.data.episode import ABORTED, PolicyVersion, PolicyVersions
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from verl.workers.rollout.replica import TokenOutput
 
 RESUME_PAUSE_S = 0.1  # before the rest of an aborted response is requested
 
@@ -26,14 +30,16 @@ class Client(LLMServerClient):
     the same, but it records only the first and the last version of the weights.
     """
 
-    def __init__(self, recipe: Recipe, servers: dict[str, Any], is_one_step_off: bool = False):
+    def __init__(
+        self, recipe: Recipe, servers: dict[str, ActorHandle], is_one_step_off: bool = False
+    ):
         super().__init__(recipe.for_verl())
         self.servers = servers
         self.is_one_step_off = is_one_step_off
         is_deterministic = recipe.rollout.full_determinism
         self.router = GlobalRequestLoadBalancer(servers, full_determinism=is_deterministic)
 
-    async def _acquire_server(self, request_id: str, **_: Any) -> tuple[str, Any]:
+    async def _acquire_server(self, request_id: str, **_: object) -> tuple[str, ActorHandle]:
         key: Any = zlib.crc32(request_id.encode())  # hash() differs from process to process
         return self.router.acquire_server(key)
 
@@ -41,9 +47,9 @@ class Client(LLMServerClient):
         self.router.release_server(server_id)
 
     async def generate(
-        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict, **other: Any
-    ) -> Any:
-        """Sample one response. If it is aborted, request the rest. Returns verl's TokenOutput."""
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict, **other: object
+    ) -> TokenOutput:
+        """Sample one response. If it is aborted, request the rest."""
         if not self.is_one_step_off:
             return await super().generate(
                 request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **other

@@ -11,12 +11,15 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gym_client import GymError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def find_control_tokens(tokenizer: Any) -> dict[str, int]:
+
+def find_control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Return {text: id} of the special tokens, and of all added tokens in the chat template.
 
     The token for unknown text is not included, since any text may become it.
@@ -33,7 +36,7 @@ def find_control_tokens(tokenizer: Any) -> dict[str, int]:
     return {text: i for text, i in added.items() if text in special or text in template}
 
 
-def mark_tokens(value: Any, tokens: Iterable[str], mark: str) -> Any:
+def mark_tokens(value: object, tokens: Iterable[str], mark: str) -> Any:  # as the value
     """Insert `mark` into each occurrence of a token's text, in messages or in one text.
 
     The mark is after the first character of each occurrence, also where two of them overlap. The
@@ -62,7 +65,9 @@ def mark_tokens(value: Any, tokens: Iterable[str], mark: str) -> Any:
     return mark.join(value[start:end] for start, end in itertools.pairwise(borders))
 
 
-def encode_marked_text(text: str, tokens: dict[str, int], mark: str, tokenizer: Any) -> list[int]:
+def encode_marked_text(
+    text: str, tokens: dict[str, int], mark: str, tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
     """Encode a rendered conversation in pieces, so that tokens split by `mark` stay text.
 
     Raises GymError('template') if the ids have more control tokens than the pieces.

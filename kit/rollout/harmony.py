@@ -8,7 +8,10 @@ The messages of the channel `analysis` are the thought. A message to `functions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TOKENS = {  # {argument of parse_gpt_oss: token}
     "return_id": "<|return|>",
@@ -30,14 +33,16 @@ class HarmonyResponse(NamedTuple):
     calls: list[tuple[str, str]]  # name and arguments of each, as JSON text
 
 
-def is_harmony(tokenizer: Any) -> bool:
+def is_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether the chat template writes Harmony."""
     template = str(tokenizer.chat_template or "")
     vocabulary = tokenizer.get_added_vocab()
     return all(token in template and token in vocabulary for token in NEEDED)
 
 
-def parse(tokenizer: Any, prompt_ids: Sequence[int], ids: list[int]) -> HarmonyResponse:
+def parse(
+    tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], ids: list[int]
+) -> HarmonyResponse:
     """Parse a response. Its first message begins in the prompt, with `<|start|>assistant`.
 
     A call that is not closed, or whose arguments are not JSON, is text.

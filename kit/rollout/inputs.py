@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import env
 from kit.data.processor import TextProcessor
 from kit.data.tasks import RowSource
 from kit.gym.python_verifiers.settings import PythonVerifiers
 from kit.rollout.chat_template import ChatTemplate
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 @dataclasses.dataclass
@@ -20,18 +23,18 @@ class RunInputs:
     train: list[Any]  # env.Task, or examples for supervised training
     validation: list[Any]
     dropped: list[str]  # rows whose prompt is over data.max_prompt_length
-    tokenizer: Any  # of transformers
+    tokenizer: PreTrainedTokenizerBase
     processor: TextProcessor  # or the one of a model that reads images
     template: ChatTemplate
     stop_ids: set[int]  # ids that end a response
     source: RowSource  # the tasks of each batch
-    model: Any  # the Hugging Face configuration of the model's text part
+    model: PretrainedConfig  # of its text part
     verifiers: PythonVerifiers
     generated: list[env.Task] = dataclasses.field(default_factory=list)  # from functions, batch 1
     trials: list[str] = dataclasses.field(default_factory=list)  # results of a verifier's trial
     per_epoch: float = math.inf  # prompts for each row of files to be used once; inf without files
 
     @property
-    def tasks(self) -> list[Any]:
+    def tasks(self) -> list[Any]:  # as `train`
         """Every task that is known before the run."""
         return [*self.train, *self.generated, *self.validation]

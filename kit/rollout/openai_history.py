@@ -87,7 +87,7 @@ class Contents(NamedTuple):
 
     thoughts: set[str]
     text: str
-    calls: list[tuple[str, Any]]  # name and arguments
+    calls: list[tuple[str, object]]  # name and arguments
 
 
 def make_contents(text: str, thoughts: Sequence[str | None], calls: list[Message]) -> Contents:
@@ -97,7 +97,7 @@ def make_contents(text: str, thoughts: Sequence[str | None], calls: list[Message
     return Contents(texts - {""}, INLINE_THOUGHT.sub("", text).strip(), decoded)
 
 
-def decode_arguments(arguments: str) -> Any:
+def decode_arguments(arguments: str) -> object:
     """Decode JSON text. Text that is not JSON stays text."""
     try:
         return json.loads(arguments, parse_constant=str)  # NaN is not equal to NaN

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
@@ -23,14 +23,14 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 import env
-from gym_client import sanitize_json
+from gym_client import Json, sanitize_json
 
 WHERE = "the request"  # instead of a row's name, in errors of env.py
 TEXT_PARTS = ("text", "input_text", "output_text")
 MAX_SHOWN = 60  # characters of a value in an error
 
 # {field: (the values that are supported, why others are not)}
-SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+SUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "n": ((None, 1), "A request gets one response. Send several requests"),
     "tool_choice": ((None, "auto", "none"), "The policy decides which tools it calls. Use auto"),
     "response_format": ((None, {"type": "text"}), "The policy's text is not constrained. Use text"),
@@ -76,12 +76,12 @@ class Part(Shape):
         return kind
 
 
-def read_content(content: Any) -> Any:
+def read_content(content: object) -> object:
     """Turn text into a list of one part."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def read_arguments(arguments: Any) -> Any:
+def read_arguments(arguments: object) -> object:
     """Turn the arguments of a call into JSON text."""
     return json.dumps(arguments) if isinstance(arguments, dict) else arguments
 
@@ -102,7 +102,7 @@ class TextMessage(Shape):
     role: Literal["system", "developer", "user"]
     content: Content
 
-    def to_item(self) -> dict[str, Any]:
+    def to_item(self) -> Json:
         """Return the message as env.render_items takes it."""
         return {"role": self.role, "content": join_parts(self.content)}
 
@@ -115,7 +115,7 @@ class ToolMessage(Shape):
     content: Content
     name: str | None = None
 
-    def to_item(self) -> dict[str, Any]:
+    def to_item(self) -> Json:
         """Return the message as env.render_items takes it."""
         item = {"role": "tool", "tool_call_id": self.tool_call_id, "name": self.name}
         return {**item, "content": join_parts(self.content)}
@@ -157,7 +157,7 @@ class Answer(Shape):
         """The token ids of the conversation up to the end of this response."""
         return [*(self.prompt_token_ids or []), *(self.generation_token_ids or [])]
 
-    def to_item(self) -> dict[str, Any]:
+    def to_item(self) -> Json:
         """Return the message as env.render_items takes it."""
         return {
             "role": "assistant",
@@ -172,7 +172,7 @@ class ToolFunction(Shape):
 
     name: Text
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Json | None = None
 
 
 class Tool(Shape):
@@ -196,7 +196,7 @@ class ChatRequest(Shape):
 
     messages: list[Annotated[AnyMessage, Field(discriminator="role")]] = Field(min_length=1)
     tools: list[Tool] | None = None
-    tool_choice: Any = None
+    tool_choice: object = None
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
@@ -208,7 +208,7 @@ class ChatRequest(Shape):
     for_training: bool | None = None
 
     @property
-    def chat_tools(self) -> list[dict[str, Any]]:
+    def chat_tools(self) -> list[Json]:
         """The tools of the prompt, in the form of a row's tools."""
         tools = [tool.model_dump() for tool in self.tools or []]
         return env.render_tools(sanitize_json(tools), WHERE)
@@ -220,7 +220,7 @@ class ChatRequest(Shape):
         return min(limits, default=None)
 
 
-def read_request(body: Any) -> ChatRequest:
+def read_request(body: object) -> ChatRequest:
     """Read the JSON of a request. Raises RequestError."""
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, not {show(body)}. Correct it.")
@@ -261,7 +261,7 @@ def name_field(error: ErrorDetails) -> str:
     return name.removeprefix(".")
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """Return the beginning of a value, for an error."""
     text = repr(sanitize_json(value))
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

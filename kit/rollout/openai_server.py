@@ -19,16 +19,19 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from aiohttp import web
 
-from gym_client import GymError
+from gym_client import GymError, Json
 from kit.data.episode import LOG_PROBS, PROMPT_IDS, SAMPLED_IDS, TOKEN_FIELDS
 from kit.rollout.chat import ParsedResponse
 from kit.rollout.openai_history import Histories, Prompt, parse_offered
 from kit.rollout.openai_requests import ChatRequest, RequestError, read_request
 from kit.rollout.sampler import SampledResponse, SamplerContext, sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_BODY_BYTES = 2**28  # a request has all token ids of its conversation
 MODEL = "policy"  # the name of the model; requests may use any other, too
@@ -50,7 +53,7 @@ class Reply(NamedTuple):
     """An HTTP response: its status and its JSON."""
 
     status: int
-    body: dict[str, Any]
+    body: Json
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -75,7 +78,7 @@ def error_reply(
 
 
 async def complete_chat(
-    body: Any, context: SamplerContext, histories: Histories | None = None
+    body: object, context: SamplerContext, histories: Histories | None = None
 ) -> Reply:
     """Answer a POST to /v1/chat/completions.
 
@@ -133,7 +136,7 @@ def make_completion(
     sampled: SampledResponse,
     response: ParsedResponse,
     context: SamplerContext,
-) -> dict[str, Any]:
+) -> Json:
     """Return a chat completion of OpenAI's API, with Gym's fields for token ids and log-probs."""
     if sampled.ids[-1] not in context.stop_ids:
         finish_reason = "length"
@@ -165,9 +168,7 @@ def make_completion(
     }
 
 
-def make_message(
-    prompt: Prompt, sampled: SampledResponse, response: ParsedResponse
-) -> dict[str, Any]:
+def make_message(prompt: Prompt, sampled: SampledResponse, response: ParsedResponse) -> Json:
     """Return the assistant's message.
 
     The thought is in `reasoning_content`, as vLLM's server has it. So an agent or a verifier does
@@ -188,11 +189,11 @@ def make_message(
     return message | token_fields
 
 
-def list_log_probs(sampled: SampledResponse, tokenizer: Any) -> list[dict[str, Any]]:
+def list_log_probs(sampled: SampledResponse, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
     """Return the log-probs of a response in the form of OpenAI's API."""
     entries = []
     for token_id, log_prob in zip(sampled.ids, sampled.log_probs, strict=True):
-        token = tokenizer.decode([token_id])
+        token = str(tokenizer.decode([token_id]))
         entry = {"token": token, "logprob": log_prob, "bytes": list(token.encode())}
         entries.append({**entry, "top_logprobs": []})
     return entries
@@ -201,7 +202,7 @@ def list_log_probs(sampled: SampledResponse, tokenizer: Any) -> list[dict[str, A
 # --- streams -------------------------------------------------------------------------------------
 
 
-def make_chunks(completion: dict[str, Any], include_usage: bool) -> Iterator[dict[str, Any]]:
+def make_chunks(completion: Json, include_usage: bool) -> Iterator[Json]:
     """Yield the chunks of a stream that has the contents of a completion.
 
     The first chunk has the token ids.
@@ -231,7 +232,7 @@ def make_chunks(completion: dict[str, Any], include_usage: bool) -> Iterator[dic
 
 
 async def send_stream(
-    request: web.Request, completion: dict[str, Any], include_usage: bool
+    request: web.Request, completion: Json, include_usage: bool
 ) -> web.StreamResponse:
     """Send a completion as server-sent events. The response has been sampled completely."""
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

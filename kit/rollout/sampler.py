@@ -8,9 +8,9 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from env import Task
+from env import Json, Task
 from gym_client import EpisodeIndex, GymError
 from kit.config.recipe import Recipe
 from kit.data.episode import ABORTED, PolicyVersion, PolicyVersions
@@ -19,7 +19,13 @@ from kit.errors import RunError
 from kit.rollout.chat_template import ChatTemplate
 from kit.rollout.inputs import RunInputs
 
-Sampling = dict[str, Any]  # vLLM's sampling parameters, from `build_sampling_params`
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from verl.workers.rollout.replica import TokenOutput
+
+    from kit.rollout.client import Client
+
+Sampling = Json  # vLLM's sampling parameters, from `build_sampling_params`
 DEFAULT_SLOTS = 256
 
 
@@ -27,8 +33,8 @@ DEFAULT_SLOTS = 256
 class SamplerContext:
     """The client of the rollout engine, and the settings of model and recipe that turns use."""
 
-    client: Any  # verl's LLMServerClient: kit.rollout.client.Client
-    tokenizer: Any
+    client: Client
+    tokenizer: PreTrainedTokenizerBase
     stop_ids: set[int]  # ids that end a turn
     max_prompt_length: int  # tokens
     max_response_length: int  # tokens of an episode after its prompt, including observed ones
@@ -46,7 +52,7 @@ class SamplerContext:
     # The policy endpoint (openai_server.py) samples with these. Its requests come from agents and
     # do not say which rollout they belong to, so `Servers` sets this when a rollout starts.
     endpoint_sampling: Sampling = field(default_factory=dict)
-    processor: Any = None  # kit.data.processor: for text, unless the model reads images
+    processor: TextProcessor = None  # type: ignore[assignment]  # __post_init__ sets it
     template: ChatTemplate = None  # type: ignore[assignment]  # __post_init__ sets it
 
     def __post_init__(self) -> None:
@@ -65,7 +71,7 @@ class SampledResponse(NamedTuple):
 
 
 def make_sampler_context(
-    recipe: Recipe, client: Any, inputs: RunInputs, timeout_s: float
+    recipe: Recipe, client: Client, inputs: RunInputs, timeout_s: float
 ) -> SamplerContext:
     """Make the context from verl's keys: data.max_*_length, rollout.multi_turn.* and others.
 
@@ -116,7 +122,7 @@ async def sample(
     request_id: str,
     prompt_ids: list[int],
     max_tokens: int,
-    **image_inputs: Any,
+    **image_inputs: object,
 ) -> SampledResponse:
     """Sample one response of the policy, of at most `max_tokens` tokens.
 
@@ -153,8 +159,8 @@ async def sample(
     return SampledResponse(ids, list(output.log_probs), policy_versions)
 
 
-def read_policy_versions(output: Any, default: int | None) -> PolicyVersions:
-    """Return the versions of the weights that sampled `output`, a TokenOutput of verl.
+def read_policy_versions(output: TokenOutput, default: int | None) -> PolicyVersions:
+    """Return the versions of the weights that sampled `output`.
 
     With one_step_off, kit/rollout/client.py adds `versions`, one for each part of a response.
     Otherwise verl's servers send one `global_steps`. default: the version if they send none.

@@ -10,10 +10,19 @@ import errno
 import importlib
 import ipaddress
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch.distributed import Store, TCPStore
 
 
-def create_store(host: str, port: int = 0, **settings: Any) -> Any:
+def create_store(
+    host: str,
+    port: int = 0,
+    **settings: Any,  # as for TCPStore
+) -> TCPStore:
     """Return a TCPStore that listens on `host` only. port: 0 for a free one."""
     from torch.distributed import TCPStore
 
@@ -47,8 +56,8 @@ def monkey_patch_rendezvous() -> None:
         return
 
     def create_c10d_store(
-        host: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool = True
-    ) -> Any:
+        host: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
+    ) -> Store:
         is_served_elsewhere = rank != 0 or rendezvous._torchelastic_use_agent_store()
         if not is_served_elsewhere and is_loopback(host):
             settings = {"multi_tenant": True, "use_libuv": use_libuv}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kit.config.checks import list_tool_formats
 from kit.rollout.chat_template import (
@@ -31,6 +31,9 @@ from kit.rollout.chat_template import (
     text_after,
 )
 from kit.rollout.tool_calls import extract_by_vllm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Texts that no template writes, and that one which changes or cuts messages would change.
 MARKS = tuple(f"Quintet's {n}: <&>\n" + "A longer text. " * 20 + "End." for n in ("one", "two"))
@@ -76,7 +79,7 @@ def try_answer(template: ChatTemplate) -> None:
         return
     without_stop = [i for i in ids if i not in template.stop_ids]
     answer = template.split_thought((), without_stop).answer
-    text = template.tokenizer.decode(answer, skip_special_tokens=True).strip()
+    text = str(template.tokenizer.decode(answer, skip_special_tokens=True)).strip()
     if not text.startswith(ANSWER):  # `find_unknown_end` looks at the text after it
         raise RenderError(f"they are read as {text!r} instead of {ANSWER!r}")
 
@@ -187,7 +190,7 @@ def check_continuation(
     """
     conversation = template.make_conversation(messages)
     stop = template.find_sampled_stop(template.find_turn_end(messages[0]), messages[0])
-    stop_id = template.tokenizer.convert_tokens_to_ids(stop) if stop else None
+    stop_id: Any = template.tokenizer.convert_tokens_to_ids(stop) if stop else None
     text = template.continue_conversation(conversation, messages, stop_id)
     check_marks(text, marks)
     if stop and text.startswith(stop):
@@ -239,11 +242,11 @@ def find_tool_formats(template: ChatTemplate, formats: Iterable[str]) -> Iterato
         return
     without_stop = ids[:-1] if ids[-1] in template.stop_ids else ids
     written = template.split_thought((), without_stop).answer
-    text = template.tokenizer.decode(written, skip_special_tokens=False)
+    text = str(template.tokenizer.decode(written, skip_special_tokens=False))
     yield from (name for name in formats if reads_call(template.tokenizer, name, text))
 
 
-def reads_call(tokenizer: Any, tool_format: str, text: str) -> bool:
+def reads_call(tokenizer: PreTrainedTokenizerBase, tool_format: str, text: str) -> bool:
     """Return whether a tool parser finds the call of `find_tool_formats` in a text."""
     try:
         calls = extract_by_vllm(tokenizer, tool_format, text, [TOOL]).calls

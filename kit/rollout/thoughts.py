@@ -7,7 +7,10 @@ opened it. A thought that is not closed is not an answer and has no tool calls.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TAIL = 32  # tokens at the end of a prompt, where the template may have opened a thought
 
@@ -38,7 +41,7 @@ class SplitResponse(NamedTuple):
     answer: list[int]  # empty if the thought is not closed
 
 
-def find_markers(tokenizer: Any) -> Markers:
+def find_markers(tokenizer: PreTrainedTokenizerBase) -> Markers:
     """Find the markers that the chat template or else the vocabulary has, or `<think>`."""
     template = str(tokenizer.chat_template or "")
     vocabulary = {token.content for token in tokenizer.added_tokens_decoder.values()}
@@ -48,7 +51,7 @@ def find_markers(tokenizer: Any) -> Markers:
 
 
 def split_thought(
-    tokenizer: Any, ids: list[int], markers: Markers, is_open: bool = False
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], markers: Markers, is_open: bool = False
 ) -> SplitResponse:
     """Split a response after its thought. ids: without a stop token at the end.
 
@@ -56,7 +59,7 @@ def split_thought(
     start marker ends a thought, too, because some prompts ask for a thought in their text.
     is_open: whether the prompt has opened the thought (`opens_thought`).
     """
-    text = tokenizer.decode(ids, skip_special_tokens=False)
+    text = str(tokenizer.decode(ids, skip_special_tokens=False))
     is_open = is_open or text.lstrip().startswith(markers.start)
     if not is_open and markers.end not in text:
         return SplitResponse([], ids)
@@ -69,7 +72,7 @@ def split_thought(
     return SplitResponse(ids[:end], ids[end:])
 
 
-def find_end(tokenizer: Any, ids: list[int], marker: str) -> int:
+def find_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], marker: str) -> int:
     """Find the index after the first `marker`, which is one token or several; else len(ids)."""
     marker_id = tokenizer.get_added_vocab().get(marker)
     if marker_id is not None:
@@ -85,7 +88,9 @@ def find_end(tokenizer: Any, ids: list[int], marker: str) -> int:
     return low
 
 
-def opens_thought(tokenizer: Any, prompt_ids: Sequence[int], markers: Markers) -> bool:
+def opens_thought(
+    tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], markers: Markers
+) -> bool:
     """Return whether a prompt ends with the start marker of a thought and white space."""
     tail = tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
     return str(tail).rstrip().endswith(markers.start)
@@ -101,7 +106,7 @@ def remove_thoughts(text: str, markers: Markers) -> str:
     return answer + text
 
 
-def decode_thought(tokenizer: Any, ids: list[int], markers: Markers) -> str:
+def decode_thought(tokenizer: PreTrainedTokenizerBase, ids: list[int], markers: Markers) -> str:
     """Decode the ids of a thought to its text, without the markers."""
     text = str(tokenizer.decode(ids, skip_special_tokens=False)).lstrip()
     return text.removeprefix(markers.start).removesuffix(markers.end).strip()

@@ -8,9 +8,15 @@ import functools
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import regex
+
+from env import Json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm.tool_parsers import ToolParser
 
 PARSE_TIMEOUT_S = 5.0  # for one search of a tool parser, in CPU seconds of this process
 SEARCHES = frozenset(
@@ -34,7 +40,7 @@ class ExtractedCalls(NamedTuple):
 
 
 async def extract_tool_calls(
-    tokenizer: Any, tool_format: str, ids: list[int], tools: list[dict[str, Any]]
+    tokenizer: PreTrainedTokenizerBase, tool_format: str, ids: list[int], tools: list[Json]
 ) -> ExtractedCalls:
     """Find the tool calls in the ids of a response with vLLM's parser, or verl's without vLLM."""
     try:
@@ -42,12 +48,12 @@ async def extract_tool_calls(
     except ImportError:
         return await extract_tool_calls_by_verl(tokenizer, tool_format, ids, tools)
     # Some formats mark their calls with special tokens.
-    text = tokenizer.decode(ids, skip_special_tokens=False)
+    text = str(tokenizer.decode(ids, skip_special_tokens=False))
     return await asyncio.to_thread(extract_by_vllm, tokenizer, tool_format, text, tools)
 
 
 def extract_by_vllm(
-    tokenizer: Any, tool_format: str, text: str, tools: list[dict[str, Any]]
+    tokenizer: PreTrainedTokenizerBase, tool_format: str, text: str, tools: list[Json]
 ) -> ExtractedCalls:
     """Find the tool calls in the text of a response with vLLM's parser of the format."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -56,7 +62,7 @@ def extract_by_vllm(
     body = {"messages": [], "model": "policy", "tools": tools}
     request: Any = ChatCompletionRequest.model_validate(body)
     parser_class = ToolParserManager.get_tool_parser(tool_format)
-    parser = parser_class(tokenizer, request.tools)
+    parser = parser_class(tokenizer, request.tools)  # type: ignore[arg-type]  # vLLM's own type
     limit_search_time(parser)
     result = parser.extract_tool_calls(text, request)
     if not result.tools_called:
@@ -85,7 +91,7 @@ def find_written_ids(text: str, parsed_ids: Sequence[str]) -> list[str]:
 
 
 async def extract_tool_calls_by_verl(
-    tokenizer: Any, tool_format: str, ids: list[int], tools: list[dict[str, Any]]
+    tokenizer: PreTrainedTokenizerBase, tool_format: str, ids: list[int], tools: list[Json]
 ) -> ExtractedCalls:
     """Find the tool calls in the ids of a response with verl's parser of the format."""
     from verl.experimental.agent_loop.tool_parser import ToolParser
@@ -99,7 +105,7 @@ async def extract_tool_calls_by_verl(
     return ExtractedCalls(text, [Call(call.name, call.arguments) for call in calls])
 
 
-def to_verl_tool(function: dict[str, Any]) -> dict[str, Any]:
+def to_verl_tool(function: Json) -> Json:
     """Reduce a tool to the part of JSON schema that verl's schema accepts."""
     parameters = function.get("parameters") or {}
     properties = {}
@@ -127,14 +133,14 @@ class TimedPattern:
     def __init__(self, pattern: regex.Pattern[str]):
         self.pattern = pattern
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         value = getattr(self.pattern, name)
         if name in SEARCHES:
             return functools.partial(value, timeout=PARSE_TIMEOUT_S)
         return value
 
 
-def limit_search_time(parser: Any) -> None:
+def limit_search_time(parser: ToolParser) -> None:
     """Replace the patterns of a tool parser by patterns with a timeout."""
     for name in dir(parser):
         value = getattr(parser, name, None)

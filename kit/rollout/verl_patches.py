@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -47,12 +48,12 @@ def monkey_patch_training_workers() -> None:
     """
     init_process_group = torch.distributed.init_process_group
 
-    def init_and_patch(*args: Any, **kwargs: Any) -> Any:
+    def init_and_patch(*args: Any, **kwargs: Any) -> None:  # as for torch's function
         if "verl.workers.engine_workers" in sys.modules:
             from kit.rollout.worker_patches import monkey_patch_training_worker
 
             monkey_patch_training_worker()
-        return init_process_group(*args, **kwargs)
+        init_process_group(*args, **kwargs)
 
     torch.distributed.init_process_group = init_and_patch
 
@@ -83,7 +84,9 @@ def monkey_patch_clip_weights() -> None:
 
     prefix = "vision_model."
 
-    def load_weights(tower: Any, weights: Any) -> set[str]:
+    def load_weights(
+        tower: clip.CLIPVisionModel, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> set[str]:
         unprefixed = ((name.removeprefix(prefix), weight) for name, weight in weights)
         return {f"{prefix}{name}" for name in tower.vision_model.load_weights(unprefixed)}
 
@@ -95,7 +98,7 @@ def make_server_adapter() -> type:
     from verl.workers.rollout.vllm_rollout import ServerAdapter as VerlServerAdapter
 
     class ServerAdapter(VerlServerAdapter):
-        def __init__(self, *args: Any, **kwargs: Any):
+        def __init__(self, *args: Any, **kwargs: Any):  # as for verl's class
             super().__init__(*args, **kwargs)
             self.zmq_handle = move_to_temp_folder(self.zmq_handle)
 

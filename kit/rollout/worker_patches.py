@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
@@ -16,6 +16,12 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from kit.config.schedule import POSITION, compute_learning_rate
+
+if TYPE_CHECKING:
+    from verl.workers.engine_workers import TrainingWorker
+
+    Reset = Callable[[TrainingWorker], None]
+    TrainBatch = Callable[[TrainingWorker, TensorDict], TensorDict | None]
 
 
 @functools.cache
@@ -28,11 +34,11 @@ def monkey_patch_training_worker() -> None:
     worker.train_batch = make_train_batch(worker.train_batch)
 
 
-def make_reset(verl_reset: Any) -> Any:
+def make_reset(verl_reset: Reset) -> Reset:
     """Make a `reset` that keeps the adapter from which the run starts."""
 
     @functools.wraps(verl_reset)
-    def reset(self: Any) -> None:
+    def reset(self: TrainingWorker) -> None:
         verl_reset(self)
         if getattr(self.model_config, "lora_adapter_path", None) and self.model_config.lora_rank:
             fix_initial_adapter(self)
@@ -40,7 +46,7 @@ def make_reset(verl_reset: Any) -> Any:
     return reset
 
 
-def make_train_batch(verl_train_batch: Any) -> Any:
+def make_train_batch(verl_train_batch: TrainBatch) -> TrainBatch:
     """Make a `train_batch` that trains with the rate of the training step, and reports it.
 
     verl 0.9.1 reports the rate of the next step (https://github.com/verl-project/verl/issues/3674).
@@ -48,7 +54,7 @@ def make_train_batch(verl_train_batch: Any) -> Any:
     """
 
     @functools.wraps(verl_train_batch)
-    def train_batch(self: Any, data: TensorDict) -> TensorDict | None:
+    def train_batch(self: TrainingWorker, data: TensorDict) -> TensorDict | None:
         from verl.utils import tensordict_utils as tu
 
         rate = set_learning_rate(self, data)
@@ -63,7 +69,7 @@ def make_train_batch(verl_train_batch: Any) -> Any:
     return train_batch
 
 
-def set_learning_rate(worker: Any, data: TensorDict) -> float | None:
+def set_learning_rate(worker: TrainingWorker, data: TensorDict) -> float | None:
     """Set the rate of the optimizer and return it; None for other training engines than FSDP.
 
     A batch without a position gets that of verl's scheduler, which counts updates.
@@ -74,7 +80,7 @@ def set_learning_rate(worker: Any, data: TensorDict) -> float | None:
     optim = worker.optimizer_config
     if not isinstance(optim, FSDPOptimizerConfig):
         return None
-    engine = worker.engine
+    engine: Any = worker.engine  # FSDPEngine
     position = tu.get(data, POSITION, engine.lr_scheduler.last_epoch)
     rate = compute_learning_rate(optim, int(position))
     for group in engine.optimizer.param_groups:
@@ -85,7 +91,7 @@ def set_learning_rate(worker: Any, data: TensorDict) -> float | None:
 # --- LoRA: the policy that the run starts from ---------------------------------------------------
 
 
-def fix_initial_adapter(worker: Any) -> None:
+def fix_initial_adapter(worker: TrainingWorker) -> None:
     """Let the reference keep the adapter that the run starts from (model.lora_adapter_path).
 
     verl turns the adapter off for the reference, which would then be the model below it. This is
@@ -93,13 +99,14 @@ def fix_initial_adapter(worker: Any) -> None:
     """
     from peft.tuners.lora import LoraLayer
 
-    module: Any = worker.engine.module
+    engine: Any = worker.engine  # FSDPEngine
+    module = engine.module
     for layer in module.modules():
         if isinstance(layer, LoraLayer):
             for name in layer.lora_dropout:  # the rollout engine has no dropout either
                 layer.lora_dropout[name] = torch.nn.Identity()
     initial = copy_trainable(module)
-    worker.engine.disable_adapter = functools.partial(use_weights, module, initial)
+    engine.disable_adapter = functools.partial(use_weights, module, initial)
 
 
 @contextlib.contextmanager

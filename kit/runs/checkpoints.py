@@ -20,18 +20,24 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
+from env import Json
 from kit import features
 from kit.config.keys import KEYS, flatten
 from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
 from kit.errors import ConfigError, RunError
 from kit.runs import files
+
+if TYPE_CHECKING:
+    import torch
+
+    from training import Workers
 
 MANIFEST = "manifest.json"
 POINTER = "latest_checkpointed_iteration.txt"  # verl's file: the step of the last checkpoint
@@ -79,10 +85,9 @@ class LoopState:
     kl_coef: float = 0.0  # the adaptive coefficient of the KL penalty
 
 
-def save(workers: Any, folder: Path, state: LoopState, recipe: Recipe) -> Path:
+def save(workers: Workers, folder: Path, state: LoopState, recipe: Recipe) -> Path:
     """Write a checkpoint, and delete old ones beyond trainer.max_actor_ckpt_to_keep.
 
-    workers: training.Workers.
     Raises RunError if it cannot be written, for example on a full disk; earlier checkpoints stay.
     """
     target = folder / f"global_step_{state.step}"
@@ -110,7 +115,7 @@ def save(workers: Any, folder: Path, state: LoopState, recipe: Recipe) -> Path:
     return target
 
 
-def write(workers: Any, partial: Path, state: LoopState, recipe: Recipe) -> None:
+def write(workers: Workers, partial: Path, state: LoopState, recipe: Recipe) -> None:
     """Write all files of a checkpoint. Raises OSError and the exceptions of the workers."""
     import torch  # takes a second, which a refused recipe need not wait for
 
@@ -367,7 +372,7 @@ def check(checkpoint: Path, recipe: Recipe) -> list[str]:
     return notes
 
 
-def rename_keys(recipe: dict[str, Any]) -> dict[str, Any]:
+def rename_keys(recipe: Json) -> Json:
     """Replace the old names of renamed keys in a saved recipe by the present ones."""
     renamed = {}
     for key, value in recipe.items():
@@ -378,9 +383,7 @@ def rename_keys(recipe: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def find_fixed_keys(
-    recipe: Recipe, keys: list[str], before: dict[str, Any], now: dict[str, Any]
-) -> dict[str, str]:
+def find_fixed_keys(recipe: Recipe, keys: list[str], before: Json, now: Json) -> dict[str, str]:
     """Return {key: reason} for the changed `keys` that must not change."""
     fixed_keys = dict(FIXED_KEYS)
     for feature in recipe.features:
@@ -400,7 +403,7 @@ def find_fixed_keys(
     return {key: fixed_keys[key] for key in keys if key in fixed_keys}
 
 
-def read(path: Path) -> Any:
+def read(path: Path) -> Json:
     """Read a file of tensors and plain values. Raises RunError for any other content.
 
     verl's loading would run code in the file.
@@ -410,7 +413,7 @@ def read(path: Path) -> Any:
     import torch.distributed.tensor  # noqa: F401  (defines DTensor, the type of FSDP's shards)
 
     rng_state = np.random.get_state()[1]  # type: ignore[index]  # NumPy's RNG is saved, too
-    array_constructor = rng_state.__reduce__()[0]  # type: ignore[union-attr]
+    array_constructor = rng_state.__reduce__()[0]
     safe = [
         array_constructor,
         np.ndarray,
@@ -431,7 +434,7 @@ def read(path: Path) -> Any:
         ) from None
 
 
-def check_shapes(path: Path, tensors: dict[str, Any], model: Path) -> None:
+def check_shapes(path: Path, tensors: Mapping[str, torch.Tensor], model: Path) -> None:
     """Check that a checkpoint's tensors have the shapes of the model's. Raises RunError.
 
     Names that only one of them has are not compared, since the files and the modules of one model
@@ -462,11 +465,8 @@ def check_shapes(path: Path, tensors: dict[str, Any], model: Path) -> None:
 # --- load and export -----------------------------------------------------------------------------
 
 
-def load(workers: Any, checkpoint: Path) -> LoopState:
-    """Restore model, optimizer and RNG of every worker -> the state of the loop.
-
-    workers: training.Workers.
-    """
+def load(workers: Workers, checkpoint: Path) -> LoopState:
+    """Restore model, optimizer and RNG of every worker -> the state of the loop."""
     for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
         if group is not None:
             group.load_checkpoint(str((checkpoint / name).absolute()))

@@ -57,6 +57,9 @@ class Plan(NamedTuple):
     notes: list[str]  # lines to print
 
 
+Train = Callable[[Plan], AbstractContextManager[Any]]  # algorithm.train, which yields a Trainer
+
+
 @contextlib.contextmanager
 def explain_config_errors() -> Iterator[None]:
     """Turn an error of OmegaConf, which has several lines, into a ConfigError of one line."""
@@ -130,7 +133,7 @@ def silence_libraries() -> None:
         logger.propagate = False
 
 
-def main(train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
+def main(train: Train) -> None:
     """Parse the command line, check the recipe and run it.
 
     train: algorithm.train. Exit status: 0, 1 for an error, 130 for Ctrl-C, 143 for SIGTERM.
@@ -191,7 +194,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def run(args: argparse.Namespace, train: Callable[[Plan], AbstractContextManager[Any]]) -> None:
+def run(args: argparse.Namespace, train: Train) -> None:
     """Check the recipe, print its summary and run the command. Raises EXPECTED_ERRORS."""
     commands = [word for word in args.words if word in COMMANDS] or ["train"]
     overrides = [word for word in args.words if word not in COMMANDS]
@@ -233,9 +236,7 @@ def begin_imports(active: Sequence[Feature], config: DictConfig) -> None:
         feature.begin_imports(config)
 
 
-def run_training(
-    planned: Plan, train: Callable[[Plan], AbstractContextManager[Any]], is_replay: bool
-) -> None:
+def run_training(planned: Plan, train: Train, is_replay: bool) -> None:
     """Train to the last step, or repeat one update."""
     with train(planned) as trainer:
         if is_replay:
@@ -262,6 +263,6 @@ def exit_with(message: str) -> NoReturn:
     sys.exit(f"error: {remove_control_characters(message)}")
 
 
-def exit_on_sigterm(*_: Any) -> NoReturn:
+def exit_on_sigterm(*_: object) -> NoReturn:
     """Exit on SIGTERM before a run has started: there is nothing to clean up."""
     sys.exit(143)

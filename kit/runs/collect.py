@@ -23,9 +23,10 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import env
+from env import Json
 from kit.config.load import MODEL, ROLLOUT
 from kit.config.recipe import Recipe
 from kit.data import metrics as episode_metrics
@@ -34,10 +35,13 @@ from kit.data.episode import Episode, RecordIndex
 from kit.data.selection import check_failures, select_trainable
 from kit.errors import ConfigError
 from kit.rollout.inputs import RunInputs
-from kit.rollout.sampler import build_sampling_params
+from kit.rollout.sampler import EpisodeRequest, build_sampling_params
 from kit.runs import files
 from kit.runs.console import print_examples, say
 from kit.runs.run import Run
+
+if TYPE_CHECKING:
+    from inference import Servers
 
 PRINTED_EXAMPLES = 3  # best and worst episodes
 # large fields of a record, which Gym's /aggregate_metrics does not get
@@ -58,7 +62,7 @@ class Collected(NamedTuple):
     """A verified episode, and its record without LARGE_FIELDS."""
 
     episode: Episode
-    record: dict[str, Any]
+    record: Json
 
 
 class Collector:
@@ -87,10 +91,10 @@ class Collector:
         """Print how many episodes the file holds."""
         say(f"{len(self.done)} of {len(self.tasks) * self.n} episodes are in {self.path}")
 
-    def sample(self, servers: Any) -> list[Episode]:
+    def sample(self, servers: Servers) -> list[Episode]:
         """Sample the missing episodes, and write each when it ends."""
         on_done = self.run.stages.count_episodes(len(self.missing))
-        requests = [(self.tasks[row], f"{row}/{k}") for row, k in self.missing]
+        requests = [EpisodeRequest(self.tasks[row], f"{row}/{k}") for row, k in self.missing]
         sampling = build_sampling_params(self.recipe, self.validate)
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(self.path.open("ab"))
@@ -118,7 +122,7 @@ class Collector:
             summary = {"rollout": self.recipe.command, **record["_episode"]}
             rollout_files.write_record(failures, summary)
 
-    def score(self, servers: Any, failed: Sequence[Episode]) -> dict[str, float]:
+    def score(self, servers: Servers, failed: Sequence[Episode]) -> dict[str, float]:
         """Compute the scores, and print them.
 
         `evaluate` has those of each test set, and those that each server computes. `rollout` has
@@ -141,7 +145,7 @@ class Collector:
         return scores
 
     def aggregate(
-        self, servers: Any, server: str, collected: Sequence[Collected]
+        self, servers: Servers, server: str, collected: Sequence[Collected]
     ) -> dict[str, float]:
         """Return the scores that a Gym server computes from its episodes."""
         records = [item.record for item in collected if item.episode.server == server]
@@ -198,7 +202,7 @@ def compute_scores(
     return scores
 
 
-def without_large_fields(record: dict[str, Any]) -> dict[str, Any]:
+def without_large_fields(record: Json) -> Json:
     """A record as Gym's collector passes it to /aggregate_metrics."""
     return {name: value for name, value in record.items() if name not in LARGE_FIELDS}
 
@@ -220,7 +224,7 @@ def read_collected(path: Path, tasks: Sequence[env.Task]) -> dict[RecordIndex, C
     return collected
 
 
-def describe_settings(recipe: Recipe, validate: bool) -> dict[str, Any]:
+def describe_settings(recipe: Recipe, validate: bool) -> Json:
     """The settings that all episodes of a file share: {name: value}, values as in JSON.
 
     A folder may get other weights under the same path, as an export does when training resumes. So
@@ -240,7 +244,7 @@ def describe_settings(recipe: Recipe, validate: bool) -> dict[str, Any]:
     return settings
 
 
-def check_settings(path: Path, settings: dict[str, Any], has_episodes: bool) -> None:
+def check_settings(path: Path, settings: Json, has_episodes: bool) -> None:
     """Check that the episodes of `path` have these settings, or record them for new episodes.
 
     Raises ConfigError.
@@ -259,13 +263,13 @@ def check_settings(path: Path, settings: dict[str, Any], has_episodes: bool) -> 
         partial.write_text(json.dumps(settings, indent=1))
 
 
-def is_of_task(record: dict[str, Any], task: env.Task) -> bool:
+def is_of_task(record: Json, task: env.Task) -> bool:
     """Whether a record was collected from this row."""
     key = "responses_create_params"
     return bool(record.get(key) == rollout_files.replace_images_by_hash(task.row)[key])
 
 
-def flatten_numbers(tree: dict[str, Any], prefix: str) -> dict[str, float]:
+def flatten_numbers(tree: Json, prefix: str) -> dict[str, float]:
     """The finite numbers of a nested mapping, by path."""
     numbers: dict[str, float] = {}
     for name, value in tree.items():

@@ -11,7 +11,6 @@ import math
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -175,6 +174,6 @@ def print_examples(episodes: Sequence[Episode], count: int) -> None:
         say(f"    {question!r} -> {episode.transcript[:200]!r}  {reward}")
 
 
-def reward_or_zero(episode: Any) -> float:
+def reward_or_zero(episode: Episode) -> float:
     """The reward of an episode; 0 if it failed."""
     return episode.reward or 0.0

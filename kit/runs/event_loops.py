@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, TypeVar
 
 SIGNAL_CHECK_S = 0.5
 CANCEL_TIMEOUT_S = 5.0  # for interrupted work to end
+T = TypeVar("T")
 
 
 class ThreadRunner:
@@ -29,19 +30,19 @@ class ThreadRunner:
         self._wait_for_thread()  # starts it: a signal must not interrupt that during `run`
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.thread.submit(self.runner.close).result()
         self.thread.shutdown()
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
         return self.runner.get_loop()
 
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine and wait for it. If a signal ends the wait, cancel the coroutine."""
         loop = self.get_loop()
-        tasks: list[asyncio.Task[Any]] = []
+        tasks: list[asyncio.Task[T]] = []
 
-        def run_in_thread() -> Any:
+        def run_in_thread() -> T:
             tasks.append(loop.create_task(work))
             return loop.run_until_complete(tasks[0])
 

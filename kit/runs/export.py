@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -15,6 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from kit.runs import files
 from kit.runs.checkpoints import EXPORTED, step_of
+
+if TYPE_CHECKING:
+    from verl.model_merger.base_model_merger import BaseModelMerger, ModelMergerConfig
 
 PROCESSOR_FILES = (
     "processor_config.json",
@@ -87,7 +90,7 @@ def merge(checkpoint: Path, target: Path) -> None:
         copy_processor(recipe.model.path, target)
 
 
-def make_merger(config: Any, recipe: DictConfig) -> Any:
+def make_merger(config: ModelMergerConfig, recipe: DictConfig) -> BaseModelMerger:
     """Make verl's merger of shards, which adds the base model to a checkpoint without it.
 
     recipe: the section actor_rollout_ref. With checkpoint.save_lora_only, a checkpoint has only the
@@ -97,7 +100,10 @@ def make_merger(config: Any, recipe: DictConfig) -> Any:
     from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
     class Merger(FSDPModelMerger):
-        def _load_and_merge_state_dicts(self, *args: Any) -> dict[str, torch.Tensor]:
+        def _load_and_merge_state_dicts(
+            self,
+            *args: Any,  # as for verl's method
+        ) -> dict[str, torch.Tensor]:
             weights: dict[str, torch.Tensor] = super()._load_and_merge_state_dicts(*args)
             if all("lora_" in name for name in weights):
                 base = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.float32)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 
 from kit.config.neutral_sampling import requires_same_probs
 from kit.config.recipe import Recipe
+
+if TYPE_CHECKING:
+    from verl import DataProto
+
+    from training import Workers
 
 # Mean difference between the token probabilities of the rollout engine and the trainer.
 # Above it, the engine samples from different weights.
@@ -27,10 +32,9 @@ CHECKED_TENSORS = (  # of verl's DataProto, each [B, R]
 )
 
 
-def find_reason_to_skip(batch: Any, metrics: Mapping[str, float], recipe: Recipe) -> str:
+def find_reason_to_skip(batch: DataProto, metrics: Mapping[str, float], recipe: Recipe) -> str:
     """Return all reasons not to use a batch or its update; "" if there is none.
 
-    batch: verl's DataProto.
     metrics: they contain the gradient norms and losses.
     """
     reasons = []
@@ -49,7 +53,7 @@ def find_reason_to_skip(batch: Any, metrics: Mapping[str, float], recipe: Recipe
     return "; ".join(reasons)
 
 
-def list_nonfinite_tensors(batch: Any) -> list[str]:
+def list_nonfinite_tensors(batch: DataProto) -> list[str]:
     """Return "COUNT of TOTAL NAME" for each tensor with NaN or infinity where the mask is 1.
 
     Padding may hold anything.
@@ -66,7 +70,7 @@ def list_nonfinite_tensors(batch: Any) -> list[str]:
     return problems
 
 
-def find_nonfinite_weights(workers: Any) -> list[str]:
+def find_nonfinite_weights(workers: Workers) -> list[str]:
     """The names of weights and optimizer states that hold NaN or infinity on any rank."""
     calls = []
     for name in ("actor", "critic"):
@@ -76,7 +80,10 @@ def find_nonfinite_weights(workers: Any) -> list[str]:
     return sorted(set(itertools.chain.from_iterable(ray.get(calls))))
 
 
-def list_nonfinite_weights(worker: Any, name: str) -> list[str]:
+def list_nonfinite_weights(
+    worker: Any,  # of any class of verl's workers
+    name: str,
+) -> list[str]:
     """The same of one worker. Runs in the worker."""
     role = getattr(worker, "worker_dict", {name: worker})[name]
     engine = getattr(role, "actor", role).engine

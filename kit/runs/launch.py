@@ -15,11 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
+from env import Json
 from kit import features
 from kit.config import user_functions
 from kit.config.keys import to_plain
@@ -29,6 +31,7 @@ from kit.errors import RunError
 from kit.features import EventLoop
 from kit.gym import network
 from kit.gym.python_verifiers.pool import make_pools
+from kit.gym.server_process import ProcessSpec
 from kit.gym.servers import GymServers
 from kit.gym.verifiers import make_verifiers
 from kit.rollout import sampler
@@ -37,6 +40,12 @@ from kit.runs import files, isolation, node_checks
 from kit.runs.console import say
 from kit.runs.event_loops import make_runner
 from kit.runs.run import Run
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+    from inference import Servers
+    from training import Workers
 
 JOIN_S = 120.0  # seconds to wait for nodes of a cluster that join after the run starts
 # Timeout of one response, or of an agent's episode: the larger of these two
@@ -73,7 +82,7 @@ class Launch:
     stack: contextlib.ExitStack
     policy: dict[str, str] | None  # the policy endpoint; None if nothing is sampled
     # further processes to start with the Gym servers, and their names for the console
-    gym_processes: list[Any] = dataclasses.field(default_factory=list)
+    gym_processes: list[ProcessSpec] = dataclasses.field(default_factory=list)
     gym_process_names: list[str] = dataclasses.field(default_factory=list)
     serves_policy: bool = False  # whether a feature calls the policy endpoint
     python: str = sys.executable  # the interpreter of Ray's workers
@@ -166,12 +175,12 @@ def explain_start_errors() -> Iterator[None]:
 
 def start_sampling(
     launch: Launch,
-    workers: Any,
+    workers: Workers | None,
     loop: EventLoop,
     urls: Mapping[str, str],
     endpoint: PolicyEndpoint,
-) -> Any:
-    """Start the verifiers' clients and the rollout engine -> inference.Servers."""
+) -> Servers:
+    """Start the verifiers' clients and the rollout engine."""
     import inference
     from kit.rollout import openai_server
 
@@ -223,7 +232,7 @@ def serves_agents(launch: Launch) -> bool:
     return bool(has_agent or launch.serves_policy or settings.policy_endpoint.port)
 
 
-def connect_to_engine(launch: Launch, manager: Any) -> Any:
+def connect_to_engine(launch: Launch, manager: LLMServerManager) -> sampler.SamplerContext:
     """The client of the rollout engine, with its timeouts."""
     from kit.rollout.client import Client
 
@@ -235,7 +244,7 @@ def connect_to_engine(launch: Launch, manager: Any) -> Any:
     return sampler.make_sampler_context(recipe, client, launch.inputs, timeout_s)
 
 
-def finish_workers(launch: Launch, workers: Any) -> None:
+def finish_workers(launch: Launch, workers: Workers) -> None:
     """Send the loss to the workers and mask image placeholders. Their models must be loaded."""
     import training
 
@@ -300,7 +309,7 @@ def start_ray(launch: Launch) -> None:
     wait_for_resources(launch.recipe, 0.0 if raylets else JOIN_S)
 
 
-def init_ray(settings: dict[str, Any]) -> Any:
+def init_ray(settings: Json) -> Any:  # RayContext; Ray names only its base class
     """Start or join Ray. Raises RunError, with Ray's reason, if that fails."""
     try:
         return ray.init(**settings)
@@ -322,7 +331,7 @@ def init_ray(settings: dict[str, Any]) -> Any:
         ) from error
 
 
-def ray_settings(launch: Launch) -> dict[str, Any]:
+def ray_settings(launch: Launch) -> Json:
     """The arguments of ray.init."""
     settings = to_plain(launch.recipe.verl.ray_kwargs.ray_init)
     if settings.get("address"):
@@ -388,7 +397,9 @@ def find_missing_resources(recipe: Recipe, resources: Mapping[str, float]) -> st
     return ""
 
 
-def enter(context: Any, loop: EventLoop, stack: contextlib.ExitStack) -> None:
+def enter(
+    context: AbstractAsyncContextManager[object], loop: EventLoop, stack: contextlib.ExitStack
+) -> None:
     """Open an asynchronous context now, and close it with the run."""
     loop.run(context.__aenter__())
 

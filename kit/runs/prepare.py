@@ -10,11 +10,12 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
 import env
+from env import Json
 from kit import features
 from kit.config import adapters, checks, model_files, trackers, user_functions
 from kit.config.keys import to_plain
@@ -48,6 +49,9 @@ from kit.rollout.chat_template import OUTPUTS, PARALLEL, TURNS, ChatTemplate
 from kit.rollout.inputs import RunInputs
 from kit.runs.console import say
 from kit.runs.verifier_trial import try_verifiers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 TRAIN = "env.train_files"
 VAL = "env.val_files"
@@ -161,7 +165,9 @@ def check_recipe(
     return Prepared(recipe, inputs)
 
 
-def make_processor(config: DictConfig, hf_config: Any, tokenizer: Any) -> TextProcessor:
+def make_processor(
+    config: DictConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> TextProcessor:
     """The processor of a model: for text, or the one for images if the model reads them."""
     processor = None
     if getattr(hf_config, "vision_config", None) is not None:
@@ -243,7 +249,7 @@ def import_external_library(config: DictConfig) -> None:
         ) from None
 
 
-def check_other_models(recipe: Recipe, tokenizer: Any) -> None:
+def check_other_models(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that the reward model and the teacher read the policy's ids. Raises ConfigError."""
     if recipe.has_reward_model:
         model_files.check_reward_model(recipe.verl, tokenizer)
@@ -392,12 +398,12 @@ def load_rows(
     set_steps(config, command, len(inputs.train) // size, is_endless=file_rows < size)
 
 
-def list_entries(verifiers: PythonVerifiers, command: str, key: str) -> list[Any]:
+def list_entries(verifiers: PythonVerifiers, command: str, key: str) -> list[str | Json]:
     """List the entries of a key that a command uses, with the server or verifier of each."""
     return verifiers.entries[key] if key in FILES[command] else []
 
 
-def list_files(entries: Sequence[Any]) -> list[Any]:
+def list_files(entries: Sequence[str | Json]) -> list[str | Json]:
     """List the entries that name files."""
     return [entry for entry in entries if not is_function(entry)]
 
@@ -516,7 +522,10 @@ def check_code_execution(config: DictConfig, inputs: RunInputs) -> None:
 
 
 def set_sizes(
-    config: DictConfig, hf_config: Any, command: str = "train", active: Sequence[Feature] = ()
+    config: DictConfig,
+    hf_config: PretrainedConfig,
+    command: str = "train",
+    active: Sequence[Feature] = (),
 ) -> None:
     """Fill in the values that follow from the model and the recipe. Raises ConfigError.
 
@@ -540,7 +549,9 @@ def set_sizes(
     set_sync_settings(config, hf_config, command)
 
 
-def check_context_length(config: DictConfig, hf_config: Any, longest: int, command: str) -> None:
+def check_context_length(
+    config: DictConfig, hf_config: PretrainedConfig, longest: int, command: str
+) -> None:
     """Check that the model has positions for the longest episode. Raises ConfigError."""
     text_config = hf_config.get_text_config()
     max_model_len = config.actor_rollout_ref.rollout.max_model_len
@@ -573,7 +584,7 @@ def set_loss_settings(config: DictConfig) -> None:
         actor.policy_loss.rollout_correction = config.algorithm.rollout_correction
 
 
-def set_sync_settings(config: DictConfig, hf_config: Any, command: str) -> None:
+def set_sync_settings(config: DictConfig, hf_config: PretrainedConfig, command: str) -> None:
     """Raise the bucket of the weight sync to the largest tensor, the embedding in fp32."""
     text_config = hf_config.get_text_config()
     embedding_bytes = text_config.vocab_size * text_config.hidden_size * 4

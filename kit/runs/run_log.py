@@ -11,10 +11,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from omegaconf import OmegaConf
 
+from env import Json
 from kit.config import trackers
 from kit.config.redaction import redacted
 from kit.data import json_lines
@@ -118,7 +119,7 @@ class RunLog:
         for gauge in self.gauges:
             values |= {name: float(value) for name, value in gauge().items()}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        line: dict[str, Any] = {"step": step, "time": time.time()}
+        line: Json = {"step": step, "time": time.time()}
         if not self.recipe.trains:
             line["command"] = self.recipe.command  # another run may train in the same folder
         with files.append_or_restore(self.folder / "metrics.jsonl") as out:
@@ -170,7 +171,7 @@ class RunLog:
         say(f"Next: open {self.folder}/report.html, or train longer:")
         say(f"    {repeat_command(f'trainer.total_training_steps={2 * self.last}')}")
 
-    def read_first_scores(self) -> dict[str, Any]:
+    def read_first_scores(self) -> Json:
         """The metrics of the first evaluation, of this run or of one that it resumes."""
         for metrics in json_lines.read_metrics(self.folder / "metrics.jsonl"):
             if any(name.startswith("val-core/") for name in metrics):

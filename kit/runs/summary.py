@@ -6,11 +6,11 @@ import json
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
+from env import Json
 from kit.config import checks
 from kit.config.keys import find_changes, is_below
 from kit.config.neutral_sampling import find_distortions
@@ -137,7 +137,7 @@ def describe_functions(recipe: Recipe) -> list[str]:
     return ["; ".join(parts)] if parts else []
 
 
-def describe_function(spec: str | Mapping[str, Any]) -> str:
+def describe_function(spec: str | Json) -> str:
     """The name and the settings of a custom function."""
     if not isinstance(spec, Mapping):
         return str(spec)
@@ -300,7 +300,7 @@ def describe_dry_run(recipe: Recipe, inputs: RunInputs) -> str:
 
 def describe_first_prompts(inputs: RunInputs) -> list[str]:
     """The first prompt of each server, as the model sees it."""
-    first: dict[str, Any] = {}
+    first: Json = {}
     for task in inputs.tasks:
         first.setdefault(getattr(task, "server", ""), task)  # conversations have no server
     lines = []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import NoReturn
 
 import numpy as np
 
 import env
 import gym_client
+from env import Json
 from kit.config.recipe import Recipe
 from kit.config.user_functions import (
     ADVANTAGE,
@@ -28,7 +29,7 @@ GROUPS = 2
 MAX_GROUP = 4  # episodes
 
 
-class UnknownFields(dict[str, Any]):
+class UnknownFields(Json):
     """The verifier's fields of a synthetic episode. Their values are unknown before a run.
 
     If a function reads one, it cannot be tried. So each access raises NeedsVerifier.
@@ -37,10 +38,10 @@ class UnknownFields(dict[str, Any]):
     def __contains__(self, name: object) -> bool:
         raise NeedsVerifier
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> NoReturn:
         raise NeedsVerifier
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> NoReturn:
         raise NeedsVerifier
 
 
@@ -75,7 +76,7 @@ def try_functions(recipe: Recipe, inputs: RunInputs) -> None:
         raise UserFunctionError(f"{error} {note}") from error
 
 
-def try_function(function: Callable[[list[Episode]], Any], episodes: list[Episode]) -> None:
+def try_function(function: Callable[[list[Episode]], object], episodes: list[Episode]) -> None:
     """Call a reward or a filter. If it reads fields of the verifier's answer, ignore the error."""
     try:
         function(episodes)
@@ -159,7 +160,7 @@ def fake_episode(inputs: RunInputs, task: env.Task, group: int, member: int, n: 
     return episode
 
 
-def fake_batch(recipe: Recipe) -> dict[str, Any]:
+def fake_batch(recipe: Recipe) -> Json:
     """Make all arguments of ESTIMATOR, as training.compute_advantages passes them.
 
     There are two groups of two episodes: B=4, R=5. The second response has two turns: its third

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from env import Task
 from gym_client import GymError, StepResult, VerifyResult
@@ -16,6 +16,9 @@ from kit.gym.python_verifiers.pool import Pool
 from kit.gym.python_verifiers.settings import VerifierSpec
 from kit.runs.event_loops import make_runner
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 RESPONSE = "So the answer is 7."
 # Responses with the expected answer. They are tried in this order, until one earns a reward.
 FORMS = ("{}", "\\boxed{{{}}}", "#### {}")
@@ -25,7 +28,10 @@ MAX_SOURCES = 20  # data sources that are tried
 
 
 def try_verifiers(
-    specs: Mapping[str, VerifierSpec], tasks: Sequence[Task], recipe: Recipe, tokenizer: Any
+    specs: Mapping[str, VerifierSpec],
+    tasks: Sequence[Task],
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> list[str]:
     """Call each verifier for its first row of each data_source -> a line with each row's rewards.
 
@@ -63,7 +69,7 @@ def select_tasks(tasks: Sequence[Task]) -> list[Task]:
 
 
 async def try_verifier(
-    pool: Pool, tasks: Sequence[Task], tokenizer: Any, required: Sequence[str]
+    pool: Pool, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase, required: Sequence[str]
 ) -> list[str]:
     """Start a verifier and call it for some of its tasks. Returns lines for the summary.
 
@@ -91,7 +97,12 @@ async def try_verifier(
 
 
 async def try_row(
-    pool: Pool, task: Task, kind: str, tokenizer: Any, hint: str, required: Sequence[str]
+    pool: Pool,
+    task: Task,
+    kind: str,
+    tokenizer: PreTrainedTokenizerBase,
+    hint: str,
+    required: Sequence[str],
 ) -> str:
     """Call a verifier for one row. Returns a line with the rewards. Raises UserFunctionError.
 
@@ -181,7 +192,7 @@ def check_components(pool: Pool, task: Task, result: VerifyResult, required: Seq
 
 
 async def call_verifier(
-    pool: Pool, task: Task, response: str, tokenizer: Any
+    pool: Pool, task: Task, response: str, tokenizer: PreTrainedTokenizerBase
 ) -> VerifyResult | StepResult | None:
     """Verify a response to the row of a task. Raises GymError.
 

@@ -251,6 +251,10 @@ def test_the_home_folder_in_an_option_is_replaced(tmp_path, monkeypatch):
             "trainer.save_freq=${nope}",
             r"freq=\$\{nope\}: Interpolation key 'nope' not found\. Corr",
         ),
+        (
+            "gym.servers.s=${nope}",
+            r"servers\.s=\$\{nope\}: Interpolation key 'nope' not found\. Corr",
+        ),
         ("trainer.experiment_name=a${b", r"a\$\{b: no viable alternative .* write \\\$\{ for"),
         ("trainer.experiment_name=???", r"\?\?\? is OmegaConf's missing value\. Set another"),
         ("ray_kwargs.ray_init.address=${oc.env:NO_SUCH_NAME}", "'NO_SUCH_NAME' not found.*Correct"),

@@ -54,7 +54,7 @@ class Servers(inference.Servers):
     `start_rollout` starts it, and `rollout` with the same requests waits for it.
     """
 
-    loop: BackgroundLoop  # type: ignore[assignment]
+    loop: BackgroundLoop
     pending_requests: Sequence[EpisodeRequest] = ()  # of the batch in progress
     pending: Future[list[Episode]]  # the episodes of this batch
     ended: list[tuple[int, Episode]]  # those that have ended, with their indices

@@ -70,7 +70,7 @@ def import_verifier(path: str, attribute: str) -> Callable[..., object]:
     if not callable(verifier):
         names = ", ".join(list_callables(module)) or "none"
         raise VerifierError(f"{path} has no function or class {attribute}. It has {names}.")
-    return verifier  # type: ignore[no-any-return]
+    return verifier
 
 
 def check_signature(verifier: Callable[..., object], name: str, settings: Json) -> None:
