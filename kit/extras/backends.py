@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -13,6 +13,9 @@ from kit.config.model_files import expert_count
 from kit.config.recipe import Recipe
 from kit.errors import ConfigError
 from kit.features import Feature
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ENGINES = ("vllm", "hf", "sglang")
 QUANTIZATION = f"{ROLLOUT}.quantization"
@@ -63,7 +66,7 @@ class Backends(Feature):
         if self.drafts:
             yield from check_speculative(config, self.drafts)
 
-    def set_sizes(self, config: DictConfig, hf_config: Any) -> None:
+    def set_sizes(self, config: DictConfig, hf_config: PretrainedConfig) -> None:
         """Fill in values that follow from the rollout engine. Raises ConfigError."""
         rollout = config.actor_rollout_ref.rollout
         if rollout.name == "sglang" and not rollout.max_model_len:
@@ -78,7 +81,7 @@ class Backends(Feature):
                 "and transformers has them in one tensor. Remove it, for vLLM."
             )
 
-    def check_model(self, recipe: Recipe, hf_config: Any) -> Iterator[str]:
+    def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[str]:
         """fp8 rollouts fit the device and the widths of the model."""
         rollout = recipe.rollout
         if not rollout.quantization:

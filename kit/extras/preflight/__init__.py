@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
@@ -14,6 +14,9 @@ from kit.config.recipe import Recipe
 from kit.extras.preflight import attention, memory, node
 from kit.features import Feature
 from kit.rollout.inputs import RunInputs
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class Preflight(Feature):
@@ -24,11 +27,11 @@ class Preflight(Feature):
         yield from node.check_driver(recipe.verl)
         yield from attention.check(recipe.verl, self.command)
 
-    def set_sizes(self, config: DictConfig, hf_config: Any) -> None:
+    def set_sizes(self, config: DictConfig, hf_config: PretrainedConfig) -> None:
         """Choose an attention that is installed."""
         attention.choose(config, hf_config, self.command)
 
-    def check_model(self, recipe: Recipe, hf_config: Any) -> Iterator[str]:
+    def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[str]:
         """Each stage that needs far more memory than a GPU has. A model that needs flash-attn."""
         yield from attention.check_model(recipe.verl, hf_config, self.command)
         yield from memory.find_excess(recipe, hf_config.get_text_config())
