@@ -25,6 +25,7 @@ from kit.errors import ConfigError
 
 if TYPE_CHECKING:
     import asyncio
+    from types import TracebackType
 
     from omegaconf import DictConfig
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -153,7 +154,13 @@ class EventLoop(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(self, *_: Any) -> None: ...  # only Any fits the three of asyncio.Runner
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
 
     def get_loop(self) -> asyncio.AbstractEventLoop: ...
 

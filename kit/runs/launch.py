@@ -122,8 +122,8 @@ def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: boo
         launch.worker_variables |= download_models(recipe, say)
         urls = start_servers_and_ray(launch)
         other_loop = features.first(feature.make_loop() for feature in recipe.features)
-        new_loop = other_loop or make_runner()
-        loop = stack.enter_context(new_loop)
+        loop: EventLoop = other_loop or make_runner()
+        stack.enter_context(loop)
         run.stages.loop = loop
         stack.callback(run.stages.begin_shutdown)  # runs before the loop is closed
         engine_note = " and the rollout engine (about 1 min)" if samples else ""
