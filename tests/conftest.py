@@ -142,7 +142,7 @@ def rank(item: pytest.Item) -> int:
     """Return the sort key of a test: whole runs first, then tests with the stack, then others."""
     if not item.get_closest_marker("xdist_group"):
         return 3
-    return 2 if "stack" in item.fixturenames else 1
+    return 2 if "stack" in getattr(item, "fixturenames", ()) else 1
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def chromium(tmp_path_factory) -> Iterator[object]:
     from playwright.sync_api import sync_playwright
 
     program = shutil.which("chromium")
-    environment = dict(os.environ)
+    environment: dict[str, str | float | bool] = {**os.environ}
     if not program:
         folder = tmp_path_factory.mktemp("chromium")
         download_chromium(folder)

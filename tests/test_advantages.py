@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
 import training
+from kit.config.recipe import Recipe
 from kit.data.selection import select_trainable
 from tests.helpers.recipes import ALGORITHM
 from tests.helpers.workers import (
@@ -28,7 +29,7 @@ KL_CTRL = "algorithm.kl_ctrl"
 
 
 @pytest.fixture(scope="module")
-def recipe(workspace) -> DictConfig:
+def recipe(workspace) -> Recipe:
     return two_rank_recipe(workspace)
 
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import DictConfig
 from tensordict import TensorDict
 
 import training
+from kit.config.recipe import Recipe
 from kit.data.episode import TurnSpan
 from tests.helpers.recipes import ALGORITHM, make_partial
 from tests.helpers.workers import (
@@ -27,7 +27,7 @@ from tests.helpers.workers import (
 
 
 @pytest.fixture(scope="module")
-def recipe(workspace) -> DictConfig:
+def recipe(workspace) -> Recipe:
     return two_rank_recipe(workspace)
 
 

@@ -199,7 +199,7 @@ def compute_expected_mask(row: list[float], mask: list[int], span: str, kind: st
     if span == "token":
         pairs = zip(estimates, mask, strict=True)
         return [int(live and is_inside(value, kind)) for value, live in pairs]
-    combine = {"seq_sum": sum, "seq_mean": mean, "seq_max": max}[span]
+    combine: Any = {"seq_sum": sum, "seq_mean": mean, "seq_max": max}[span]
     if not any(mask):
         return mask
     is_kept = is_inside(combine(select(estimates, mask)), kind)

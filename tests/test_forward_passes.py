@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig
 from verl.utils import tensordict_utils as tu
 
 import training
+from kit.config.recipe import Recipe
 from kit.data.episode import TurnSpan
 from tests.helpers.workers import (
     RecordingGroup,
@@ -26,7 +26,7 @@ from tests.helpers.workers import (
 
 
 @pytest.fixture(scope="module")
-def recipe(workspace) -> DictConfig:
+def recipe(workspace) -> Recipe:
     return two_rank_recipe(workspace)
 
 

@@ -12,6 +12,7 @@ import re
 import tempfile
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -368,11 +369,14 @@ def test_a_server_may_send_any_bytes(status, pairs, body, has_length):
 # --- rows ----------------------------------------------------------------------------------------
 
 
+NO_TEMPLATE: Any = None  # finding the server of a row needs none
+
+
 def load_row(text: str):
     """Return the row of a line, its messages and its tools; None if the row is invalid."""
     try:
         row = check_gym_row(parse_object(text, "x.jsonl:1"), "x.jsonl:1")
-        TaskLoader(None, {"a": "a"}, 100).find_server(row, "x.jsonl:1", "")
+        TaskLoader(NO_TEMPLATE, {"a": "a"}, 100).find_server(row, "x.jsonl:1", "")
         return row, *env.render_row(row, "x.jsonl:1")
     except env.DataError as error:
         assert str(error).startswith("x.jsonl:1: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -111,9 +112,12 @@ def make_servers(monkeypatch):
     def make(actor="actor", workers=None) -> inference.Servers:
         context = make_context(None)
         # as for a model whose image tokens must not be sampled
-        context.processor = SimpleNamespace(sampling_params=lambda: {"logit_bias": {9: -100.0}})
+        processor: Any = SimpleNamespace(sampling_params=lambda: {"logit_bias": {9: -100.0}})
+        context.processor = processor
         loop = asyncio.Runner()
-        return inference.Servers(make_recipe(), Manager, actor, context, "gym", loop, workers)
+        manager: Any = Manager
+        gym: Any = "gym"
+        return inference.Servers(make_recipe(), manager, actor, context, gym, loop, workers)
 
     return make
 

@@ -88,7 +88,7 @@ def check(recipe: Any) -> None:
 
 def make_engine(recipe: Any, **contents: Any) -> FSDPEngine:
     """verl's engine with FSDP2, which keeps gathered weights. contents: of the checkpoint."""
-    settings = OmegaConf.to_container(recipe.actor_rollout_ref.model)
+    settings: Any = OmegaConf.to_container(recipe.actor_rollout_ref.model)
     engine = FSDPEngine(
         HFModelConfig(**settings, override_config={"attn_implementation": "eager"}),
         FSDPEngineConfig(
@@ -102,7 +102,8 @@ def make_engine(recipe: Any, **contents: Any) -> FSDPEngine:
     )
     engine.initialize()
     if recipe.actor_rollout_ref.model.lora_adapter_path:
-        fix_initial_adapter(SimpleNamespace(engine=engine))
+        worker: Any = SimpleNamespace(engine=engine)
+        fix_initial_adapter(worker)
     else:
         change_adapter(engine, seed=0)
     return engine
@@ -192,14 +193,14 @@ def test_a_checkpoint_of_the_adapter_alone_is_exported_with_its_base_model(model
 def write_adapter(model: Path, folder: Path, **settings: Any) -> Path:
     """Write a random adapter of peft."""
     torch.manual_seed(3)
-    settings = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]} | settings
-    config = LoraConfig(task_type=TaskType.CAUSAL_LM, **settings)
+    defaults: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]}
+    config = LoraConfig(task_type=TaskType.CAUSAL_LM, **(defaults | settings))
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=0.3)
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(str(folder))
     return folder
 
 
@@ -362,8 +363,9 @@ def compare_under_fsdp1(rank: int, folder: Path, strategy: ShardingStrategy) -> 
             use_orig_params=use_orig_params,
             device_id=torch.device("cpu"),
         )
-        engine = SimpleNamespace(module=module)
-        fix_initial_adapter(SimpleNamespace(engine=engine))
+        engine: Any = SimpleNamespace(module=module)
+        worker: Any = SimpleNamespace(engine=engine)
+        fix_initial_adapter(worker)
         initial = compute_logits(module)
         for _, shard in list_trainable(module):
             shard.mul_(-1.5)

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import DictConfig
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 from verl.workers.utils.padding import left_right_2_no_padding
 
 import training
+from kit.config.recipe import Recipe
 from tests.helpers.workers import (
     ACTOR,
     CORRECTION,
@@ -29,7 +29,7 @@ from tests.helpers.workers import (
 
 
 @pytest.fixture(scope="module")
-def recipe(workspace) -> DictConfig:
+def recipe(workspace) -> Recipe:
     return two_rank_recipe(workspace)
 
 

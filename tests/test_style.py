@@ -35,8 +35,7 @@ def multiplies_text(node: ast.BinOp) -> bool:
             return True
         if isinstance(text, ast.List) and isinstance(factor, (ast.Compare, ast.BoolOp)):
             return True
-        is_text = isinstance(text, ast.Constant) and isinstance(text.value, str)
-        if is_text and re.search("[A-Za-z]", text.value):
+        if isinstance(text, ast.Constant) and re.search("[A-Za-z]", str(text.value)):
             return True
     return False
 
@@ -73,13 +72,16 @@ def is_swap(node: ast.Assign) -> bool:
     }
 
 
+def count_lines(node: ast.stmt) -> int:
+    return (node.end_lineno or 0) - node.lineno + 1
+
+
 def find_size_problems(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             first = node.body[0]
             is_documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-            docstring = first.end_lineno - first.lineno + 1 if is_documented else 0
-            lines = node.end_lineno - node.lineno + 1 - docstring
+            lines = count_lines(node) - (count_lines(first) if is_documented else 0)
             if lines > MAX_FUNCTION_LINES:
                 yield f"{node.lineno}: {node.name} has {lines} lines, over {MAX_FUNCTION_LINES}"
             summary = (ast.get_docstring(node) or "").partition("\n")[0]

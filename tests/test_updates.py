@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig
 from verl.utils import tensordict_utils as tu
 
 import training
+from kit.config.recipe import Recipe
 from kit.extras import sft
 from tests.helpers.workers import (
     ACTOR,
@@ -25,7 +25,7 @@ from tests.helpers.workers import (
 
 
 @pytest.fixture(scope="module")
-def recipe(workspace) -> DictConfig:
+def recipe(workspace) -> Recipe:
     return two_rank_recipe(workspace)
 
 

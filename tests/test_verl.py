@@ -405,7 +405,7 @@ def load_plain_model(workspace, weights) -> Any:
 
 def run_trainer_step(episodes, workers, recipe, inputs) -> tuple[DataProto, dict[str, float]]:
     """Run the stages of Trainer.step after `collect` -> (batch, metrics)."""
-    run = SimpleNamespace(stage=lambda _: contextlib.nullcontext())
+    run: Any = SimpleNamespace(stage=lambda _: contextlib.nullcontext())
     state = LoopState(step=1, batches=1)
     trainer = algorithm.Trainer(recipe, inputs, run, workers, None, state)
     trainer.shape_rewards(episodes)

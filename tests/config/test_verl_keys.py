@@ -139,13 +139,13 @@ def list_dataclass_only_keys() -> list[str]:
 
 
 def walk_dataclass_only_keys(section: DictConfig, prefix: str) -> Iterator[str]:
-    target = OmegaConf.to_container(section).get("_target_")
+    target = section.get("_target_")
     fields = dataclasses.fields(get_class(target)) if target else ()
     for field in fields:
         # `field.name in section` is False for a key with the value ???
         if section._get_node(field.name) is None:
             yield f"{prefix}{field.name}"
-    for name in section:
+    for name in map(str, section):
         child = section._get_node(name)
         if not isinstance(child, DictConfig):
             continue

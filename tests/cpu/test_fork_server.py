@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -208,7 +209,7 @@ def test_the_server_ends_with_the_process_that_started_it(
     pids = [int(pid) for pid in output.split()]
     assert pids
     for pid in pids:
-        wait_for(lambda pid=pid: pid_has_ended(pid))
+        wait_for(functools.partial(pid_has_ended, pid))
 
 
 def test_forks_and_clients_end_with_the_server(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def run_actor(workspace: Path, changes: Sequence[str]) -> Step:
     """Run a step of a new actor."""
     # the estimator that needs all outputs of the forward pass
     recipe = load_recipe(workspace, "optimal_token_baseline", changes)
-    actor = ActorRolloutRefWorker(config=recipe.for_verl().actor_rollout_ref, role="actor")
+    actor: Any = ActorRolloutRefWorker(config=recipe.for_verl().actor_rollout_ref, role="actor")
     actor.init_model()
     training.set_policy_loss(actor, recipe)
     gradients = record_gradients(actor.actor.engine)
@@ -126,7 +126,7 @@ def run_critic(workspace: Path, changes: Sequence[str]) -> Step:
     """Run a step of a new critic."""
     recipe = load_recipe(workspace, "gae", [*changes, f"critic.model.path={workspace / 'scored'}"])
     settings = recipe.for_verl().critic
-    critic = TrainingWorker(config=make_value_model_config(settings))
+    critic: Any = TrainingWorker(config=make_value_model_config(settings))
     critic.reset()
     critic.set_loss_fn(functools.partial(value_loss, config=omega_conf_to_dataclass(settings)))
     if changes:  # verl loads a critic with flash attention, kit/cpu/platform.py with its own

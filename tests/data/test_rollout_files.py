@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -290,11 +291,12 @@ class Sampler:
 
 
 def run_rollout(gym, groups=1, n=1, **changes) -> tuple[list[Episode], Sampler]:
-    tokenizer = make_tokenizer("five")
-    policy = RolloutContext(Sampler(), tokenizer, {1}, 32, 12, None, 100, "hermes", 5.0, **changes)
+    sampler = Sampler()
+    doubles: tuple[Any, Any] = (sampler, make_tokenizer("five"))
+    policy = RolloutContext(*doubles, {1}, 32, 12, None, 100, "hermes", 5.0, **changes)
     tasks = [task(f"rows.jsonl:{i}") for i in range(groups)]
     episodes = asyncio.run(inference.rollout(repeat_per_group(tasks, n, "4"), {}, policy, gym))
-    return episodes, policy.client
+    return episodes, sampler
 
 
 def make_session_lost(reason="connect") -> GymError:

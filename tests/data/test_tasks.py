@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,10 @@ def agent(name):
     return row(agent_ref={"type": "responses_api_agents", "name": name})
 
 
-def find_server(gym_row, servers) -> str:
+def find_server(gym_row, servers) -> str | None:
     """Find the server of a row. servers: names, or {alias: name}."""
-    return TaskLoader(None, make_aliases(servers), 20).find_server(gym_row, "x:1", "")
+    template: Any = None
+    return TaskLoader(template, make_aliases(servers), 20).find_server(gym_row, "x:1", "")
 
 
 def load_files(files, tokenizer, servers, only=None) -> LoadedTasks:

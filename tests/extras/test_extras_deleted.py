@@ -105,6 +105,7 @@ class Driver:
     def run(self, folder: Path, arguments: list[str]) -> tuple[int, str]:
         """Run `python algorithm.py` in a folder. Return (exit status, output)."""
         case = json.dumps({"folder": str(folder), "arguments": arguments})
+        assert self.process.stdin and self.process.stdout
         self.process.stdin.write(case + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -182,7 +183,7 @@ def qwen(workspace) -> Path:
     tokenizer.chat_template = IMAGE_CHAT_TEMPLATE.replace(
         "<image>", "<|vision_start|><|image_pad|><|vision_end|>"
     )
-    text = {
+    text: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -197,7 +198,11 @@ def qwen(workspace) -> Path:
         "num_heads": 2,
         "out_hidden_size": 64,
     }
-    ids = {"image_token_id": pad, "vision_start_token_id": start, "vision_end_token_id": end}
+    ids: dict[str, Any] = {
+        "image_token_id": pad,
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+    }
     Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids).save_pretrained(folder)
     Qwen2VLImageProcessorPil().save_pretrained(folder)
     tokenizer.save_pretrained(folder)

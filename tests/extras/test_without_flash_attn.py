@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from verl.utils.model import load_valuehead_model
 
 from kit.extras import without_flash_attn as substitute
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from tests.helpers.fault_server import (
 from tests.helpers.recipes import ALGORITHM
 from tests.helpers.rollouts import chatml_tokenizer, context_of
 
-CONFIG = OmegaConf.create({"algorithm": ALGORITHM})
+CONFIG: Any = OmegaConf.create({"algorithm": ALGORITHM})
 
 
 def run(fault: str, with_tool: bool = False, is_environment: bool = False):

@@ -38,6 +38,7 @@ async def catch(call) -> GymError | None:
         await call
     except GymError as error:
         return error
+    return None
 
 
 async def verify(gym):

@@ -29,7 +29,7 @@ from kit.data.episode import Episode
 from kit.data.selection import select_trainable
 from tests.helpers.recipes import CPU, RECIPE, make_partial
 
-EXACT = {"rtol": 1e-9, "atol": 1e-9}
+EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
 SINGLE = {"rtol": 2e-6, "atol": 2e-6}
 SEEDS = range(10)  # some tests also use it to select a variant or a mode
 MODES = [
@@ -52,7 +52,8 @@ def tiny_recipe() -> DictConfig:
 def tiny_actor() -> DictConfig:
     """The actor's section of the tiny recipe, without interpolations."""
     actor = tiny_recipe().actor_rollout_ref.actor
-    return OmegaConf.create(OmegaConf.to_container(actor, resolve=True))
+    values: Any = OmegaConf.to_container(actor, resolve=True)
+    return OmegaConf.create(values)
 
 
 # --- episodes ------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def random_cases(seed: int, has_gaps: bool = True) -> list[Case]:
         failed.status = "http_500"
         failed.reward = None
     rng.shuffle(cases)
-    kept, _ = select_trainable(cases)
+    kept: Any = select_trainable(cases)[0]
     assert sorted(case.group_id for case in kept) == list("aabbbccccc")
     return kept
 

@@ -9,6 +9,7 @@ import random
 import threading
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 from aiohttp import web
 
@@ -80,7 +81,7 @@ class FaultServer:
         open_sessions = [name for name in self.sessions if cookie.startswith(name)]
         session = open_sessions[0] if open_sessions else self.open()
         if fault == "reset":
-            request.transport.abort()
+            abort(request)
             raise ConnectionResetError
         if fault == "hang":
             await asyncio.sleep(3600)
@@ -126,7 +127,7 @@ class FaultServer:
         reply = web.StreamResponse(headers={**headers, "Content-Length": str(len(text) + 1)})
         await reply.prepare(request)
         await reply.write(text.encode())
-        request.transport.abort()
+        abort(request)
         return reply
 
     def open(self) -> str:
@@ -144,6 +145,12 @@ class FaultServer:
     async def openapi(self, _: web.Request) -> web.Response:
         paths = ("/seed_session", "/verify", "/look_up")
         return web.json_response({"paths": {path: {"post": {}} for path in paths}})
+
+
+def abort(request: web.Request) -> None:
+    """Break the connection of a request."""
+    assert request.transport
+    request.transport.abort()
 
 
 class FaultyEnvironment(FaultServer):
@@ -255,7 +262,7 @@ def make_requests(tokenizer, with_tool: bool):
     for group in range(GROUPS):
         for member in range(MEMBERS[group]):
             name = f"{group}-{member}"
-            params = {"input": f"row {name}."}
+            params: dict[str, Any] = {"input": f"row {name}."}
             if with_tool:
                 params["tools"] = [TOOL]
             row = {"responses_create_params": params, "question": name, "with_tool": with_tool}

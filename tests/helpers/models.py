@@ -10,6 +10,7 @@ import base64
 import io
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -156,7 +157,7 @@ def make_vision_model(folder: Path, source: Path) -> Path:
         LlavaConfig(
             vision_config=vision,
             text_config=text,
-            image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+            image_token_index=tokenizer.get_added_vocab()["<image>"],
             image_seq_length=16,
             vision_feature_layer=-1,
             tie_word_embeddings=text.tie_word_embeddings,
@@ -197,7 +198,7 @@ def make_pretrained(
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     chats = [[{"role": "user", "content": f"{prompt} 7"}] for prompt in prompts]
-    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    texts: Any = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
     for _ in range(100):
         rows = [tokenizer.encode(text + rng.choice(digits)) + [END] for text in texts]
         width = max(map(len, rows))

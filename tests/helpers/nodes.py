@@ -78,7 +78,8 @@ CONFIG_KEYS = (  # of the sizes in QWEN
 def qwen(name: str) -> Qwen2Config:
     """The configuration of a model of QWEN."""
     _, sizes = QWEN[name]
-    return Qwen2Config(**dict(zip(CONFIG_KEYS, sizes, strict=True)))
+    settings: dict[str, Any] = dict(zip(CONFIG_KEYS, sizes, strict=True))
+    return Qwen2Config(**settings)
 
 
 def make_recipe(

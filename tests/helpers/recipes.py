@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from kit.config.load import load_config
 from kit.config.recipe import Recipe
@@ -70,7 +70,7 @@ def make_counter_row(question: str = "count", steps: int = 1) -> dict:
 
 def gym_examples() -> list[Path]:
     """List the files with example rows in the installed nemo-gym."""
-    arguments = [GYM_PYTHON, "-c", "import nemo_gym; print(nemo_gym.__file__)"]
+    arguments = [str(GYM_PYTHON), "-c", "import nemo_gym; print(nemo_gym.__file__)"]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     folder = Path(done.stdout.strip()).parent.parent / "resources_servers"
     paths = sorted(p for p in folder.glob("*/data/*example*.jsonl") if "rollouts" not in p.name)
@@ -120,12 +120,12 @@ def load(
     return prepare.prepare(*load_config(files, tiny(workspace, *changes)), command)
 
 
-def make_partial(sections: dict, command="train", arguments=(), **kit) -> Recipe:
+def make_partial(sections: dict | DictConfig, command="train", arguments=(), **kit) -> Recipe:
     """A recipe with only these sections of verl's configuration, without checks.
 
     arguments: of the advantage. kit: the kit's keys in verl's sections.
     """
-    config = OmegaConf.create(sections)
+    config: Any = OmegaConf.create(sections)
     OmegaConf.set_readonly(config, True)
     kit_sections: Any = SimpleNamespace(kit=SimpleNamespace(**kit))
     functions: Any = None

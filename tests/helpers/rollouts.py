@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from types import SimpleNamespace
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -114,7 +115,7 @@ def make_tokenizer(text: str) -> SimpleNamespace:
 
 
 def make_context(client, **changes) -> RolloutContext:
-    tokenizer = make_tokenizer("five")
+    tokenizer: Any = make_tokenizer("five")
     return RolloutContext(client, tokenizer, {STOP}, 32, 12, None, 100, "hermes", 5.0, **changes)
 
 

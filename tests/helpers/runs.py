@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -126,9 +127,9 @@ class LiveRun:
         for process in processes:
             process.send_signal(signum)
 
-    def ports(self) -> set[tuple[str, tuple[str, int]]]:
+    def ports(self) -> set[tuple[str, tuple[Any, ...]]]:
         """(process, address) of all ports on which the run listens."""
-        names = {}
+        names: dict[int | None, str] = {}
         for process in self.processes():
             with contextlib.suppress(psutil.Error):  # it was just killed
                 names[process.pid] = (process.cmdline() or [""])[0].partition(".")[0]

@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -65,7 +66,7 @@ def make_recipe(verifier, allow_unsandboxed_code=False, **pool) -> Recipe:
         "allow_unsandboxed_code": allow_unsandboxed_code,
     }
     _, base = base_configs()
-    config = OmegaConf.merge(base, {"env": env})
+    config: Any = OmegaConf.merge(base, {"env": env})
     functions = load_recipe_functions(config)
     arguments: frozenset[str] = frozenset()
     sections = read_sections(config)

@@ -91,7 +91,7 @@ def changed(recipe: Recipe, *changes: str) -> Recipe:
 
     An advantage that is no function of a file keeps the arguments of the recipe's.
     """
-    config = OmegaConf.merge(recipe.for_verl(), OmegaConf.from_dotlist(list(changes)))
+    config: Any = OmegaConf.merge(recipe.for_verl(), OmegaConf.from_dotlist(list(changes)))
     active = make_features(config, recipe.command)
     result = replace(recipe.with_config(config), features=active)
     with contextlib.suppress(UserFunctionError):

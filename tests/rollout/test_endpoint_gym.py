@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import subprocess
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -162,7 +163,7 @@ SCHEMA = {
     "required": ["city"],
     "additionalProperties": False,
 }
-EXAMPLE = [
+EXAMPLE: list[dict[str, Any]] = [
     {"role": "user", "content": [{"type": "input_text", "text": "Add 7."}]},
     {"type": "function_call", "call_id": "a" * 9, "name": "look_up", "arguments": '{"n": 7}'},
     {"type": "function_call_output", "call_id": "a" * 9, "output": '{"ok":true}'},

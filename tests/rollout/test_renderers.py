@@ -52,7 +52,7 @@ class Pair:
         )
         self.tokenizer = tokenizer
         stop_texts = public.tokenizer.convert_ids_to_tokens(sorted(public.stop_ids))
-        stop_ids = set(tokenizer.convert_tokens_to_ids(stop_texts))
+        stop_ids = {tokenizer.get_vocab()[text] for text in stop_texts}
         self.template = ChatTemplate(TextProcessor(tokenizer), stop_ids)
         assert try_template(self.template).keys() <= {LATER_SYSTEM}
         config = renderers.config_from_name(FAMILIES[name])

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def make_config(folder: Path, **trainer) -> DictConfig:
 
 def save(folder: Path, step: int, group=None, **trainer) -> Path:
     """Save a checkpoint of a step. group: the actor's worker group."""
-    workers = SimpleNamespace(actor=group or Group(), critic=None)
+    workers: Any = SimpleNamespace(actor=group or Group(), critic=None)
     state = checkpoints.LoopState("train", step)
     recipe = make_partial(make_config(folder, **trainer))
     return checkpoints.save(workers, folder, state, recipe)

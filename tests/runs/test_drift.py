@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from kit.runs.drift import METRIC, DriftWatch, find_drift
 from kit.runs.finite_check import MAX_PROBS_DIFF
 
 
-def make_recipe(**rollout) -> SimpleNamespace:
+def make_recipe(**rollout) -> Any:
     """The sections of a recipe that decide whether the warning is on."""
     return SimpleNamespace(rollout=rollout, kit=SimpleNamespace(one_step_off=0))
 

@@ -77,7 +77,7 @@ def test_coroutines_run_one_after_the_other_in_every_caller(call: Callable) -> N
 
     def use() -> list[Any]:
         with make_runner() as runner:
-            results = [runner.run(echo(b"one\n")), runner.run(echo(b"two\n"))]
+            results: list[Any] = [runner.run(echo(b"one\n")), runner.run(echo(b"two\n"))]
             with pytest.raises(ZeroDivisionError, match="of the work"):
                 runner.run(fail())
             assert not runner.get_loop().is_running()  # it runs only during `run`

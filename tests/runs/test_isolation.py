@@ -330,8 +330,8 @@ def test_only_a_driver_with_the_token_can_use_the_ray_of_a_run(
             with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
                 assert token not in " ".join(process.cmdline())
     finally:
-        output = driver.communicate("end\n", timeout=60)[0]
-    assert driver.returncode == 0 and output.split() == ["False", "False"]
+        printed = driver.communicate("end\n", timeout=60)[0]
+    assert driver.returncode == 0 and printed.split() == ["False", "False"]
     assert not list(tmp_path.rglob("x")) and not list(short_folder.rglob("x"))
     assert list(logs.iterdir())  # the logs are kept after the run
 

@@ -64,7 +64,7 @@ class Worker:
 
     def __init__(self, total: int, settings: dict[str, Any]):
         self.optimizer_config = FSDPOptimizerConfig(lr=LR, total_training_steps=total, **settings)
-        build_engine(self)
+        self.engine = build_engine(self.optimizer_config)
         self.rates: list[float] = []  # of each optimizer step
 
     def train_batch(self, data: TensorDict) -> TensorDict:
@@ -80,7 +80,8 @@ class Worker:
             data = tu.get_tensordict({}, {"update_lr_scheduler": index == mini_batches - 1})
             if position is not None:
                 tu.assign_non_tensor(data, **{POSITION: position})
-            output = make_train_batch(Worker.train_batch)(self, data)
+            train_batch: Any = make_train_batch(Worker.train_batch)  # type: ignore[arg-type]
+            output = train_batch(self, data)
             metrics = tu.get(output, "metrics")
             assert ("lr" in metrics) == (index == mini_batches - 1)
         return float(metrics["lr"])
@@ -97,13 +98,12 @@ class Worker:
             getattr(self.engine, name).load_state_dict(part)
 
 
-def build_engine(worker: Worker) -> None:
+def build_engine(optim: FSDPOptimizerConfig) -> Any:
     """Build the optimizer and the scheduler as verl's `reset` does."""
-    optim = worker.optimizer_config
     optimizer = build_optimizer(torch.nn.Linear(2, 2).parameters(), optim)
-    builder = SimpleNamespace(optimizer_config=optim, rank=1)
+    builder: Any = SimpleNamespace(optimizer_config=optim, rank=1)
     scheduler = FSDPEngine._build_lr_scheduler(builder, optimizer)
-    worker.engine = SimpleNamespace(optimizer=optimizer, lr_scheduler=scheduler)
+    return SimpleNamespace(optimizer=optimizer, lr_scheduler=scheduler)
 
 
 def expected_factor(total: int, settings: dict[str, Any], position: int) -> float:

@@ -135,7 +135,8 @@ def test_a_stop_in_the_last_round_of_a_loop_does_not_stop_later_work(stages):
     async def work() -> None:
         waiting.append(asyncio.create_task(linger()))
         future = loop.create_future()
-        loop.call_soon(lambda: (os.kill(os.getpid(), signal.SIGTERM), future.set_result(None)))
+        loop.call_soon(os.kill, os.getpid(), signal.SIGTERM)
+        loop.call_soon(future.set_result, None)
         await future
 
     waiting: list[asyncio.Task] = []

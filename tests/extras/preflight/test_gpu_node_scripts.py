@@ -128,7 +128,7 @@ def test_force_does_not_train_without_a_gpu(node):
 def read_number(name: str) -> int:
     """Read a constant of check_gpu_node.sh."""
     script = (FOLDER / "check_gpu_node.sh").read_text()
-    return int(re.search(rf"^{name}=(\d+)", script, re.MULTILINE)[1])
+    return int(re.findall(rf"^{name}=(\d+)", script, re.MULTILINE)[0])
 
 
 def test_the_disk_has_room_for_all_files_of_make_math(monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -190,7 +191,7 @@ def test_a_weight_sync_over_nccl_takes_two_buckets_on_each_gpu():
 # cache, tokens: "Available KV cache memory" and "GPU KV cache size" in vLLM's log. `sync` has no
 # reading that compares: the KV cache woke in the same tenth of a second.
 H100_MIB = 81559
-COMMON = {"vocab_size": 49152, "tie_word_embeddings": True}
+COMMON: dict[str, Any] = {"vocab_size": 49152, "tie_word_embeddings": True}
 QWEN2 = Qwen2Config(
     **COMMON,
     hidden_size=896,
