@@ -13,9 +13,7 @@ from gym_client import Gym, GymError, message_response
 from kit.extras.judges import find_missing_judges, list_models
 from kit.extras.judges.judge_proxy import JudgeProxy
 from kit.extras.judges.judge_settings import Judge, build_judges, find_problems
-from kit.gym import process_specs
 from kit.gym import servers as gym_servers
-from kit.gym.network import GymStartError
 from tests.helpers.http import JUDGE_CONFIG, StubJudge, completion
 from tests.helpers.models import ACTIONS, make_model
 from tests.helpers.recipes import GYM_PYTHON, ROOT
@@ -168,11 +166,3 @@ def test_the_judges_of_a_server_are_checked_before_it_starts(name, start, judges
     models = list_models(name, start)
     messages = list(find_missing_judges(name, start, models, dict.fromkeys(judges)))
     assert [bool(re.search(problem, message)) for message in messages] == [True] * bool(problem)
-
-
-@pytest.mark.parametrize("port", [70000, 0.5, "x", -1])
-def test_an_invalid_port_of_a_server_is_an_error(port):
-    server = {"start": {"python": str(GYM_PYTHON), "port": port}}
-    problem = r"gym\.servers\.mcqa\.start\.port is .*\. Set a number from 1 to 65535"
-    with pytest.raises(GymStartError, match=problem):
-        process_specs.check_server("mcqa", server)
