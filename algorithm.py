@@ -80,7 +80,7 @@ from kit.runs.run import Run
 if TYPE_CHECKING:
     from verl import DataProto
 
-    import training
+    import training  # noqa: TC004  import_training imports it
     from inference import Servers
 
 

@@ -25,7 +25,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from verl.checkpoint_engine import CheckpointEngineManager
@@ -50,9 +50,6 @@ from kit.rollout.sampling import (
     request_group,
     sample,
 )
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 llm_server.print = logger.debug  # type: ignore[attr-defined]  # verl prints servers' addresses

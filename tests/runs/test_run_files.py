@@ -128,7 +128,9 @@ def command(workspace, tmp_path, monkeypatch):
     def run_command() -> str:
         try:
             with cli.exit_on_errors():
-                algorithm.run_command(cli.read_plan())
+                planned = cli.read_plan()
+                assert planned
+                algorithm.run_command(planned)
         except SystemExit as end:
             return str(end.code)
         return ""
