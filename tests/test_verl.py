@@ -407,7 +407,8 @@ def run_trainer_step(episodes, workers, recipe, inputs) -> tuple[DataProto, dict
     """Run the stages of Trainer.step after `collect` -> (batch, metrics)."""
     run: Any = SimpleNamespace(stage=lambda _: contextlib.nullcontext())
     state = LoopState(step=1, batches=1)
-    trainer = algorithm.Trainer(recipe, inputs, run, workers, None, state)
+    servers: Any = None
+    trainer = algorithm.Trainer(recipe, inputs, run, workers, servers, state)
     trainer.shape_rewards(episodes)
     batch = training.to_batch(episodes, inputs, recipe)
     trainer.compute_log_probs(batch)

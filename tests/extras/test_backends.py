@@ -78,10 +78,9 @@ def summarize(workspace, *overrides: str, changes: Sequence[str] = ()) -> str:
         for kind in ("train", "val")
     ]
     keys = [*tiny(workspace, model, *SMALL), *rows, gym, "data.max_response_length=1024", *changes]
-    config, defaults = load_config(["math", *overrides], keys)
-    inputs = prepare.prepare(config)
-    assert diff(config, defaults)
-    return summary.summarize(config, inputs, "train")
+    recipe, inputs = prepare.prepare(*load_config(["math", *overrides], keys))
+    assert diff(recipe.verl, recipe.defaults)
+    return summary.summarize(recipe, inputs)
 
 
 @pytest.mark.parametrize("name", DEVICES)

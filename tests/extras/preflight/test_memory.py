@@ -31,7 +31,7 @@ FUSED = "actor_rollout_ref.actor.optim.override_optimizer_config={fused: true}"
 
 def estimate(model: str, *changes: str):
     """Estimate the memory of each stage of training on GPUs of 80 GiB."""
-    return memory.estimate_stages(make_config(model, *changes), qwen(model), 80 * GIB, "train")
+    return memory.estimate_stages(make_config(model, *changes), qwen(model), 80 * GIB)
 
 
 @pytest.mark.parametrize("tied", [True, False])
