@@ -406,9 +406,9 @@ def load_plain_model(workspace, weights) -> Any:
 def run_trainer_step(episodes, workers, recipe, inputs) -> tuple[DataProto, dict[str, float]]:
     """Run the stages of Trainer.step after `collect` -> (batch, metrics)."""
     run: Any = SimpleNamespace(stage=lambda _: contextlib.nullcontext())
+    no_servers: Any = None
     state = LoopState(step=1, batches=1)
-    servers: Any = None
-    trainer = algorithm.Trainer(recipe, inputs, run, workers, servers, state)
+    trainer = algorithm.Trainer(recipe, inputs, run, workers, no_servers, state)
     trainer.shape_rewards(episodes)
     batch = training.to_batch(episodes, inputs, recipe)
     trainer.compute_log_probs(batch)

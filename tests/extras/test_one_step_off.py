@@ -11,6 +11,7 @@ from concurrent.futures import CancelledError, Future
 
 import pytest
 import torch
+from kit.runs.signals import Guard
 from omegaconf import OmegaConf
 
 from kit.errors import Stop
@@ -18,7 +19,6 @@ from kit.extras import one_step_off
 from kit.rollout import sampler
 from kit.rollout.client import Client
 from kit.runs import checkpoints
-from kit.runs.signals import Guard
 from tests.helpers.stack import AGREE, PATIENCE, UNTRAINED
 
 LONG_RESPONSES = [

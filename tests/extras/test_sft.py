@@ -10,6 +10,7 @@ import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
+from kit.runs.run_dir import Run
 
 import env
 from kit.config.load import load_config
@@ -17,7 +18,6 @@ from kit.data.processor import TextProcessor
 from kit.extras import sft
 from kit.rollout.chat_template import ChatTemplate
 from kit.runs.launch import Stack
-from kit.runs.run_dir import Run
 from tests.helpers.recipes import CPU, RECIPE, metrics_of, tiny, write_chats, write_rows
 from tests.helpers.stack import SESSION
 

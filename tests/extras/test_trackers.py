@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from kit.runs.run_dir import Run
 from omegaconf import OmegaConf
 from wandb.sdk import wandb_setup
 
 from kit.config import trackers
 from kit.config.load import load_config
 from kit.errors import RunError
-from kit.runs.run_dir import Run
 from tests.helpers.recipes import CLEAN_ENV, ROOT
 
 

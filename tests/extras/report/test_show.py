@@ -9,11 +9,11 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
+from kit.runs.run_dir import Run
 from rich.console import Console
 
 from kit.extras.report import report_page, show
 from kit.runs import cli, console
-from kit.runs.run_dir import Run
 from tests.helpers.models import make_model
 from tests.helpers.recipes import ROOT, load, run
 from tests.helpers.runs import write_synthetic_run
