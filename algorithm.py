@@ -391,7 +391,7 @@ def start_trainer(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trai
     from kit.runs import launch
 
     if plan.replayed:  # only one step; the learning-rate schedule still has the run's length
-        run.last = checkpoints.step_of(plan.resume_from) + 1 if plan.resume_from else 1
+        run.last = run.files.saved_step + 1
     workers, servers = launch.start(run, plan.inputs, stack, samples=not plan.replayed)
     servers = servers or ReplayServers(plan.replayed)
     state = LoopState()

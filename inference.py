@@ -518,7 +518,8 @@ async def start_servers(
     rollout = recipe.rollout
     has_fixed_cache = (rollout.engine_kwargs.get("vllm") or {}).get("kv_cache_memory_bytes")
     worker_group = None if rollout.nnodes else actor
-    manager = LLMServerManager(recipe.for_verl(), worker_group=worker_group)  # type: ignore[arg-type]
+    config = recipe.for_verl()
+    manager = LLMServerManager(config, worker_group=worker_group)  # type: ignore[arg-type]
     if not rollout.nnodes and not has_fixed_cache:
         await asyncio.to_thread(actor.init_model)
         await manager._initialize_llm_servers()

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from omegaconf import DictConfig, OmegaConf
 
 from env import Task
-from kit.config.load import ACTOR, MODEL, ROLLOUT, SAMPLING_COMMANDS
+from kit.config.keys import SAMPLING_COMMANDS
+from kit.config.load import ACTOR, MODEL, ROLLOUT
 from kit.config.recipe import Recipe
 from kit.config.resources import rollout_gpus
 from kit.config.user_functions import (
@@ -334,7 +335,7 @@ def check_registered(config: DictConfig, key: str, registry: Mapping[str, object
 
 
 def check_models(recipe: Recipe) -> Iterator[str]:
-    """The advantage has what it compares. Models with GPUs of their own, and a teacher, are used.
+    """A group has the responses that are compared; the teacher and each separate model are used.
 
     For the command `train`.
     """

@@ -16,6 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from env import Json
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder of the repository
+SAMPLING_COMMANDS = ("rollout", "evaluate")  # they train nothing
+EPISODE_COMMANDS = ("train", *SAMPLING_COMMANDS)
 
 
 class KeyTable(NamedTuple):

@@ -23,6 +23,7 @@ from env import Json
 from kit import features
 from kit.config import resources  # noqa: F401  (it registers the resolvers of base.yaml)
 from kit.config.keys import (
+    EPISODE_COMMANDS,
     KEYS,
     ROOT,
     find_unknown_keys,
@@ -61,8 +62,6 @@ MICRO_BATCH_TOKENS = [
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
     f"{REF}.log_prob_max_token_len_per_gpu",
 ]
-SAMPLING_COMMANDS = ("rollout", "evaluate")  # they train nothing
-EPISODE_COMMANDS = ("train", *SAMPLING_COMMANDS)
 COMMANDS = (*EPISODE_COMMANDS, *features.COMMANDS)  # without `show`, which reads no recipe
 FSDP = "dp"  # verl's name of the engine that this kit runs by default
 MODEL_ENGINES = (FSDP, "megatron")  # verl composes a different configuration for each

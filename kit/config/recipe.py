@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, cast
 from omegaconf import DictConfig, OmegaConf
 
 from kit.config import resources
-from kit.config.keys import to_plain
-from kit.config.load import EPISODE_COMMANDS, SAMPLING_COMMANDS, override
+from kit.config.keys import EPISODE_COMMANDS, SAMPLING_COMMANDS, to_plain
+from kit.config.load import override
 from kit.config.sections import EnvSection, GymSection, KitKeys, Sections, read_sections
 from kit.config.user_functions import (
     TEACHER,
@@ -76,12 +76,12 @@ class Recipe:
         return freeze(config, self.defaults, self.command, None, self.features)
 
     def with_config(self, config: DictConfig) -> Recipe:
-        """Make a recipe with another configuration, which is read-only from now on.
+        """Make a recipe of another configuration, of which it has a copy.
 
         It has the same functions, and needs the same models.
         """
-        OmegaConf.set_readonly(config, True)
-        return dataclasses.replace(self, verl=config, sections=read_sections(config))
+        verl = copy_read_only(config)
+        return dataclasses.replace(self, verl=verl, sections=read_sections(verl))
 
     def for_verl(self) -> DictConfig:
         """Copy verl's configuration, resolved, for verl's classes, which may change it.
@@ -262,6 +262,13 @@ class Recipe:
         return not is_needed_before
 
 
+def copy_read_only(config: DictConfig) -> DictConfig:
+    """Copy a configuration. Nothing can change the copy."""
+    copied = copy.deepcopy(config)
+    OmegaConf.set_readonly(copied, True)
+    return copied
+
+
 def freeze(
     config: DictConfig,
     defaults: DictConfig,
@@ -273,8 +280,7 @@ def freeze(
 
     functions, features: those of the configuration; None: load them here.
     """
-    verl = copy.deepcopy(config)
-    OmegaConf.set_readonly(verl, True)
+    verl = copy_read_only(config)
     return Recipe(
         command,
         verl,

@@ -6,6 +6,8 @@ import os
 
 from omegaconf import DictConfig, OmegaConf
 
+from kit.config.keys import SAMPLING_COMMANDS
+
 
 def gpus_per_node(config: DictConfig, role: str = "actor") -> int:
     """GPUs per node for a role: those of its resource pool, or the actor's if it has none.
@@ -23,7 +25,7 @@ def rollout_gpus(config: DictConfig) -> int:
 
 def all_gpus(config: DictConfig, command: str = "train") -> int:
     """GPUs that a command uses, on all nodes."""
-    if command in ("rollout", "evaluate"):
+    if command in SAMPLING_COMMANDS:
         return rollout_gpus(config)
     per_node = config.trainer.n_gpus_per_node
     if command != "train":

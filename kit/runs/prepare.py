@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import itertools
 import math
@@ -18,16 +17,14 @@ import env
 from env import Json
 from kit import features
 from kit.config import adapters, checks, model_files, trackers, user_functions
-from kit.config.keys import to_plain
+from kit.config.keys import EPISODE_COMMANDS, SAMPLING_COMMANDS, to_plain
 from kit.config.load import (
     ACTOR,
     COMMANDS,
-    EPISODE_COMMANDS,
     FSDP,
     MICRO_BATCH_TOKENS,
     MODEL,
     ROLLOUT,
-    SAMPLING_COMMANDS,
     raise_all,
 )
 from kit.config.recipe import Recipe, find_parallelism, freeze
@@ -100,7 +97,7 @@ def prepare(
         if server.get("url"):
             process_specs.check_server(name, server)
     inputs.processor.check(config, inputs.tasks, command)
-    recipe = checked.recipe.with_config(copy.deepcopy(config))
+    recipe = checked.recipe.with_config(config)
     for feature in recipe.features:
         feature.check_inputs(recipe, inputs)
     inputs.trials = try_verifiers(custom, inputs.tasks, recipe, inputs.tokenizer)
@@ -134,20 +131,12 @@ def check_recipe(
     checks.instantiate_verl_configs(recipe)
     files = model_files.load_model_files(config)
     processor = make_processor(config, files.hf_config, files.tokenizer)
-    if not files.tokenizer.chat_template:
-        path = config.actor_rollout_ref.model.path
-        raise ConfigError(f"{path} has no chat template. Set {MODEL}.custom_chat_template.")
-    arguments = to_plain(config.data.apply_chat_template_kwargs)
-    template = ChatTemplate(processor, files.stop_ids, arguments)
-    template.failures = template_trial.try_template(template)
-    for part in (template_trial.PROMPTS, template_trial.ANSWERS):
-        if part in template.failures:
-            raise ConfigError(template.describe_failure(part))
+    template = make_template(config, processor, files.stop_ids)
     check_other_models(recipe, files.tokenizer)
     if config.model_engine == FSDP:
         adapters.check_adapter(config, files.hf_config)
     set_sizes(config, files.hf_config, command, active)
-    recipe = recipe.with_config(copy.deepcopy(config))
+    recipe = recipe.with_config(config)
     model_problems = [feature.check_model(recipe, files.hf_config) for feature in active]
     raise_all([as_error(problem) for problem in itertools.chain(*model_problems)])
     inputs = RunInputs(
@@ -173,6 +162,20 @@ def make_processor(
     if getattr(hf_config, "vision_config", None) is not None:
         processor = features.make_image_processor(config, hf_config, tokenizer)
     return processor or TextProcessor(tokenizer)
+
+
+def make_template(config: DictConfig, processor: TextProcessor, stop_ids: set[int]) -> ChatTemplate:
+    """Make the chat template, and try it. Raises ConfigError if it has no prompts or answers."""
+    if not processor.tokenizer.chat_template:
+        path = config.actor_rollout_ref.model.path
+        raise ConfigError(f"{path} has no chat template. Set {MODEL}.custom_chat_template.")
+    arguments = to_plain(config.data.apply_chat_template_kwargs)
+    template = ChatTemplate(processor, stop_ids, arguments)
+    template.failures = template_trial.try_template(template)
+    for part in (template_trial.PROMPTS, template_trial.ANSWERS):
+        if part in template.failures:
+            raise ConfigError(template.describe_failure(part))
+    return template
 
 
 def check_early(

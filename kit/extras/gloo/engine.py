@@ -61,7 +61,9 @@ class GlooCheckpointEngine(CheckpointEngine):
         actor_ranks = [0] + [-1] * (actor_wg_world_size - 1)
         return arguments(actor_ranks), arguments(list(range(1, size)))
 
-    def init_process_group(self, rank: int, world_size: int, master: tuple[str, int]) -> None:  # type: ignore[override]
+    def init_process_group(  # type: ignore[override]
+        self, rank: int, world_size: int, master: tuple[str, int]
+    ) -> None:
         """Join the group at the first call; it stays for later weight syncs."""
         self.rank = rank
         if rank >= 0 and not self.group:
