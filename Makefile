@@ -145,7 +145,8 @@ data: data/arithmetic_train.jsonl
 .venv-gym/ready: requirements-gym.txt | $(SETUP)
 	@echo "== .venv-gym: NeMo Gym 0.7.0's verifiers, in a separate environment (1.2 GB)"
 	@export UV_HTTP_RETRIES=0; \
-	for python in $(if $(shell command -v cc),'>=3.13.14,<3.14') 3.12 $(VENV)/bin/python; do \
+	for python in '>=3.13.14,<3.14' 3.12 $(VENV)/bin/python; do \
+	  case $$python in '>=3.13'*) command -v cc >/dev/null || continue;; esac; \
 	  $(UV) venv --quiet --clear --python "$$python" .venv-gym 2>/dev/null && break; \
 	  export UV_PYTHON_DOWNLOADS=never; \
 	done
