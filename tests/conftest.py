@@ -97,8 +97,8 @@ STARTS_COMMANDS = (
 SKIPS_IN_CI = ("needs root: ", "needs bubblewrap")
 
 
-def timeout_s(item: pytest.Item) -> float:
-    """Return how many seconds a test may take, with its fixtures.
+def timeout_s(item: pytest.Item, group: str) -> float:
+    """Return how many seconds a test may take, with its fixtures. group: find_group(item).
 
     pyproject.toml sets pytest-timeout's method `thread`. The method `signal` would use SIGALRM,
     which kit/runs/stages.py needs. After a timeout, pytest's process ends. Then
@@ -106,7 +106,7 @@ def timeout_s(item: pytest.Item) -> float:
     """
     if item.get_closest_marker("soak"):
         return 3600.0
-    is_slow = item.get_closest_marker("xdist_group") or item.path.stem in STARTS_COMMANDS
+    is_slow = group == "stack" or item.path.stem in STARTS_COMMANDS
     return 600.0 if is_slow else 120.0
 
 
@@ -124,23 +124,31 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.hookimpl(wrapper=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Put all tests that use the stack into one process, sort the tests, and set their timeouts.
+    """Put tests that share a fixture into one process, sort the tests, and set their timeouts.
 
     Tests of whole runs come first. Otherwise the stack would stay idle in memory while they run.
     """
     for item in items:
-        if "stack" in item.fixturenames or item.path.stem in STARTS_RUNS:
-            item.add_marker(pytest.mark.xdist_group("stack"))
-    for item in items:
+        group = find_group(item)
+        if group:
+            item.add_marker(pytest.mark.xdist_group(group))
         if not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(timeout_s(item)))
+            item.add_marker(pytest.mark.timeout(timeout_s(item, group)))
     items.sort(key=rank)
     return (yield)
 
 
+def find_group(item) -> str:
+    """The tests that must run in one process: those with the stack, or with a module's fixture."""
+    if "stack" in item.fixturenames or item.path.stem in STARTS_RUNS:
+        return "stack"
+    fixtures = [last for *_, last in item._fixtureinfo.name2fixturedefs.values()]
+    return item.path.stem if any(fixture.scope == "module" for fixture in fixtures) else ""
+
+
 def rank(item: pytest.Item) -> int:
     """Return the sort key of a test: whole runs first, then tests with the stack, then others."""
-    if not item.get_closest_marker("xdist_group"):
+    if find_group(item) != "stack":
         return 3
     return 2 if "stack" in getattr(item, "fixturenames", ()) else 1
 

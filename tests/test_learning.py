@@ -31,6 +31,7 @@ from tests.helpers.stack import (
 FOUR_WORDS = ["say", "give", "write", "print"]
 
 
+@pytest.mark.soak
 def test_the_policy_learns_from_three_kinds_of_verifiers_together(stack):
     """They are a Gym server, templates/verifier, and templates/reward.py for rows of verl.
 

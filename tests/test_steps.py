@@ -252,6 +252,7 @@ def test_weights_reach_vllm_over_a_socket_in_the_private_folder_of_the_run(stack
     assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
 
 
+@pytest.mark.soak
 def test_critic_and_reference_run_in_separate_resource_pools(stack):
     """Each of them has two GPUs, and the actor has one.
 

@@ -153,7 +153,7 @@ def read_overlays(
     for text in overrides:
         if "=" not in text:
             messages.append(
-                f"{text!r} is not key=value, and not one of {', '.join(COMMANDS)}. Remove it."
+                f"{text!r} is not key=value and no command ({', '.join(COMMANDS)}). Remove it."
             )
             continue
         try:

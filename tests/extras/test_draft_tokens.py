@@ -29,6 +29,7 @@ def second_engine(stack, *changes, overlays=()):
             ray.kill(handle)
 
 
+@pytest.mark.soak
 def test_draft_tokens_change_no_response(stack):
     """Greedy responses are equal with and without drafts.
 

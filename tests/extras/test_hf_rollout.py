@@ -75,6 +75,7 @@ def test_training_on_responses_of_transformers_raises_the_reward(stack, hf):
     assert sum(rewards[-3:]) / 3 >= 0.5
 
 
+@pytest.mark.soak
 def test_transformers_sample_from_updated_weights(stack, hf):
     with trainer_with_servers(stack, "hf", *hf, LEARNING_RATE) as trainer:
         steps = [dict(trainer.step_or_skip()) for _ in range(3)]
@@ -82,6 +83,7 @@ def test_transformers_sample_from_updated_weights(stack, hf):
     assert all(m["actor/grad_norm"] > 0 for m in steps)
 
 
+@pytest.mark.soak
 def test_transformers_repeat_a_response_for_the_same_seed(stack, hf):
     """Each request has a seed, and top_k and top_p are set."""
     rollout = "actor_rollout_ref.rollout"

@@ -78,6 +78,7 @@ def run_colors(workspace, vision_model, steps: int) -> list[float]:
     return [m[key] for m in metrics_of(folder) if key in m]
 
 
+@pytest.mark.soak
 def test_a_model_is_trained_on_responses_to_images(workspace, vision_model):
     assert len(run_colors(workspace, vision_model, steps=4)) == 2
 

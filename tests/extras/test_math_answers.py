@@ -82,6 +82,7 @@ async def verify_rows_with_gym(url, expected_answers):
     return outcomes
 
 
+@pytest.mark.soak
 def test_rewards_are_those_of_gyms_server(tmp_path, monkeypatch):
     """The sample has every second kind of answer, and one that math-verify interrupts.
 

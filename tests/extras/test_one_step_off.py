@@ -70,6 +70,7 @@ def list_steps(versions) -> list[int]:
     return steps
 
 
+@pytest.mark.soak
 def test_tokens_have_the_version_of_the_weights_that_sampled_them(stack, monkeypatch):
     """New weights interrupt responses, which then continue with the new weights.
 

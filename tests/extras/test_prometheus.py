@@ -112,6 +112,7 @@ async def fail_some(rollout, requests, *settings):
     return episodes
 
 
+@pytest.mark.soak
 def test_prometheus_reads_the_run_and_its_servers(stack, prometheus, tmp_path):
     """Every query of the dashboard and the alerts has a result, and an alert reports failures."""
     port = find_free_port("127.0.0.1")

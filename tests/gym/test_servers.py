@@ -267,6 +267,7 @@ def wait_for_discovery(url):
     raise AssertionError("the head server did not answer")
 
 
+@pytest.mark.soak
 def test_a_real_head_server_lists_servers_and_agents(tmp_path):
     port = find_free_port()
     started = {"reasoning_gym": {"start": {"python": str(GYM_PYTHON)}}}

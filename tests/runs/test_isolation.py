@@ -281,6 +281,7 @@ def list_files_with(text: str, *folders: Path) -> list[Path]:
     return matching
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_only_a_driver_with_the_token_can_use_the_ray_of_a_run(
     workspace: Path, tmp_path: Path, short_folder: Path

@@ -24,6 +24,7 @@ def list_failed_fractions(run: LiveRun) -> list[float]:
     return [m[name] for m in metrics_of(run.folder) if name in m]
 
 
+@pytest.mark.soak
 def test_a_dead_gym_server_is_restarted_and_a_stopped_engine_ends_the_run(workspace):
     with LiveRun(
         workspace, "lost", "trainer.total_training_steps=500", "trainer.save_freq=1"

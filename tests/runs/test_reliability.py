@@ -54,6 +54,7 @@ def ppo_changes(workspace: Path) -> list[str]:
     ]
 
 
+@pytest.mark.soak
 def test_a_run_in_two_parts_equals_the_whole_run(workspace):
     """One run has five steps. Another run is stopped by SIGTERM and resumed.
 
@@ -175,6 +176,7 @@ def test_two_concurrent_runs_do_not_affect_each_other(workspace):
         assert sum(rewards[:3]) / 3 + 0.1 < sum(rewards[-3:]) / 3, rewards
 
 
+@pytest.mark.soak
 def test_ctrl_c_while_starting_leaves_nothing(workspace):
     with LiveRun(workspace, "early") as run:
         run.until(lambda: "Starting training workers" in run.output)

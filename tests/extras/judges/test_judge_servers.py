@@ -22,14 +22,12 @@ SITE_PACKAGES = next(ROOT.glob(".venv-gym/lib/python3*/site-packages"))
 # {server: (the `start` of its entry, a response of the policy that the judge decides)}
 SERVERS = {
     "abstention": ({"config": JUDGE_CONFIG}, "Paris"),
-    "physics_judge": ({"config": JUDGE_CONFIG}, "The answer is \\boxed{-1}"),
     "math_with_judge": (
         {"config": {**JUDGE_CONFIG, "should_use_judge": True}},
         "The answer is \\boxed{-1}",
     ),
-    # These two catch the error of their judge, and report it in a field.
+    # It catches the error of its judge, and reports it in a field.
     "longmemeval": ({"config": {**JUDGE_CONFIG, "judge_max_retries": 0}}, "Paris"),
-    "over_refusal_detection": ({"config": JUDGE_CONFIG}, "Paris"),
 }
 # each of these servers finds its verdict in this text
 CORRECT = "yes [[COMPLIED]] [[A=B]] [Correct]\nA"
