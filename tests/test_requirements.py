@@ -13,15 +13,6 @@ import pytest
 
 from tests.helpers.recipes import ROOT
 
-# Packages from several sources with different files: PyTorch's index and a folder (Makefile).
-WITHOUT_HASH = {
-    "requirements-cpu.txt": ["torch"],
-    "requirements-gym.txt": [],
-    "requirements-gpu.txt": [],
-    "requirements-docs.txt": [],
-}
-MIN_PACKAGES = {"requirements-docs.txt": 25}  # all others have 101
-
 # {requirements file: the code that runs with it}
 PRODUCT = ["*.py", "kit/**/*.py", "templates/**/*.py"]
 CODE = {
@@ -64,19 +55,6 @@ def test_the_requirements_name_every_package_that_the_code_imports(name):
     for package in packages:
         names = {normalize(name) for name in distributions.get(package, [package])}
         assert names & listed, f"{name} does not name {package} ({', '.join(names)}). Add it."
-
-
-@pytest.mark.parametrize("name", WITHOUT_HASH)
-def test_every_package_has_its_hash(name):
-    packages = list_packages(name)
-    assert len(packages) >= MIN_PACKAGES.get(name, 101)
-    assert not [line for line in packages if not re.match(r"[\w.-]+==[\w.+]+", line)]
-    unhashed = [
-        line.partition("==")[0]
-        for line in packages
-        if not re.search(r"--hash=sha256:[0-9a-f]{64}\b", line)
-    ]
-    assert unhashed == WITHOUT_HASH[name]
 
 
 def test_the_lock_file_of_gpus_has_what_requirements_txt_lists():
