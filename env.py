@@ -77,6 +77,8 @@ def arithmetic(args: argparse.Namespace) -> dict[str, Iterable[Json]]:
     numbers = range(args.low, args.high + 1)
     pairs = list(itertools.combinations_with_replacement(numbers, 2))
     rng.shuffle(pairs)
+    if args.validation < 0:
+        raise DataError(f"--validation {args.validation} is negative. Set a number of pairs.")
     if args.validation >= len(pairs):
         raise DataError(
             f"--validation {args.validation} holds out all {len(pairs)} pairs. Lower it."
@@ -119,9 +121,18 @@ def gsm8k(args: argparse.Namespace) -> dict[str, Iterable[Json]]:
 
 
 def make_gsm8k_row(entry: Mapping[str, str]) -> Json:
-    """Make the row of one problem. Its answer follows `####`, here without thousands separators."""
-    question = entry["question"]
-    answer = entry["answer"].rsplit("####", 1)[1].strip().replace(",", "")
+    """Make the row of one problem. Its answer follows `####`, here without thousands separators.
+
+    Raises DataError.
+    """
+    try:
+        question = entry["question"]
+        answer = entry["answer"].rsplit("####", 1)[1].strip().replace(",", "")
+    except (LookupError, TypeError, AttributeError):
+        raise DataError(
+            f"an entry of GSM8K has no question, or no answer after ####: {str(entry)[:200]}. "
+            "Set --source to a folder with GSM8K's files."
+        ) from None
     prompt = f"{question} Let's think step by step and put the final answer within \\boxed{{}}."
     return make_row("math_with_judge", prompt, question=question, expected_answer=answer)
 

@@ -149,6 +149,8 @@ def test_arithmetic_holds_out_pairs_in_either_order():
     assert list(env.arithmetic(make_arguments(seed=1))["validation"]) != splits["validation"]
     with pytest.raises(env.DataError, match="holds out all"):
         env.arithmetic(make_arguments(high=5))
+    with pytest.raises(env.DataError, match="--validation -1 is negative"):
+        env.arithmetic(make_arguments(validation=-1))
 
 
 def test_gsm8k_rows(tmp_path):
@@ -161,6 +163,12 @@ def test_gsm8k_rows(tmp_path):
     with pytest.raises(env.DataError, match=r"test\.jsonl: cannot be read"):
         (tmp_path / "test.jsonl").unlink()
         list(env.gsm8k(make_arguments(source=str(tmp_path)))["validation"])
+
+
+@pytest.mark.parametrize("entry", [{"question": "q", "answer": "42"}, {"answer": "#### 1"}, [1]])
+def test_an_entry_that_is_not_of_gsm8k_is_an_error(entry):
+    with pytest.raises(env.DataError, match="no question, or no answer after ####"):
+        env.make_gsm8k_row(entry)
 
 
 def run_env(*arguments):

@@ -30,10 +30,10 @@ def select_trainable(
     selected = drop_small_groups(verified, min_group_size)
     dropped: dict[str, int] = {}
     for function in filters:
+        before = count_unmasked(selected)  # the function may mask episodes in place
         passed = function(selected)
         name = getattr(function, "__name__", "filter")
-        dropped_count = count_unmasked(selected) - count_unmasked(passed)
-        dropped[name] = dropped.get(name, 0) + dropped_count
+        dropped[name] = dropped.get(name, 0) + before - count_unmasked(passed)
         selected = drop_small_groups(passed, min_group_size)
     if not count_unmasked(selected):
         selected = []

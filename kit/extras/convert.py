@@ -51,6 +51,7 @@ from kit.errors import UserFunctionError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 TABLES = (*SEPARATORS, ".json", ".jsonl", *PARQUET_SUFFIXES)  # or with .gz, except Parquet
+INEXACT_SUFFIX = "_verl.jsonl"  # of rows that Parquet would change
 MAX_CELL_CHARS = 2**31 - 1
 FIND_EXAMPLES = (
     "import pathlib, nemo_gym; "
@@ -227,7 +228,7 @@ def write_verl(path: Path, rows: list[dict[str, Any]], prompt_key: str) -> Path:
             return path
     finally:
         partial.unlink(missing_ok=True)
-    path = path.with_name(f"{path.stem}_verl.jsonl")
+    path = path.with_name(f"{path.stem}{INEXACT_SUFFIX}")
     env.write_rows(path, rows)
     return path
 
@@ -445,23 +446,24 @@ def add_out(command: argparse.ArgumentParser) -> None:
     )
 
 
-def choose_targets(files: Sequence[str], out: str, suffix: str) -> list[Path]:
-    """Choose the file to write for each input file. Raises DataError.
+def choose_targets(files: Sequence[str], out: str, *suffixes: str) -> list[Path]:
+    """Choose the file to write for each input file, with the first suffix. Raises DataError.
 
-    No input file is overwritten, and no two inputs have the same target.
+    With no suffix is an input file overwritten, or do two inputs have the same target.
     """
     names = [Path(file).name for file in files]
     stems = [name.removesuffix(".gz").rpartition(".")[0] or name for name in names]
-    targets = [Path(out) / f"{stem}{suffix}" for stem in stems]
-    for file, target in zip(files, targets, strict=True):
-        if target.exists() and Path(file).exists() and target.samefile(file):
-            raise DataError(f"{target}: the command would overwrite its input. Set another --out.")
+    targets = [Path(out) / f"{stem}{suffix}" for suffix in suffixes for stem in stems]
+    inputs = [Path(file) for file in files if Path(file).exists()]
+    for target in targets:
+        if target.exists() and any(target.samefile(file) for file in inputs):
+            raise DataError(f"{target}: the command would overwrite an input. Set another --out.")
         if targets.count(target) > 1:
             raise DataError(
                 f"{target}: more than one of the files would be written there. Convert one file at "
                 "a time, each with its --out."
             )
-    return targets
+    return targets[: len(files)]
 
 
 def run_command(args: argparse.Namespace) -> Iterator[WrittenFile]:
@@ -488,7 +490,7 @@ def run_command(args: argparse.Namespace) -> Iterator[WrittenFile]:
             yield WrittenFile(path, env.write_rows(path, rows))
     else:
         files = find_all_files(args.files)
-        targets = choose_targets(files, args.out, ".parquet")
+        targets = choose_targets(files, args.out, ".parquet", INEXACT_SUFFIX)
         for file, path in zip(files, targets, strict=True):
             yield convert_to_verl(file, path, args.prompt_key)
 

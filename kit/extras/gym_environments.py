@@ -11,6 +11,7 @@ temporary name and renamed when it is complete. It is reused until the list chan
 from __future__ import annotations
 
 import difflib
+import fcntl
 import os
 import re
 import shutil
@@ -52,8 +53,18 @@ def install_environment(server: str, python: str) -> Path:
     packages = read_requirements(base / "resources_servers" / server)
     contents = "\n".join([*process_specs.list_versions(base), *packages]) + "\n"
     marker = final / "installed.txt"
-    if marker.is_file() and marker.read_text() == contents:
-        return final / "bin" / "python"
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with final.with_name(f".{server}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs may need the same environment
+        if not (marker.is_file() and marker.read_text() == contents):
+            build(server, uv, final, python, base, packages, contents)
+    return final / "bin" / "python"
+
+
+def build(
+    server: str, uv: str, final: Path, python: str, base: Path, packages: list[str], contents: str
+) -> None:
+    """Build an environment next to `final`, and move it there. Raises InstallError."""
     folder = final.with_name(f".{server}.{os.getpid()}")
     create = ["venv", "--quiet", "--relocatable", "--clear", "--python", python, str(folder)]
     try:
@@ -65,7 +76,6 @@ def install_environment(server: str, python: str) -> Path:
         folder.rename(final)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return final / "bin" / "python"
 
 
 def check_base(server: str, python: str) -> Path:

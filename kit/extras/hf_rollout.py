@@ -152,10 +152,11 @@ class StopCriteria(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         self.token_count += 1
         last_tokens = input_ids[:, -1].tolist()
+        is_paused = self.server.paused  # another thread changes it: one value for all rows
         for row, (request, token) in enumerate(zip(self.requests, last_tokens, strict=True)):
             is_stopped = token in self.server.stop_ids and not request.ignores_stop_tokens
             is_full = self.token_count >= request.params["max_tokens"]
-            self.is_done[row] |= is_stopped or is_full or self.server.paused
+            self.is_done[row] |= is_stopped or is_full or is_paused
         return self.is_done.to(input_ids.device)
 
 

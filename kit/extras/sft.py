@@ -184,12 +184,13 @@ def prepare(
         )
     env_keys = recipe.env
     inputs.train = load_examples(recipe, inputs, env_keys.train_files)[: env_keys.max_rows]
+    dropped_count = len(inputs.dropped)  # of the training files
     inputs.validation = load_examples(recipe, inputs, env_keys.val_files)[: env_keys.val_max_rows]
     limits = recipe.data
     if len(inputs.train) < limits.train_batch_size:
         raise ConfigError(
             f"env.train_files have {len(inputs.train)} usable rows, fewer than "
-            f"data.train_batch_size={limits.train_batch_size}. {len(inputs.dropped)} were over "
+            f"data.train_batch_size={limits.train_batch_size}. {dropped_count} were over "
             f"data.max_prompt_length={limits.max_prompt_length}, max_response_length="
             f"{limits.max_response_length} tokens. Add rows, or change these."
         )

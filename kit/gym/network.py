@@ -182,7 +182,7 @@ def wait_ready(
             f"gym server {name} did not start: {problem}. "
             f'See its log {log}: {tail}. See docs/troubleshooting.md, "Gym".'
         )
-    command = f"python -m kit.gym.servers {name} --port {url.rpartition(':')[2]}"
+    command = f"python -m kit.gym.servers {name} --port {urlsplit(url).port or 80}"
     raise GymStartError(
         f"gym.servers.{name}.url: {url} does not answer ({problem}). "
         f"To start it, run `{command}`, or set start instead of url."
@@ -256,6 +256,8 @@ def public_url(server: Json, head_server: str) -> str:
     host = server.get("host") or HOST
     if host in ("0.0.0.0", HOST, "localhost"):
         host = urlsplit(head_server).hostname
+    if ":" in str(host):  # an IPv6 address
+        host = f"[{host}]"
     return f"http://{host}:{server['port']}"
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm.tool_parsers import ToolParser
 
+MISTRAL_CALLS = "[TOOL_CALLS]"  # the list of calls follows
 PARSE_TIMEOUT_S = 5.0  # for one search of a tool parser, in CPU seconds of this process
 SEARCHES = frozenset(
     ("search", "match", "fullmatch", "findall", "finditer", "sub", "subn", "split")
@@ -80,10 +81,12 @@ def find_written_ids(text: str, parsed_ids: Sequence[str]) -> list[str]:
     It makes new ones for Mistral, whose calls are a JSON list. parsed_ids: those of vLLM.
     """
     ids = [call_id for call_id in parsed_ids if call_id and call_id in text]
-    if not ids:
+    written = text.partition(MISTRAL_CALLS)[2].lstrip()
+    if not ids and written.startswith("["):
         with contextlib.suppress(ValueError, RecursionError):
-            entries = json.JSONDecoder().raw_decode(text[text.index("[{") :])[0]
-            ids = [str(entry["id"]) for entry in entries if isinstance(entry.get("id"), str)]
+            entries = json.JSONDecoder().raw_decode(written)[0]
+            found = [entry.get("id") for entry in entries if isinstance(entry, dict)]
+            ids = [call_id for call_id in found if isinstance(call_id, str)]
     is_valid = all(re.fullmatch(r"[\w.:-]{1,64}", call_id) for call_id in ids)
     if len(set(ids)) == len(parsed_ids) and is_valid:
         return ids

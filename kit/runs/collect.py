@@ -20,7 +20,6 @@ import itertools
 import json
 import math
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
@@ -32,7 +31,7 @@ from kit.config.recipe import Recipe
 from kit.data import metrics as episode_metrics
 from kit.data import rollout_files
 from kit.data.episode import Episode, RecordIndex
-from kit.data.selection import check_failures, select_trainable
+from kit.data.selection import check_failures, group_episodes, select_trainable
 from kit.errors import ConfigError
 from kit.rollout.inputs import RunInputs
 from kit.rollout.sampling import EpisodeRequest, build_sampling_params, request_group
@@ -95,8 +94,9 @@ class Collector:
         """Sample the missing episodes, and write each when it ends."""
         on_done = self.run.stages.count_episodes(len(self.missing))
         requests: list[EpisodeRequest] = []
-        for row, number in self.missing:
-            requests += request_group(self.tasks[row], f"{row}/{number}", 1)
+        for row, indices in itertools.groupby(self.missing, lambda index: index.task):
+            group = request_group(self.tasks[row], f"{self.recipe.command}/{row}", self.n)
+            requests += [group[index.rollout] for index in indices]
         sampling = build_sampling_params(self.recipe, self.validate)
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(self.path.open("ab"))
@@ -131,17 +131,16 @@ class Collector:
         those of each server.
         """
         collected = [self.done[index] for index in sorted(self.done)]
-        groups: dict[str, list[Episode]] = defaultdict(list)
-        for episode in [*[item.episode for item in collected], *failed]:
-            groups[name_scores(episode, self.validate)].append(episode)
+        verified = [item.episode for item in collected]
+        by_server = group_episodes(verified, "server")
         scores: dict[str, float] = {}
-        for name in sorted(groups):
-            verified = episode_metrics.select_verified(groups[name])
-            failed_here = [episode for episode in groups[name] if episode.status != "ok"]
-            scores |= compute_scores(verified, failed_here, self.n, self.validate)
         if self.validate:
-            for server in sorted({item.episode.server for item in collected}):
+            scores |= episode_metrics.compute_validation_metrics([*verified, *failed], self.n)
+        for server, episodes in sorted(by_server.items()):
+            if self.validate:
                 scores |= self.aggregate(servers, server, collected)
+            else:
+                scores |= episode_metrics.compute_scores(episodes, self.n, server, "rollout")
         for name, value in scores.items():
             say(f"    {name}: {value:.4g}")
         return scores
@@ -180,28 +179,6 @@ def run_command(recipe: Recipe, run: Run, inputs: RunInputs) -> None:
     print_examples([item.episode for item in collector.done.values()], PRINTED_EXAMPLES)
     collector.report_count()
     check_failures(episodes, recipe.gym.max_failed_frac)
-
-
-def name_scores(episode: Episode, validate: bool) -> str:
-    """Return the name of the group whose scores an episode counts for."""
-    if validate:
-        return episode_metrics.name_test_set(episode.row, episode.server)
-    return episode.server
-
-
-def compute_scores(
-    verified: Sequence[Episode], failed: Sequence[Episode], n: int, validate: bool
-) -> dict[str, float]:
-    """Compute the scores of one group; with validate also those that count a failure as 0."""
-    name = name_scores((*verified, *failed)[0], validate)
-    scores: dict[str, float] = {}
-    if verified:
-        prefix = "val-core" if validate else "rollout"
-        scores |= episode_metrics.compute_scores(verified, n, name, prefix)
-    if validate:
-        every = [*verified, *failed]
-        scores |= episode_metrics.compute_scores_with_failures(every, n, name)
-    return scores
 
 
 def without_large_fields(record: Json) -> Json:

@@ -118,7 +118,7 @@ def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: boo
     endpoint = make_policy_endpoint(recipe)
     launch = Launch(run, inputs, stack, endpoint.as_server() if samples else None)
     with run.stage("start"), explain_start_errors():
-        node_checks.check_node(recipe)
+        node_checks.check_limits()
         launch.worker_variables |= download_models(recipe, say)
         urls = start_servers_and_ray(launch)
         other_loop = features.first(feature.make_loop() for feature in recipe.features)
@@ -383,8 +383,8 @@ def find_missing_resources(recipe: Recipe, resources: Mapping[str, float]) -> st
     if gpus < needed:
         return (
             f"Config needs {needed} GPUs (trainer.n_gpus_per_node * nnodes, and separate pools), "
-            f"Ray has {gpus:g}. Lower trainer.n_gpus_per_node, join more nodes (`ray start`, "
-            "ray_kwargs.ray_init.address=auto), or add --config cpu."
+            f"Ray has {gpus:g}. Lower trainer.n_gpus_per_node, list more in CUDA_VISIBLE_DEVICES, "
+            "join more nodes (`ray start`, ray_kwargs.ray_init.address=auto), or add --config cpu."
         )
     processes = needed
     note = ""

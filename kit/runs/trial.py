@@ -29,24 +29,24 @@ GROUPS = 2
 MAX_GROUP = 4  # episodes
 
 
+class NeedsVerifier(Exception):  # noqa: N818  (no error: the trial ends here)
+    """A function reads a field that only a real verifier fills in."""
+
+
+def raise_needs_verifier(*_: object, **__: object) -> NoReturn:
+    """Take the place of every method that reads a mapping."""
+    raise NeedsVerifier
+
+
 class UnknownFields(Json):
     """The verifier's fields of a synthetic episode. Their values are unknown before a run.
 
     If a function reads one, it cannot be tried. So each access raises NeedsVerifier.
     """
 
-    def __contains__(self, name: object) -> bool:
-        raise NeedsVerifier
-
-    def __getitem__(self, name: str) -> NoReturn:
-        raise NeedsVerifier
-
-    def get(self, name: str, default: object = None) -> NoReturn:
-        raise NeedsVerifier
-
-
-class NeedsVerifier(Exception):  # noqa: N818  (no error: the trial ends here)
-    """A function reads a field that only a real verifier fills in."""
+    __contains__ = __getitem__ = __iter__ = __len__ = __reversed__ = raise_needs_verifier
+    __eq__ = __ne__ = __or__ = __ror__ = raise_needs_verifier
+    get = keys = values = items = copy = pop = raise_needs_verifier
 
 
 def try_functions(recipe: Recipe, inputs: RunInputs) -> None:

@@ -457,6 +457,11 @@ def test_a_head_server_provides_servers_that_the_recipe_lacks(workspace):
         load(workspace, files, "gym.head_server=http://127.0.0.1:9")
 
 
+def test_a_head_server_at_an_ipv6_address_lists_servers_there():
+    address = {"host": "localhost", "port": 8001}
+    assert network.public_url(address, "http://[::1]:11000") == "http://[::1]:8001"
+
+
 def test_a_public_policy_endpoint_needs_a_key(workspace, monkeypatch):
     monkeypatch.delenv("POLICY_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="environment variable POLICY_API_KEY"):

@@ -68,6 +68,12 @@ def mask_truncated(some):
     return [replace(e, response_mask=[0, 0]) if e.ended == "length" else e for e in some]
 
 
+def mask_in_place(some):
+    for e in some:
+        e.response_mask = [0] * len(e.response_mask)
+    return some
+
+
 def repeat_all(some):
     return [*some, *some]
 
@@ -110,6 +116,7 @@ def test_each_filter_reports_how_many_unmasked_episodes_it_dropped():
     assert select_trainable(episodes, 1, [lambda some: some[1:]])[1] == {"<lambda>": 1}
     # a functools.partial has no name
     assert select_trainable(episodes, 1, [functools.partial(keep_right)])[1] == {"filter": 2}
+    assert select_trainable(episodes, 1, [mask_in_place])[1] == {"mask_in_place": 4}
 
 
 def test_nothing_is_selected_if_every_token_is_masked():

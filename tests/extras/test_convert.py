@@ -341,7 +341,11 @@ def test_nothing_is_written_unless_all_rows_are_valid(tmp_path, monkeypatch, cap
         assert status == 1 and re.fullmatch(pattern, error)
     assert (out / "bad.jsonl").read_text() == "as it was" and len(list(out.iterdir())) == 1
     status, error = run_in_process(monkeypatch, capsys, "from-verl", path, "--out", tmp_path)
-    assert status == 1 and "bad.jsonl: the command would overwrite its input" in error
+    assert status == 1 and "bad.jsonl: the command would overwrite an input" in error
+    (tmp_path / "bad_verl.jsonl").write_text("{}")  # where rows go that Parquet would change
+    arguments = ["to-verl", path, tmp_path / "bad_verl.jsonl", "--out", tmp_path]
+    status, error = run_in_process(monkeypatch, capsys, *arguments)
+    assert status == 1 and "bad_verl.jsonl: the command would overwrite an input" in error
     arguments = ["from-verl", path, "elsewhere/bad.json", "--out", out]
     status, error = run_in_process(monkeypatch, capsys, *arguments)
     assert status == 1 and "more than one of the files would be written there" in error

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -43,11 +45,36 @@ def test_a_failed_install_leaves_nothing(tmp_path, monkeypatch):
             "x", {"python": str(python), "server": "asr_with_pc", "install": True}
         )
     assert calls[-1] == ["pip", "install"]
-    assert not list((tmp_path / ".venv-gym-servers").iterdir())
+    left = [path.name for path in (tmp_path / ".venv-gym-servers").iterdir()]
+    assert left == [".asr_with_pc.lock"]
     with pytest.raises(
         gym_environments.InstallError, match=r"no such resources server; nearest are .*mcqa"
     ):
         gym_environments.install_environment("mcqaa", str(python))
+
+
+def test_two_runs_build_an_environment_once(tmp_path, monkeypatch):
+    """The second waits for the first. Otherwise it would delete what the first runs from."""
+    python = tmp_path / ".venv-gym" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    built = []
+
+    def build(server, uv, final, python, base, packages, contents):
+        built.append(server)
+        time.sleep(0.3)
+        (final / "bin").mkdir(parents=True)
+        (final / "installed.txt").write_text(contents)
+
+    monkeypatch.setattr(gym_environments, "build", build)
+    monkeypatch.setattr(gym_environments, "check_base", lambda *_: SITE_PACKAGES)
+    monkeypatch.setattr(
+        process_specs, "environment_folder", lambda server, _: tmp_path / "servers" / server
+    )
+    with ThreadPoolExecutor() as pool:
+        folders = list(
+            pool.map(gym_environments.install_environment, ["mcqa"] * 2, [str(python)] * 2)
+        )
+    assert built == ["mcqa"] and len(set(folders)) == 1
 
 
 def write_wrapper(path):

@@ -260,3 +260,18 @@ def test_a_parser_that_takes_cubic_time_is_stopped_and_the_event_loop_continues(
     print("seconds", seconds, "CPU seconds", cpu_seconds)
     assert max(seconds) < 5
     assert min(cpu_seconds) > 0.5  # the timeout counts the CPU time of this process
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"rows": [{"a": 1}, 5]}}</tool_call>', [""]),
+        ('<tool_call>{"name": "f", "arguments": {"items": [{"id": "A1"}]}}</tool_call>', [""]),
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "abc123def"}]', ["abc123def"]),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {"items": [{"id": "A1"}]}}]', [""]),
+        ("[TOOL_CALLS][5]", [""]),
+        ("[TOOL_CALLS][{", [""]),
+    ],
+)
+def test_only_a_call_has_the_id_of_a_call(text, ids):
+    assert tool_calls.find_written_ids(text, ["new"]) == ids

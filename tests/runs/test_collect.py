@@ -51,6 +51,8 @@ def collect_rollouts(stack, monkeypatch, *changes, command="rollout"):
 def test_rollouts_without_training_resume_where_they_stopped(stack, monkeypatch, capsys):
     lines, run = collect_rollouts(stack, monkeypatch)
     records = [json.loads(line) for line in lines]
+    groups = {(r["_episode"]["group_id"], r["_ng_task_index"]) for r in records}
+    assert len(groups) == 16  # the episodes of a row are a group
     keys = {(r["_ng_task_index"], r["_ng_rollout_index"]) for r in records}
     assert keys == set(itertools.product(range(16), range(2))) and len(records) == 32
     for record in records:

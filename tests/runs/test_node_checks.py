@@ -1,4 +1,4 @@
-"""Tests what a run needs from its machine: open files, visible GPUs."""
+"""Tests what a run needs from its machine: open files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from kit.errors import RunError
 from kit.runs import node_checks
 from tests.helpers.recipes import CLEAN_ENV, ROOT
 
@@ -42,25 +41,3 @@ def test_the_limit_of_open_files_is_raised_or_named(soft: int, hard: int, expect
     )
     output = done.stdout.strip() or done.stderr.strip().splitlines()[-1]
     assert output == expected or (not done.stdout and expected in output)
-
-
-@pytest.mark.parametrize("value", ["", "-1", "none", "NoDevFiles", " ", "0,1", "GPU-1, GPU-2", "0"])
-def test_a_gpu_recipe_names_the_variable_that_hides_its_gpus(
-    value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(node_checks.VISIBLE_GPUS, value)
-    count = node_checks.count_entries(value)
-    message = rf"CUDA_VISIBLE_DEVICES='{value}' shows {count} GPUs to the run, .* needs 4"
-    with pytest.raises(RunError, match=message):
-        node_checks.check_visible_gpus(4)
-    node_checks.check_visible_gpus(count)
-    monkeypatch.delenv(node_checks.VISIBLE_GPUS)
-    node_checks.check_visible_gpus(4)
-
-
-@pytest.mark.parametrize(
-    ("value", "count"),
-    [("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("0,-1,1", 1), ("MIG-7, GPU-8", 2), ("none", 0)],
-)
-def test_visible_gpus_are_counted_as_cuda_does(value: str, count: int) -> None:
-    assert node_checks.count_entries(value) == count

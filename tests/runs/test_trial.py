@@ -51,6 +51,12 @@ def words(episode):  # what a verdict says may be anything, so this is not known
     words = episode.verify_result["extracted_answer"].split()
     return len(words) + episode.row["question"].count("x")
 
+def highest(episode):
+    return max(episode.reward_components.values())
+
+def merged(episode):
+    return sum(len(name) for name in {**episode.verify_result, "more": 1})
+
 def wrong_row(episode):
     return episode.row["questoin"]
 
@@ -94,10 +100,11 @@ def test_synthetic_episodes_are_like_those_of_a_run(workspace, make_inputs, tmp_
     )
     training.build_batch(episodes, 0, 1.0)  # raises an error for incomplete episodes
     trial.try_functions(*make_inputs({ADVANTAGE: "looks.py:open_handed"}))
-    trial.try_functions(*make_inputs({"env.reward": "looks.py:words"}))
+    for name in ("words", "highest", "merged"):
+        trial.try_functions(*make_inputs({"env.reward": f"looks.py:{name}"}))
     with pytest.raises(
         UserFunctionError,
-        match=r"looks\.py:wrong_row failed at .*looks\.py:16: KeyError: 'questoin'",
+        match=r"looks\.py:wrong_row failed at .*looks\.py:22: KeyError: 'questoin'",
     ):
         trial.try_functions(*make_inputs({"env.reward": "looks.py:wrong_row"}))
 

@@ -111,7 +111,7 @@ def reserve_gpus(specs: Mapping[str, Any]) -> Generator[None, None, None]:
 
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if before:
-        visible = before.split(",")
+        visible = [entry.strip() for entry in before.split(",")]
     else:
         visible = [str(index) for index in range(torch.cuda.device_count())]
     missing = reserved - set(visible)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -56,7 +57,7 @@ class Judge:
     @property
     def is_local(self) -> bool:
         """Whether the endpoint is on this machine, where the environment's proxy is not used."""
-        return any(host in self.url for host in ("//127.0.0.1", "//localhost"))
+        return urlsplit(self.url).hostname in ("127.0.0.1", "::1", "localhost")
 
     @property
     def headers(self) -> dict[str, str]:

@@ -30,16 +30,16 @@ def read_smi(*options: str) -> list[str]:
 def list_visible() -> list[str] | None:
     """The entries of CUDA_VISIBLE_DEVICES (indices or UUIDs); None if it is not set.
 
-    As for CUDA, an entry of -1 hides itself and the entries after it.
+    As for CUDA, an entry that is no index and no UUID hides itself and the entries after it.
     """
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is None:
         return None
     entries: list[str] = []
-    for entry in variable.split(","):
-        if entry.strip() in ("", "-1"):
+    for entry in map(str.strip, variable.split(",")):
+        if not (entry.isdigit() or entry.startswith(("GPU-", "MIG-"))):
             break
-        entries.append(entry.strip())
+        entries.append(entry)
     return entries
 
 

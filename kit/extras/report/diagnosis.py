@@ -32,6 +32,10 @@ DISTORTED = (
     "the recipe sets {0}, with which the rollout engine samples from other probabilities than the "
     "trainer computes: remove that"
 )
+GROUP_RELATIVE = {  # verl's advantages that are 0 if all rewards of a group are equal
+    "grpo", "grpo_passk", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo",
+    "reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline",
+}  # fmt: skip
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -655,8 +659,7 @@ def is_reward_shaped(run: RunData) -> bool:
 def is_group_relative(run: RunData) -> bool:
     """Whether the advantage only compares the verifier rewards of one prompt's responses."""
     estimator = str(run.get_setting("algorithm.adv_estimator") or "grpo")
-    group_relative = ("grpo", "rloo", "opo", "gpg", "gdpo", "baseline")
-    return not is_reward_shaped(run) and any(name in estimator for name in group_relative)
+    return not is_reward_shaped(run) and estimator in GROUP_RELATIVE
 
 
 def has_curriculum(run: RunData) -> bool:

@@ -176,9 +176,9 @@ class RunData:
         last_step = int(self.steps.index.max()) + 1
         paths = {}
         for path in (self.path / "rollouts").glob(f"{kind}_*.jsonl"):
-            number = int(path.stem.removeprefix(f"{kind}_"))
-            if number <= last_step:
-                paths[number] = path
+            number = path.stem.removeprefix(f"{kind}_")
+            if number.isdigit() and int(number) <= last_step:
+                paths[int(number)] = path
         return [paths[number] for number in sorted(paths)]
 
     @cached_property

@@ -133,6 +133,20 @@ def test_the_key_of_a_judge_is_not_shown_to_a_server(monkeypatch):
     assert re.search(expected, problem) and "hidden" not in problem
 
 
+@pytest.mark.parametrize(
+    ("url", "is_local"),
+    [
+        ("http://localhost:8000/v1", True),
+        ("http://127.0.0.1/v1", True),
+        ("http://[::1]:8000/v1", True),
+        ("https://localhost-judge.corp/v1", False),
+        ("https://host/v1?next=//localhost", False),
+    ],
+)
+def test_only_an_endpoint_on_this_machine_is_local(url, is_local):
+    assert Judge("j", url, "m").is_local == is_local
+
+
 def test_the_gpus_of_a_judge_are_hidden_from_the_run(monkeypatch):
     spec = {
         "judge_model": {"start": {"model": "a/b", "gpus": [2, 3], "args": {"max_model_len": 64}}}
@@ -144,6 +158,10 @@ def test_the_gpus_of_a_judge_are_hidden_from_the_run(monkeypatch):
     with reserve_gpus(spec):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 2, 3")
+    with reserve_gpus(spec):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     process = vllm_process_spec(judge)
     assert process["env"]["CUDA_VISIBLE_DEVICES"] == "2,3"
     arguments = {"--tensor-parallel-size", "2", "--max-model-len", "64"}

@@ -65,6 +65,8 @@ def test_an_evaluation_in_the_directory_and_a_resume_change_no_training_numbers(
         out.write(json.dumps(evaluation).encode() + b"\n")
     # a file of a step that the resumed run has not reached
     shutil.copy(folder / "rollouts" / "step_4.jsonl", folder / "rollouts" / "step_7.jsonl")
+    # a file of the user
+    shutil.copy(folder / "rollouts" / "step_4.jsonl", folder / "rollouts" / "step_4_old.jsonl")
     run = RunData(folder)
     assert diagnosis.summarize(run) == before
     assert "step_7" not in set(run.episodes["file"])
