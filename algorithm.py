@@ -240,7 +240,8 @@ class Trainer:
             with self.run.stage("reward_model"):
                 model = self.workers.reward_model
                 training.add_reward_model_scores(model, episodes, self.inputs, self.recipe)
-            self.metrics = compute_component_means(episodes) | self.metrics
+            means = compute_component_means(episodes)
+            self.metrics = means | self.metrics  # the others are of all verified episodes
         for episode in episodes:
             episode.shaped_reward = self.recipe.functions.reward(episode)
 

@@ -54,7 +54,7 @@ MIN_RESPONSE_S = 1800.0
 TOKEN_S = 0.25  # for each token of the longest response
 
 
-class Stack(NamedTuple):
+class Started(NamedTuple):
     """The started parts of a run."""
 
     workers: Any  # training.Workers, or None if the command trains nothing
@@ -108,7 +108,9 @@ class Launch:
             self.on_restart(server)
 
 
-def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: bool = True) -> Stack:
+def start(
+    run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: bool = True
+) -> Started:
     """Start the Gym servers, Ray, the rollout engine and the training workers that a command needs.
 
     samples: False to train without sampling. Then no Gym server and no rollout engine starts.
@@ -140,9 +142,9 @@ def start(run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: boo
             workers.actor.init_model()
             finish_workers(launch, workers)
             finish_start(launch, [])
-            return Stack(workers, None)
+            return Started(workers, None)
         servers = start_sampling(launch, workers, loop, urls, endpoint)
-        return Stack(workers, servers)
+        return Started(workers, servers)
 
 
 def finish_start(launch: Launch, addresses: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from kit.config.load import load_config
 from kit.data.processor import TextProcessor
 from kit.extras import sft
 from kit.rollout.chat_template import ChatTemplate
-from kit.runs.launch import Stack
+from kit.runs.launch import Started
 from kit.runs.run import Run
 from tests.helpers.recipes import CPU, RECIPE, metrics_of, tiny, write_chats, write_rows
 from tests.helpers.stack import SESSION
@@ -128,7 +128,7 @@ def test_the_command_learns_and_exports_the_model(stack, monkeypatch, capsys):
         *load_config([str(CPU), str(RECIPE), "sft"], tiny(stack.workspace, *SESSION, *changes))
     )
     stack.workers.actor.load_checkpoint(str(stack.fresh))
-    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Stack(stack.workers, None))
+    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Started(stack.workers, None))
     with Run(recipe) as run:
         sft.run_command(recipe, run, inputs)
     metrics = metrics_of(run.folder)

@@ -16,7 +16,7 @@ import training
 from kit.data.episode import Episode, append_tokens
 from kit.runs import checkpoints, cli, finite_check
 from kit.runs.checkpoints import LoopState
-from kit.runs.launch import Stack
+from kit.runs.launch import Started
 from tests.helpers.recipes import load
 
 ACTOR = "actor_rollout_ref.actor"
@@ -123,7 +123,7 @@ def make_loop_doubles(monkeypatch: pytest.MonkeyPatch) -> LoopDoubles:
     calls: list[str] = []
     servers = Servers(calls)
     workers = training.Workers(object(), None, None)
-    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Stack(workers, servers))
+    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Started(workers, servers))
     # config.yaml and report.html take a second of each run, and no test of the loop reads them
     monkeypatch.setattr("kit.runs.run_files.redacted", lambda _: OmegaConf.create())
     monkeypatch.setattr("kit.runs.run_files.RunFiles.write_report", lambda _: None)
@@ -200,7 +200,7 @@ class Recorder:
     def start(self, run, inputs, stack, samples=True):
         """Replace kit.runs.launch.start."""
         self.started = (run, inputs, stack, samples)
-        return Stack(self.workers, self.servers if samples else None)
+        return Started(self.workers, self.servers if samples else None)
 
 
 def make_recorder(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> Recorder:

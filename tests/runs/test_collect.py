@@ -16,7 +16,7 @@ from kit.config.recipe import freeze
 from kit.errors import ConfigError
 from kit.rollout.sampling import make_rollout_context
 from kit.runs import collect
-from kit.runs.launch import Stack
+from kit.runs.launch import Started
 from kit.runs.run import Run
 from tests.helpers.recipes import CPU, RECIPE, load, metrics_of
 from tests.helpers.stack import SESSION
@@ -41,7 +41,7 @@ def collect_rollouts(stack, monkeypatch, *changes, command="rollout"):
     session = stack.servers
     context = make_rollout_context(recipe, session.context.client, inputs, 60.0)
     servers = inference.Servers(recipe, session.manager, None, context, session.gym, session.loop)
-    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Stack(None, servers))
+    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Started(None, servers))
     with Run(recipe) as run:
         collect.run_command(recipe, run, inputs)
     name = "evaluation" if command == "evaluate" else "rollouts"

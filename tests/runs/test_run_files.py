@@ -23,7 +23,7 @@ from kit.data.json_lines import read_metrics, read_objects
 from kit.data.metrics import compute_validation_metrics
 from kit.errors import RunError
 from kit.runs import checkpoints, cli, export, files, finite_check
-from kit.runs.launch import Stack
+from kit.runs.launch import Started
 from kit.runs.run import Run
 from tests.helpers.recipes import ROOT, load
 from tests.helpers.trainer import Servers
@@ -102,7 +102,7 @@ def command(workspace, tmp_path, monkeypatch):
     changes = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1")
     recipe, data = load(workspace, *changes)
     workers = training.Workers(Group(), None, None)
-    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Stack(workers, Servers([])))
+    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Started(workers, Servers([])))
     monkeypatch.setattr(
         training, "update_actor", lambda *_: {"actor/grad_norm": 1.0, "actor/pg_loss": 0.5}
     )
