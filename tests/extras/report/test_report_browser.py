@@ -96,42 +96,6 @@ def get_column_titles(page) -> list[str]:
 # --- the page in a browser -----------------------------------------------------------------------
 
 
-def test_the_title_names_the_project_and_the_run(chromium, large_page):
-    with open_page(chromium, large_page) as page:
-        assert page.title() == "Quintet report: large"
-        assert page.locator("h1").inner_text() == "Quintet report: large"
-
-
-def test_twenty_thousand_episodes_open_in_two_seconds(chromium, large_page):
-    times = []  # ms
-    for _ in range(3):
-        with open_page(chromium, large_page) as page:
-            times.append(float(page.get_attribute("html", "data-ready")))
-    assert min(times) < 2000, times
-
-
-def test_the_table_has_twenty_thousand_episodes(chromium, large_page):
-    with open_page(chromium, large_page) as page:
-        assert "of 20,000 entries" in page.locator("#episodes_info").inner_text()
-
-
-def test_the_table_sorts_and_searches(chromium, large_page):
-    with open_page(chromium, large_page, viewport={"width": 1400, "height": 1000}) as page:
-        titles = get_column_titles(page)
-        reward = titles.index("reward")
-        file = titles.index("file")
-        order = page.locator("#episodes > thead .dtcc-button_order").nth(reward)
-        order.click()
-        # failed episodes have no reward and come first
-        wait_for_column(page, reward, [""] * 10)
-        order.click()
-        wait_for_column(page, reward, ["0.999"] * 10)
-        search = page.locator("#episodes_wrapper input[type=search]")
-        search.fill("what is 11 plus 611 in step_7")
-        wait_for_column(page, file, ["step_7"])
-        assert titles.index("prompt") < reward
-
-
 def test_an_episode_opens_with_its_tokens_colored(chromium, large_page):
     with open_page(chromium, large_page, viewport={"width": 1400, "height": 1000}) as page:
         file = get_column_titles(page).index("file")
@@ -158,38 +122,6 @@ def test_an_episode_opens_with_its_tokens_colored(chromium, large_page):
         assert len(get_shades()) > 5
         episode.get_by_role("button", name="advantage").click()
         assert len(get_shades()) == 1
-
-
-def test_the_table_filters_by_rank_and_step(chromium, large_page):
-    def is_best_of_step_7(rows) -> bool:
-        return {cells[file] for cells in rows} == {"step_7"} and len(rows) == 3
-
-    with open_page(chromium, large_page, viewport={"width": 1400, "height": 1000}) as page:
-        file = get_column_titles(page).index("file")
-        page.get_by_role("button", name="failed").click()
-        wait_for_rows(page, lambda rows: "timeout" in rows[0])
-        assert "of 220 entries" in page.locator("#episodes_info").inner_text()
-        page.get_by_role("button", name="failed").click()
-        page.locator("#picks select").select_option("7")
-        page.get_by_role("button", name="best of each step").click()
-        wait_for_rows(page, is_best_of_step_7)
-
-
-def test_a_click_on_a_step_of_a_chart_shows_its_episodes(chromium, large_page):
-    with open_page(chromium, large_page, viewport={"width": 1400, "height": 1000}) as page:
-        chart = page.locator(".chart", has_text="Reward").first.locator(".plot")
-        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length >= 3")
-        assert chart.evaluate("node => node.data[0].y.length") == 18
-        hover = chart.evaluate("node => node.data[0].hovertemplate")
-        assert "mean verifier reward" in hover
-        chart.evaluate("node => node.emit('plotly_click', {points: [{x: 7}]})")
-        page.wait_for_function(
-            "document.querySelector('#episodes > tbody').innerText.includes('step_7')"
-        )
-        page.locator("#metric").select_option("actor/entropy")
-        page.wait_for_function("document.getElementById('any').data?.[0].y[0] === 1")
-        page.locator("#pairs").scroll_into_view_if_needed()
-        assert "what is" in page.locator("#pairs tbody").inner_text()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
