@@ -225,13 +225,6 @@ def parse(template, prompt, text):
     return asyncio.run(parse_response(context, ids, TOOLS, prompt))
 
 
-@pytest.mark.parametrize("name", ["axolotl/alpaca", "axolotl/llava", "vllm/template_basic"])
-def test_a_marker_in_the_users_text_opens_no_thought(name):
-    template = load_template(name)
-    prompt = template.encode_prompt([{"role": "user", "content": "Begin with <think> or x."}])
-    assert parse(template, prompt, "The answer is 5.").text == "The answer is 5."
-
-
 @pytest.mark.parametrize(
     ("text", "count"),
     [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import env
 from gym_client import GymError
 from kit.data.episode import TOKEN_FIELDS, Episode, from_output_items
-from kit.rollout import openai_history, openai_server, template_trial
+from kit.rollout import openai_history, openai_server
 from kit.rollout.openai_history import Histories
 from kit.rollout.openai_requests import read_request
 from tests.helpers.rollouts import (
@@ -435,27 +435,6 @@ def test_a_judges_request_may_have_the_length_of_the_engines_context():
     body["messages"][0]["content"] *= 2
     reply = complete({**body, "for_training": False}, context)
     assert reply.status == 400 and "130" in reply.body["error"]["message"]
-
-
-# --- templates that lack a part ------------------------------------------------------------------
-
-WITHOUT_TOOL_ROLE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content or '' }}{{ m.tool_calls | tojson if m.tool_calls else '' }}<|im_end|>\n"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def test_a_tool_output_that_the_template_does_not_show_is_refused():
-    tokenizer = bytes_tokenizer(WITHOUT_TOOL_ROLE, "<|im_end|>")
-    client = one_turn_each([call(), "Done."], tokenizer)
-    context = context_of(client, tokenizer)
-    context.template.failures = template_trial.try_template(context.template)
-    history = [QUESTION, *follow(reply_to({"messages": [QUESTION], "tools": TOOLS}, context), 0)]
-    reply = complete({"messages": history, "tools": TOOLS}, context)
-    assert (reply.status, reply.body["error"]["param"]) == (400, "messages")
-    assert "outputs of tools" in reply.body["error"]["message"] and len(client.prompts) == 1
 
 
 # --- the episode ---------------------------------------------------------------------------------

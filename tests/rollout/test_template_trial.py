@@ -127,19 +127,6 @@ def test_the_templates_of_the_tests_have_all_parts(family):
     assert failures.keys() == ({SYSTEM, LATER_SYSTEM} if family == "mistral" else set())
 
 
-def test_a_template_that_ignores_the_role_tool_is_not_used_for_outputs():
-    """Like Granite 3.0's: the verifier would see the output, and the policy would not."""
-    source = (
-        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
-        "{% if m.role in ['user', 'assistant'] %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-        "{{ m.tool_calls | tojson if m.tool_calls else '' }}<|im_end|>\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    failures = make_template(source).failures
-    assert failures.keys() == {SYSTEM, LATER_SYSTEM, OUTPUTS, PARALLEL}
-    assert failures[OUTPUTS] == "the message does not reach the model"
-
-
 def test_a_prompt_that_needs_a_missing_part_is_refused_and_any_other_is_not():
     template = make_template(
         PLAIN.replace(
