@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from omegaconf import OmegaConf
@@ -17,66 +14,6 @@ from kit.config.load import load_config
 from kit.config.recipe import freeze
 from kit.errors import RunError
 from kit.runs.run import Run
-from tests.helpers.recipes import CLEAN_ENV, ROOT
-
-
-class Tracker(NamedTuple):
-    """A tracker that works offline."""
-
-    package: str
-    variables: dict[str, str]  # its environment variables
-    files: str  # a glob pattern of the files that it writes
-
-
-TRACKERS = {
-    "mlflow": Tracker(
-        "mlflow-skinny",
-        {"MLFLOW_TRACKING_URI": "file:mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"},
-        "mlruns/**/loss",
-    ),
-    "swanlab": Tracker(
-        "swanlab",
-        {"SWANLAB_MODE": "offline", "SWANLAB_SAVE_DIR": "swanlog"},
-        "swanlog/run-*",
-    ),
-    "trackio": Tracker("trackio", {"TRACKIO_DIR": "trackio"}, "trackio/*.db"),
-}
-TRACKED_RUN = """
-import sys
-sys.path.append("packages")
-from kit.config.load import load_config
-from kit.config.recipe import freeze
-from kit.runs.run import Run
-from kit.data.episode import Episode
-keys = ["logger=[%s]", "experiment_name=tracked", "log_val_generations=1"]
-recipe = freeze(*load_config([], ["trainer." + key for key in keys]))
-row = {"responses_create_params": {"input": "2 + 2?"}}
-with Run(recipe) as run:
-    run.log.write(1, {"loss": 0.5})
-    run.log.write_evaluation(1, {}, [Episode("x:1", "1/0", "s", [1], reward=1.0, row=row)])
-"""
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", TRACKERS)
-def test_trackers_start_offline(name, tmp_path):
-    """The test installs each tracker into a folder outside the environment."""
-    tracker = TRACKERS[name]
-    uv = Path(sys.executable).with_name("uv")
-    install = [uv, "pip", "install", "--quiet", "--python", sys.executable]
-    subprocess.run([*install, "--target", tmp_path / "packages", tracker.package], check=True)
-    done = subprocess.run(
-        [sys.executable, "-c", TRACKED_RUN % name],
-        cwd=tmp_path,
-        env={**CLEAN_ENV, **tracker.variables, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    written = [str(p) for p in tmp_path.rglob("*") if "packages" not in p.parts]
-    assert [*tmp_path.glob(tracker.files)], written
-
 
 # --- before a run --------------------------------------------------------------------------------
 
@@ -141,31 +78,6 @@ def test_a_tracker_without_its_package_or_key_is_one_line(
         monkeypatch.setenv(variable, value)
     wandb_setup.teardown()
     assert find_problems([name]) == []
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"WANDB_MODE": "disabled"}, ""),
-        ({"WANDB_MODE": "dryrun"}, ""),
-        ({"WANDB_MODE": "shared"}, "no key"),
-        ({"WANDB_MODE": "of"}, "Input should be 'online', 'offline'"),
-        ({"WANDB_API_KEY": "abc"}, "WANDB_API_KEY invalid: API key must have 40+ characters"),
-        ({"WANDB_API_KEY": ""}, "no key"),
-        ({"WANDB_BASE_URL": "https://wandb.example.org"}, "no key"),
-    ],
-)
-def test_the_key_of_wandb_is_checked_as_wandb_does(
-    variables: dict[str, str],
-    expected: str,
-    without_keys: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for variable, value in variables.items():
-        monkeypatch.setenv(variable, value)
-    messages = find_problems(["wandb"])
-    assert len(messages) == bool(expected) and expected in "".join(messages)
-    assert "\n" not in "".join(messages)
 
 
 def test_a_key_in_netrc_is_enough_for_its_own_server(without_keys: None, tmp_path: Path) -> None:
