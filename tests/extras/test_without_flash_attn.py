@@ -257,13 +257,6 @@ def test_log_probs_and_gradients_are_those_of_log_softmax(
         assert torch.equal(inputs, logits)
 
 
-def test_a_block_never_has_more_logits_than_allowed(monkeypatch):
-    monkeypatch.setattr(substitute, "MAX_BLOCK_SIZE", 100)
-    for count, size, rows in [(25, 10, 10), (25, 33, 3), (5, 101, 1), (5, 1000, 1)]:
-        blocks = list(substitute.split_rows(torch.empty(count, size, device="meta")))
-        assert [block.start for block in blocks] == list(range(0, count, rows))
-
-
 class SizeRecorder(TorchDispatchMode):
     """Record the size of the largest fp32 tensor that an operation creates."""
 

@@ -130,18 +130,6 @@ def test_a_stream_has_the_contents_of_the_response(include_usage):
     assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
 
 
-def test_the_stream_helper_of_the_openai_package_reads_a_stream():
-    async def request():
-        async with serving(make_context()) as client:
-            streaming = client.chat.completions.stream(model="policy", messages=[USER])
-            async with streaming as stream:
-                return await stream.get_final_completion()
-
-    completion = asyncio.run(request())
-    assert completion.choices[0].message.content == "Hello."
-    assert completion.choices[0].finish_reason == "stop"
-
-
 def test_a_stream_ends_with_done_and_an_error_before_it_is_json():
     async def request(body):
         async with serving(make_context()) as client, aiohttp.ClientSession() as http:
@@ -219,14 +207,6 @@ async def fetch(context, method, path, key=KEY, **options):
             return response.status, await response.json()
 
 
-def test_the_models_are_listed():
-    async def list_models():
-        async with serving(make_context()) as client:
-            return [model.id async for model in client.models.list()]
-
-    assert asyncio.run(list_models()) == ["policy"]
-
-
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
@@ -247,15 +227,6 @@ def test_a_wrong_key_is_refused_on_each_route(path):
     status, body = asyncio.run(fetch(context, "POST", path, "wrong", json={"messages": [USER]}))
     assert (status, body["error"]["code"]) == (401, "invalid_api_key")
     assert not context.client.prompts
-
-
-def test_the_openai_package_raises_its_error_for_a_wrong_key():
-    async def request():
-        async with serving(make_context(), key="wrong") as client:
-            await client.chat.completions.create(model="policy", messages=[USER])
-
-    with pytest.raises(openai.AuthenticationError):
-        asyncio.run(request())
 
 
 def test_a_body_that_is_too_long_is_refused(monkeypatch):

@@ -17,7 +17,6 @@ TOOLS = env.render_tools([TOOL], "x:1")
 USER = {"role": "user", "content": "Look it up."}
 ANSWER = {"role": "assistant", "content": None}
 TOKENIZER = chatml_tokenizer()
-THINKS = "<think>Plan: " + call('{"q": 1}') + " no</think>\n\nI look." + call('{"q": 2}')
 
 
 def make_context(texts=("Hello.",), **changes):

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from kit.errors import Stop
-from kit.runs import cli, event_loops
+from kit.runs import cli
 from kit.runs.console import Display
 from kit.runs.event_loops import make_runner
 from kit.runs.stages import Stages
@@ -146,30 +145,6 @@ def test_a_stop_in_a_notebook_cancels_the_work(tmp_path: Path) -> None:
     tasks: list[asyncio.Task] = []
     assert call_in_loop(use) == "saved"
     assert sorted(ended) == [0, 1, 2]
-
-
-def test_a_blocked_loop_does_not_block_a_stop_in_a_notebook(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(event_loops, "CANCEL_TIMEOUT_S", 0.2)
-
-    async def block() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(3)
-
-    def use() -> float:
-        stages = Stages(60, tmp_path, Display("train", 1, 0))
-        stages.install_handlers()
-        begin = time.monotonic()
-        try:
-            with make_runner() as runner:
-                with pytest.raises(Stop), stages.stage("gen"):
-                    runner.run(block())
-                return time.monotonic() - begin
-        finally:
-            stages.restore_handlers()
-
-    assert call_in_loop(use) < 2
 
 
 def test_a_run_in_a_thread_changes_no_signal(tmp_path: Path) -> None:
