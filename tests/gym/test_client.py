@@ -87,20 +87,15 @@ def test_a_temporary_failure_is_retried_in_a_new_session(faults):
         ((503, ""), "http_503", 3),
         ((504, ""), "http_504", 3),
         ((200, b"<html>"), "bad_answer", 1),
-        ((200, b""), "bad_answer", 1),
         ((200, []), "bad_answer", 1),
-        ((200, 7), "bad_answer", 1),
         ((200, {}), "bad_answer", 1),
         ((200, {"reward": None}), "bad_answer", 1),
         ((200, {"reward": True}), "bad_answer", 1),
         ((200, {"reward": "1.0"}), "bad_answer", 1),
-        ((200, {"reward": [1.0]}), "bad_answer", 1),
         ((200, b'{"reward": NaN}'), "bad_answer", 1),
         ((200, b'{"reward": 1.0, "reward": NaN}'), "bad_answer", 1),
-        ((200, b'{"reward": Infinity}'), "bad_answer", 1),
         ((200, b'{"reward": %s}' % HUGE), "bad_answer", 1),
         ((200, b'{"reward": 1.0, "reward_components": {"a": -%s}}' % HUGE), "bad_answer", 1),
-        ((200, {"reward": 1.0, "reward_components": {"a": None}}), "bad_answer", 1),
         ((200, {"reward": 1.0, "reward_components": {"a": "1"}}), "bad_answer", 1),
         ((200, {"reward": 1.0, "reward_components": [1]}), "bad_answer", 1),
         ((200, {"reward": 0.0, "mask_sample": True}), "masked", 1),
@@ -113,9 +108,7 @@ def test_a_failure_is_an_error_with_its_reason(answer, reason, calls):
     assert count_calls(server) == calls
 
 
-@pytest.mark.parametrize(
-    "status", [201, 202, 204, 206, 401, 403, 409, 413, 418, 451, 501, 505, 511, 599]
-)
+@pytest.mark.parametrize("status", [201, 204, 409, 501])
 def test_only_an_answer_with_status_200_is_a_result(status):
     """The client does not retry, because another attempt would get the same answer."""
     server = make_server(verify=[(status, {"reward": 1.0})])
@@ -533,14 +526,10 @@ def test_a_step_is_retried_only_if_the_server_recognizes_it():
     [
         {"info": 1},
         {"info": {"tool_outputs": 1}},
-        {"info": {"tool_outputs": {"call_id": "c"}}},
         {"info": {"tool_outputs": ["x"]}},
         {"info": {"tool_outputs": [{"output": "no call_id"}]}},
         {"info": {"tool_outputs": [{"call_id": "c", "output": 7}]}},
-        {"info": {"tool_outputs": [{"call_id": 7, "output": "o"}]}},
         {"observation": 1},
-        {"observation": ["x"]},
-        {"terminated": "no"},
         {"terminated": 1},
         {"reward": None},
         {"reward": True},

@@ -276,20 +276,6 @@ def test_no_text_of_the_policy_looks_like_a_rewritten_history(server, turns):
     make_episode(response, context)
 
 
-@pytest.mark.parametrize("is_cut", [True, False])
-def test_a_thought_that_is_not_closed_is_no_answer(server, is_cut):
-    tokenizer = chatml_tokenizer()
-    client = one_turn_each(["<think>so \\boxed{5} " + call()], tokenizer)
-    if is_cut:
-        client.answers[0].pop()
-    context = context_of(client, tokenizer)
-    response = play(server, context, PARAMS, [])
-    assert [item["type"] for item in response["output"]] == ["reasoning"]
-    episode = make_episode(response, context)
-    assert (episode.ended, episode.response) == ("length" if is_cut else "stop", "")
-    assert len(episode.turns) == 1
-
-
 # --- limits --------------------------------------------------------------------------------------
 
 
@@ -359,60 +345,16 @@ def test_a_refused_request_fails_without_a_repetition(server, monkeypatch, field
 # --- agents that rewrite the history -------------------------------------------------------------
 
 
-def replace_system(body):
-    return {**body, "instructions": "Now be long."}
-
-
-def replace_tools(body):
-    return {**body, "tools": [LOOK_UP, {**LOOK_UP, "name": "ask"}]}
-
-
-def summarize(body):
-    return {**body, "input": [{"role": "user", "content": "SUMMARY"}, *body["input"][-2:]]}
-
-
-def edit_output(body):
-    items = [dict(item) for item in body["input"]]
-    first = next(item for item in items if item["type"] == "function_call_output")
-    first["output"] = "[removed]"
-    return {**body, "input": items}
-
-
-def edit_answer(body):
-    items = [json.loads(json.dumps(item).replace("I look", "I wait")) for item in body["input"]]
-    return {**body, "input": items}
-
-
-def edit_thought(body):
-    items = [json.loads(json.dumps(item).replace("A plan", "A lie")) for item in body["input"]]
-    return {**body, "input": items}
-
-
-def edit_call(body):
-    items = [json.loads(json.dumps(item).replace("first", "second")) for item in body["input"]]
-    return {**body, "input": items}
-
-
 def slide(body):
     return {**body, "input": [body["input"][0], *body["input"][-2:]]}
 
 
-EDITS = [
-    (replace_system, "Now be long."),
-    (replace_tools, '"ask"'),
-    (summarize, "SUMMARY"),
-    (edit_output, "[removed]"),
-    (edit_answer, "I wait"),
-    (edit_thought, "A lie"),
-    (edit_call, "second"),
-    (slide, "Look it up."),
-]
-
-
-@pytest.mark.parametrize(("edit", "shown"), EDITS)
 @pytest.mark.parametrize("dropped", [0, 1])
-def test_a_rewritten_history_is_shown_and_fails_the_episode(server, edit, shown, dropped):
-    """Also if the agent's output lacks the first turns. dropped: their number."""
+def test_a_rewritten_history_is_shown_and_fails_the_episode(server, dropped):
+    """Also if the agent's output lacks the first turns. dropped: their number.
+
+    tests/rollout/test_endpoint_history.py has the other edits.
+    """
     tokenizer = chatml_tokenizer()
     first = "<think>A plan.</think>I look. " + call('{"q": "first"}')
     client = one_turn_each([first, call('{"q": 2}'), call('{"q": 3}'), "Done."], tokenizer)
@@ -420,15 +362,13 @@ def test_a_rewritten_history_is_shown_and_fails_the_episode(server, edit, shown,
 
     def edit_last(body):
         outputs = [item for item in body["input"] if item.get("type") == "function_call_output"]
-        return edit(body) if len(outputs) == 3 else body
+        return slide(body) if len(outputs) == 3 else body
 
     items = [{"type": "message", "role": "user", "content": "Look it up."}]
     params = {**PARAMS, "input": items}
     response = play(server, context, params, ["1", "2", "3"], edit=edit_last)
     seen = tokenizer.decode(client.prompts[-1])
-    assert shown in seen
-    if edit is slide:
-        assert "first" not in seen
+    assert "Look it up." in seen and "first" not in seen
     output = response["output"]
     for _ in range(dropped):
         ends = [i for i, item in enumerate(output) if item["type"] == "function_call_output"]
@@ -436,7 +376,6 @@ def test_a_rewritten_history_is_shown_and_fails_the_episode(server, edit, shown,
     with pytest.raises(GymError) as caught:
         make_episode({**response, "output": output}, context)
     assert caught.value.reason == "not_contiguous"
-    print(edit.__name__, caught.value)
 
 
 def test_a_retried_turn_continues_from_what_the_agent_shows(server):
