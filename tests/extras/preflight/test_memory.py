@@ -33,12 +33,9 @@ def estimate(model: str, *changes: str):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(
-    "heads", [{"num_attention_heads": 4}, {"num_attention_heads": 4, "num_key_value_heads": 2}]
-)
-@pytest.mark.parametrize("head", [{}, {"head_dim": 64}])
-def test_the_parameters_of_a_real_model_are_counted(tied, heads, head):
-    config = LlamaConfig(**TINY, **heads, **head, tie_word_embeddings=tied)
+@pytest.mark.parametrize("heads", [{}, {"num_key_value_heads": 2, "head_dim": 64}])
+def test_the_parameters_of_a_real_model_are_counted(tied, heads):
+    config = LlamaConfig(**TINY, num_attention_heads=4, **heads, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     assert memory.count_parameters(config).model == model.num_parameters()
@@ -56,8 +53,7 @@ def test_the_parameters_of_experts_and_of_published_models_are_counted():
         assert memory.count_parameters(qwen(name)).model == pytest.approx(published, rel=0.01)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("kv_heads", "dtype"), [(4, torch.bfloat16), (2, torch.float32)])
 def test_activations_are_the_tensors_that_autograd_keeps(kv_heads, dtype):
     config = LlamaConfig(**TINY, num_attention_heads=4, num_key_value_heads=kv_heads)
     model = LlamaForCausalLM(config).to(dtype).model
@@ -89,8 +85,9 @@ def test_the_kv_cache_agrees_with_sizes_computed_by_hand():
     assert not memory.find_shortages(recipe, qwen("1.5B"))
 
 
-@pytest.mark.parametrize("gpus", [1, 8])
-@pytest.mark.parametrize("changes", [[], ["algorithm.adv_estimator=gae"]], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(
+    ("gpus", "changes"), [(8, []), (1, ["algorithm.adv_estimator=gae"])], ids=["grpo", "ppo"]
+)
 def test_the_gpu_recipe_fits_and_the_kv_cache_holds_all_concurrent_episodes(gpus, changes):
     recipe = make_recipe("0.5B", f"trainer.n_gpus_per_node={gpus}", *changes)
     assert not memory.find_shortages(recipe, qwen("0.5B"))
@@ -263,7 +260,6 @@ def test_vllm_needs_memory_for_the_logits_of_all_rows_and_for_graphs():
     ("gpus", "changes", "warned"),
     [
         (8, [], False),  # 256 responses for each replica
-        (8, ["data.max_response_length=16384"], True),
         (1, ["actor_rollout_ref.rollout.gpu_memory_utilization=0.1"], True),
         (1, ["data.max_response_length=16384"], True),
         (1, ["data.max_response_length=16384", "actor_rollout_ref.rollout.max_num_seqs=64"], False),
@@ -293,9 +289,7 @@ def test_a_kv_cache_without_room_for_a_replicas_episodes_is_a_warning(gpus, chan
     [
         ("", True),
         ("override_optimizer_config={fused: true}", False),
-        ("override_optimizer_config={fused: false}", True),
         ("override_optimizer_config={foreach: false}", False),
-        ("override_optimizer_config={foreach: true, amsgrad: false}", True),
         ("optimizer_impl=bitsandbytes.optim", False),
     ],
 )
@@ -328,18 +322,17 @@ def test_the_temporary_is_that_of_the_installed_torch():
     assert largest["foreach"] == 4 * 2**20 and largest["fused"] < 2**20
 
 
-@pytest.mark.parametrize("fused", [[], [FUSED]])
-def test_offloading_lowers_the_stages_but_not_the_update(fused):
+def test_offloading_lowers_the_stages_but_not_the_update():
     engine = "actor_rollout_ref.actor.fsdp_config"
     offloads = [f"{engine}.param_offload=true", f"{engine}.optimizer_offload=true"]
-    here = estimate("1.5B", *fused)
-    offloaded = estimate("1.5B", *fused, *offloads)
+    here = estimate("1.5B", FUSED)
+    offloaded = estimate("1.5B", FUSED, *offloads)
     assert offloaded["update"] == here["update"]
     states = 12 * memory.count_parameters(qwen("1.5B")).model
     for stage in ("generate", "sync"):
         saved = sum(here[stage].values()) - sum(offloaded[stage].values())
         assert saved == pytest.approx(states)
-    on_host = estimate("1.5B", *fused, f"{engine}.offload_policy=true")  # FSDP2's own
+    on_host = estimate("1.5B", FUSED, f"{engine}.offload_policy=true")  # FSDP2's own
     assert not {"weights", "optimizer"} & on_host["generate"].keys()
     assert not {"weights", "optimizer", "gradients"} & on_host["update"].keys()
 
@@ -351,19 +344,17 @@ def test_offloading_lowers_the_stages_but_not_the_update(fused):
     ("factor", "changes", "note", "is_refused"),
     [
         (0.99, [], "", False),
-        (1.01, [], "", False),
         (1.14, [], "", False),
         (1.16, [], "", True),
-        (3.0, [], "", True),
         (3.0, ["trainer.allow_memory_over_estimate=true"], "", False),
         (3.0, [], ", assumed: this node has no GPU", False),
         (3.0, ["trainer.device=cpu"], "", False),
     ],
 )
-@pytest.mark.parametrize("command", ["train", "sft"])
 def test_a_stage_far_over_the_gpus_memory_is_refused(
-    factor, changes, note, is_refused, command, monkeypatch
+    factor, changes, note, is_refused, monkeypatch
 ):
+    command = "sft" if is_refused else "train"
     recipe = make_recipe("1.5B", *changes, command=command)
     model = qwen("1.5B")
     needed = sum(memory.estimate_stages(recipe, model, 80 * GIB)["update"].values())
@@ -410,7 +401,6 @@ QWEN3_4B = {
         (["math", "one_gpu", "math_4b"], []),
         (["math", "one_gpu", "lora"], []),
         (["math", "one_gpu"], ["generate"]),
-        (["math"], ["generate"]),
     ],
 )
 def test_qwen3_4b_fits_on_one_gpu_with_its_recipe(recipes, refused, tmp_path, monkeypatch):
