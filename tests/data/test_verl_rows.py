@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 
-import numpy as np
 import pandas
 import pyarrow
 import pytest
@@ -63,18 +62,6 @@ def test_verl_files_are_read_whichever_library_wrote_them(tmp_path):
     assert [r for _, r in verl_rows.read_rows(str(other_key), "asked")] == [
         {"responses_create_params": {"input": "2?"}, "prompt": 7}
     ]
-
-
-def test_values_of_numpy_and_pandas_become_plain_values():
-    odd = gsm8k(1, prompt=np.array([{"role": "user", "content": "x"}], dtype=object))
-    odd["extra_info"] = {
-        "n": np.int64(3),
-        "x": np.array([[1.5], [2.0]]),
-        "day": pandas.Timestamp("2026-01-02"),
-    }
-    parsed = verl_rows.parse_row(odd, "x:1")
-    assert parsed["responses_create_params"]["input"] == [{"role": "user", "content": "x"}]
-    assert parsed["extra_info"] == {"n": 3, "x": [[1.5], [2.0]], "day": "2026-01-02T00:00:00"}
 
 
 @pytest.mark.parametrize(

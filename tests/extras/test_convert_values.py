@@ -10,7 +10,6 @@ import sys
 from datetime import date
 from decimal import Decimal
 
-import pandas
 import pyarrow
 import pytest
 from datasets import Dataset, disable_progress_bars
@@ -51,43 +50,6 @@ def read_entries(path) -> list:
 
 
 # --- CSV and TSV ----------------------------------------------------------------------------------
-
-
-CELLS = [
-    *["007", "1e3", "1.10", "-0", "+5", "12345678901234567890", "0x1F", "1_000", "1,000", "50%"],
-    *["", " ", "  leading", "trailing ", "NA", "N/A", "null", "None", "nan", "inf", "-"],
-    *[
-        "true",
-        "True",
-        "FALSE",
-        "yes",
-        "2026-01-02",
-        "12:30",
-        "ü\u2028",
-        "a\nb",
-        "a\r\nb",
-        '"',
-        "\t",
-    ],
-    *["[1, 2]", '{"a": 1}', "=1+1", "#comment", "'", "\\n", "00:00:00", "1/2", "\ufeff"],
-]
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
-@pytest.mark.parametrize("writer", ["csv", "pandas"])
-def test_each_cell_of_a_table_is_its_text(folder, monkeypatch, capsys, writer, suffix, encoding):
-    path = folder / f"cells{suffix}"
-    separator = convert.SEPARATORS[suffix]
-    if writer == "pandas":
-        frame = pandas.DataFrame({"cell": CELLS, "number": [str(n) for n in range(len(CELLS))]})
-        frame.to_csv(path, sep=separator, index=False, encoding=encoding)
-    else:
-        with path.open("w", newline="", encoding=encoding) as file:
-            rows = [(cell, str(number)) for number, cell in enumerate(CELLS)]
-            csv.writer(file, delimiter=separator).writerows([("cell", "number"), *rows])
-    entries = convert_table(path, monkeypatch, capsys)
-    assert entries == [{"cell": cell, "number": str(n)} for n, cell in enumerate(CELLS)]
 
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\ufeff"), max_size=6)
