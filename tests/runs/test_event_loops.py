@@ -179,9 +179,8 @@ def failing_verifier(workspace: Path, tmp_path: Path) -> str:
     return f"env.verifier={path}:compute_score"
 
 
-@every_caller
-def test_a_recipe_that_cannot_run_has_the_same_message_in_every_caller(
-    call: Callable, workspace: Path, failing_verifier: str
+def test_a_recipe_that_cannot_run_has_the_message_of_the_command_in_a_notebook(
+    workspace: Path, failing_verifier: str
 ) -> None:
     """The command prints the text of these exceptions."""
     expected = {
@@ -198,5 +197,5 @@ def test_a_recipe_that_cannot_run_has_the_same_message_in_every_caller(
             texts.append(str(raised.value))
         return texts
 
-    for text, part in zip(call(use), expected.values(), strict=True):
+    for text, part in zip(call_in_loop(use), expected.values(), strict=True):
         assert part in text and "\n" not in text
