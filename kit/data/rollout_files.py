@@ -109,10 +109,10 @@ def to_record(episode: Episode, task_index: int, rollout_index: int) -> Json:
     if episode.reward_components or "reward_components" in episode.row:
         result["reward_components"] = episode.reward_components
     result |= episode.verify_result
-    indices = {"_ng_task_index": task_index, "_ng_rollout_index": rollout_index}
-    # `first` is there twice: `_episode` is the first key, and replaces a row's field of that name
-    first = {"_episode": summary}
-    return first | replace_images_by_hash(episode.row) | result | indices | first
+    record: Json = {"_episode": None}  # the first key of a line; a row's field of that name is lost
+    record |= replace_images_by_hash(episode.row) | result
+    record |= {"_ng_task_index": task_index, "_ng_rollout_index": rollout_index}
+    return record | {"_episode": summary}
 
 
 def add_token_fields(episode: Episode) -> list[Json]:

@@ -453,7 +453,9 @@ def choose_targets(files: Sequence[str], out: str, *suffixes: str) -> list[Path]
     """
     names = [Path(file).name for file in files]
     stems = [name.removesuffix(".gz").rpartition(".")[0] or name for name in names]
-    targets = [Path(out) / f"{stem}{suffix}" for suffix in suffixes for stem in stems]
+    targets: list[Path] = []
+    for suffix in suffixes:
+        targets += [Path(out) / f"{stem}{suffix}" for stem in stems]
     inputs = [Path(file) for file in files if Path(file).exists()]
     for target in targets:
         if target.exists() and any(target.samefile(file) for file in inputs):

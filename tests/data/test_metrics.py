@@ -25,7 +25,6 @@ from kit.data.metrics import (
 )
 from kit.data.selection import select_trainable
 from kit.extras.report.metric_docs import find_metric
-from kit.runs import collect
 from kit.runs.checkpoints import LoopState
 
 
@@ -255,20 +254,6 @@ def test_failures_count_as_zero_in_scores_with_failures():
         "val-aux/s/acc/mean@4_failed_as_0": 0.5,
         "val-aux/s/reward/mean@4_failed_as_0": 0.875,
     }
-
-
-def test_evaluate_reports_scores_with_failures_and_rollout_does_not():
-    right = [episode("s", "1", 1.0)]
-    failed = [episode("s", "1", None)]
-    scores = collect.compute_scores(right, failed, 2, validate=True)
-    assert (
-        scores["val-core/s/acc/mean@2"] == 1.0 and scores["val-aux/s/acc/mean@2_failed_as_0"] == 0.5
-    )
-    only_failed = collect.compute_scores([], failed, 2, validate=True)
-    assert only_failed == compute_scores_with_failures(failed, 2, "s")
-    scores = collect.compute_scores(right, failed, 2, validate=False)
-    assert scores == compute_scores(right, 2, "s", "rollout")
-    assert collect.compute_scores([], failed, 2, validate=False) == {}
 
 
 def test_all_metrics_of_a_step():

@@ -202,6 +202,30 @@ def test_a_record_has_the_format_of_gym_and_begins_with_a_summary():
     ]
 
 
+def test_a_record_has_the_failure_and_the_components_that_a_server_reports():
+    task_row = {**row("say 7"), "reward_components": "a field of the row", "_episode": "another"}
+    failed = Episode("r", "0/0", "s", [5], row=task_row, failure={"stage": "agent"})
+    record = rollout_files.to_record(failed, 0, 0)
+    assert next(iter(record)) == "_episode"
+    assert record["_episode"]["failure"] == {"stage": "agent"}
+    assert record["reward_components"] == {}
+    plain = rollout_files.to_record(Episode("r", "0/0", "s", [5], row=row("say 7")), 0, 0)
+    assert "failure" not in plain["_episode"] and "reward_components" not in plain
+
+
+def test_generated_rows_and_repeated_rows_have_their_own_indices():
+    tasks = [SimpleNamespace(row_id=name) for name in ("a", "b")]
+    before = [Episode(name, "0/0", "s", [5], row={}) for name in ("b", "new")]
+    episodes = [Episode(name, "1/0", "s", [5], row={}) for name in ("b", "new", "a", "newer")]
+    rollout_files.assign_record_indices(episodes, tasks, before)
+    assert [tuple(e.record_index) for e in episodes] == [(1, 1), (3, 1), (0, 0), (7, 0)]
+
+
+def test_a_replay_gives_each_batch_once():
+    servers = rollout_files.ReplayServers([["first"], ["second"]])
+    assert [servers.rollout("any") for _ in range(3)] == [["first"], ["second"], []]
+
+
 def test_the_batches_of_a_refilled_step_stay_separate(tmp_path):
     batches = write_and_load(
         tmp_path / "step_1.jsonl", episode("3/0"), episode("3/1"), episode("4/0")
