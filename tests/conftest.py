@@ -155,9 +155,13 @@ def rank(item: pytest.Item) -> int:
 
 @pytest.fixture
 def caplog(caplog, monkeypatch):
-    """Pytest's caplog, also for the kit's loggers after cli.silence_libraries has run."""
+    """Pytest's caplog, also for the kit's loggers after cli.silence_libraries has run.
+
+    A module that vLLM imports sets the root logger to ERROR, so their level is set here.
+    """
     for name in ("gym_client", "kit"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        caplog.set_level(logging.WARNING, logger=name)
     return caplog
 
 
