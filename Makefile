@@ -7,7 +7,7 @@
 #                  FORCE=1: continue although the check of the node found a problem.
 # make gpu-check   Install the GPU environment without a GPU, and test there all that needs none (docs/backends.md);
 #                  1 hour.
-# make test        Run ruff, mypy and pytest, with the servers of NeMo Gym; 40 minutes.
+# make test        Run ruff, mypy and pytest, with the servers of NeMo Gym; 30 minutes.
 # make gym         Install NeMo Gym's servers.
 # make bench       Measure a step, its limits, TRL and the startup time (docs/performance.md); 1 hour.
 # make algorithms  Run each recipe of docs/algorithms.md on a small task with three seeds; 110 minutes.
