@@ -436,3 +436,35 @@ def test_ids_that_do_not_continue_the_previous_call_are_a_failure(calls, reason)
     with pytest.raises(gym_client.GymError) as caught:
         read_response({"output": make_items(*calls)})
     assert caught.value.reason == reason
+
+
+def test_an_agents_episode_may_be_as_long_as_the_recipe_allows():
+    context = context_of(None, chatml_tokenizer())
+    prompt, response = context.max_prompt_length, context.max_response_length
+
+    def read(prompt_length, response_length):
+        episode = inference.Episode("x:1", "g", "server", [])
+        output = make_items(([1] * prompt_length, [2] * response_length))
+        inference.episode_from_response(episode, {"output": output}, context)
+        return len(episode.prompt_ids), len(episode.response_ids)
+
+    assert read(prompt, response) == (prompt, response)
+    for lengths in ((prompt + 1, response), (prompt, response + 1)):
+        with pytest.raises(gym_client.GymError, match="left out calls") as caught:
+            read(*lengths)
+        assert caught.value.reason == "not_contiguous"
+
+
+def test_an_agents_call_needs_a_log_prob_for_each_token():
+    items = make_items(([1, 2], [3, 4]))
+    items[0]["generation_log_probs"].pop()
+    with pytest.raises(gym_client.GymError, match="2 sampled ids, 1 log-probs"):
+        read_response({"output": items})
+
+
+def test_the_first_difference_of_two_calls_is_named():
+    calls = [([1, 2], [3]), ([1, 2, 4, 5], [6])]
+    with pytest.raises(gym_client.GymError, match="differ from the 3 earlier ids at position 2"):
+        read_response({"output": make_items(*calls)})
+    with pytest.raises(gym_client.GymError, match="at position 1"):
+        read_response({"output": make_items(([1, 2], [3]), ([1], [6]))})

@@ -131,3 +131,15 @@ def test_a_response_after_the_timeout_is_a_failure():
     with pytest.raises(GymError, match=r"vLLM gave no answer within 0\.05 s") as caught:
         asyncio.run(sampling.sample(context, SAMPLING, "r#0", [1], 9))
     assert caught.value.reason == "generate_timeout" and time.monotonic() - begin < 2
+
+
+def test_an_episode_has_one_identity_for_the_engine_and_for_gym():
+    task = SimpleNamespace(row_id="r:0")
+    group = sampling.request_group(task, "7/3", 2)
+    assert [request.id.request_id for request in group] == ["7/3-0", "7/3-1"]
+    first, second = (request.id.gym_index for request in group)
+    assert first.task == second.task == group[0].id.task_index
+    assert [first.rollout, second.rollout] == [0, 1]
+    other = sampling.request_group(task, "7/3", 1, is_baseline=True)[0].id
+    assert other.task_index != first.task and other.request_id == "greedy-7/3-0"
+    assert other._replace(attempt=2).request_id == "greedy-7/3-0-again-2"
