@@ -12,6 +12,7 @@ import torch
 
 import algorithm
 import training
+from kit.config.schedule import POSITION
 from kit.errors import NonFiniteStep, RunError
 from tests.helpers.trainer import ACTOR, CORRECTION, QUIET, make_plan, read_run_lines
 from tests.helpers.workers import is_close
@@ -53,6 +54,24 @@ def test_without_a_reward_model_no_scores_are_added(workspace, recorder):
 
 
 # --- log-probs, values and advantages ------------------------------------------------------------
+
+
+def test_each_learning_rate_starts_with_the_first_update_of_its_model(workspace, recorder):
+    """With critic_warmup=2, the actor's schedule begins at step 3."""
+    recorder.workers = training.Workers("actor", "critic", None)
+    positions: dict[str, list[int]] = {"update_critic": [], "update_actor": []}
+    for name, found in positions.items():
+
+        def update(_model, batch, _recipe, found=found):
+            found.append(batch.meta_info[POSITION])
+            return {}
+
+        recorder.record(training, name, update)
+    changes = [*GAE, "trainer.critic_warmup=2"]
+    with algorithm.train(make_plan(workspace, *QUIET, *changes)) as trainer:
+        for _ in range(4):
+            trainer.step_or_skip()
+    assert positions == {"update_critic": [0, 1, 2, 3], "update_actor": [0, 1]}
 
 
 def test_critic_warmup_trains_only_the_critic(workspace, recorder):
