@@ -112,7 +112,8 @@ def to_record(episode: Episode, task_index: int, rollout_index: int) -> Json:
     record: Json = {"_episode": None}  # the first key of a line; a row's field of that name is lost
     record |= replace_images_by_hash(episode.row) | result
     record |= {"_ng_task_index": task_index, "_ng_rollout_index": rollout_index}
-    return record | {"_episode": summary}
+    record["_episode"] = summary
+    return record
 
 
 def add_token_fields(episode: Episode) -> list[Json]:

@@ -446,16 +446,14 @@ def add_out(command: argparse.ArgumentParser) -> None:
     )
 
 
-def choose_targets(files: Sequence[str], out: str, *suffixes: str) -> list[Path]:
-    """Choose the file to write for each input file, with the first suffix. Raises DataError.
+def choose_targets(files: Sequence[str], out: str, suffix: str) -> list[Path]:
+    """Choose the file to write for each input file. Raises DataError.
 
-    With no suffix is an input file overwritten, or do two inputs have the same target.
+    No input file is overwritten, and no two inputs have the same target.
     """
     names = [Path(file).name for file in files]
     stems = [name.removesuffix(".gz").rpartition(".")[0] or name for name in names]
-    targets: list[Path] = []
-    for suffix in suffixes:
-        targets += [Path(out) / f"{stem}{suffix}" for stem in stems]
+    targets = [Path(out) / f"{stem}{suffix}" for stem in stems]
     inputs = [Path(file) for file in files if Path(file).exists()]
     for target in targets:
         if target.exists() and any(target.samefile(file) for file in inputs):
@@ -465,7 +463,7 @@ def choose_targets(files: Sequence[str], out: str, *suffixes: str) -> list[Path]
                 f"{target}: more than one of the files would be written there. Convert one file at "
                 "a time, each with its --out."
             )
-    return targets[: len(files)]
+    return targets
 
 
 def run_command(args: argparse.Namespace) -> Iterator[WrittenFile]:
@@ -492,7 +490,8 @@ def run_command(args: argparse.Namespace) -> Iterator[WrittenFile]:
             yield WrittenFile(path, env.write_rows(path, rows))
     else:
         files = find_all_files(args.files)
-        targets = choose_targets(files, args.out, ".parquet", INEXACT_SUFFIX)
+        targets = choose_targets(files, args.out, ".parquet")
+        choose_targets(files, args.out, INEXACT_SUFFIX)  # it depends on the rows which is written
         for file, path in zip(files, targets, strict=True):
             yield convert_to_verl(file, path, args.prompt_key)
 

@@ -52,13 +52,19 @@ def install_environment(server: str, python: str) -> Path:
         )
     packages = read_requirements(base / "resources_servers" / server)
     contents = "\n".join([*process_specs.list_versions(base), *packages]) + "\n"
-    marker = final / "installed.txt"
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with final.with_name(f".{server}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs may need the same environment
-        if not (marker.is_file() and marker.read_text() == contents):
-            build(server, uv, final, python, base, packages, contents)
+    if not has_contents(final, contents):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with final.with_name(f".{server}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not has_contents(final, contents):  # another run may have just built it
+                build(server, uv, final, python, base, packages, contents)
     return final / "bin" / "python"
+
+
+def has_contents(folder: Path, contents: str) -> bool:
+    """Whether an environment is complete, and of this list of packages."""
+    marker = folder / "installed.txt"
+    return marker.is_file() and marker.read_text() == contents
 
 
 def build(
