@@ -363,6 +363,13 @@ def is_installed(module: str) -> bool:
 # --- parts that a command, a model or rows need. All raise ConfigError if the part was deleted ---
 
 
+class Tool(Protocol):
+    """A module with a command that reads no recipe, or starts runs of its own."""
+
+    def main(self, arguments: Sequence[str]) -> None:
+        """Run the command with the arguments after its name."""
+
+
 class Command(Protocol):
     """A module with a command of algorithm.py that trains without episodes."""
 
@@ -389,12 +396,19 @@ def load_sft() -> Command:
 COMMANDS: Mapping[str, Callable[[], Command]] = {"sft": load_sft}  # those of optional features
 
 
-def show(arguments: Sequence[str]) -> None:
-    """Run the command `show`, which prints the metrics and episodes of a run."""
-    require("kit.extras.report.show", "the command show")
-    from kit.extras.report.show import main
+# The commands that start no run of their own, or several: {name: the module whose `main` it is}
+TOOLS: Mapping[str, str] = {
+    "show": "kit.extras.report.show",
+    "compare": "kit.extras.evidence.compare",
+    "sweep": "kit.extras.evidence.sweep",
+}
 
-    main(arguments)
+
+def run_tool(name: str, arguments: Sequence[str]) -> None:
+    """Run one of TOOLS. Raises ConfigError if it was deleted."""
+    require(TOOLS[name], f"the command {name}")
+    tool = cast("Tool", importlib.import_module(TOOLS[name]))
+    tool.main(arguments)
 
 
 def convert_rows() -> None:

@@ -43,6 +43,8 @@ EXAMPLES = """commands, with an example each:
   evaluate    python algorithm.py --config math evaluate       mean@k and pass@k on held-out rows
   sft         python algorithm.py --config math --config sft sft 'env.train_files=[chats.jsonl]'
   show        python algorithm.py show runs/math               metrics and episodes of a run
+  sweep       python algorithm.py sweep --config math --seeds 3 --vary actor.optim.lr=1e-6,2e-6
+  compare     python algorithm.py compare 'runs/a*' --with 'runs/b*'     is the difference real?
 """
 
 
@@ -187,10 +189,10 @@ def parse_arguments() -> argparse.Namespace:
 def read_plan() -> Plan | None:
     """Parse the command line, check the recipe and print its summary. Raises EXPECTED_ERRORS.
 
-    Returns None if nothing is left to run: after a dry run and after `show`.
+    Returns None if nothing is left to run: after a dry run, and after one of features.TOOLS.
     """
-    if sys.argv[1:2] == ["show"]:
-        features.show(sys.argv[2:])
+    if sys.argv[1:] and sys.argv[1] in features.TOOLS:
+        features.run_tool(sys.argv[1], sys.argv[2:])
         return None
     args = parse_arguments()
     console.is_interactive = console.is_interactive and not args.quiet

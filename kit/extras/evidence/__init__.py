@@ -1,0 +1,1 @@
+"""Compare training runs over seeds: the commands `sweep` and `compare`."""

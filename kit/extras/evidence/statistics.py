@@ -1,0 +1,175 @@
+"""Intervals and tests for scores of training runs: seeds and held-out rows are both samples.
+
+A score is a mean over the rows of a test set and over the runs of a variant. Two runs with other
+seeds differ, and so would two test sets. An interval over rows alone is too short by the seeds, and
+one over the means of the seeds alone would need many seeds. So the variance of a difference is the
+sum of two parts, as in an analysis of variance with two crossed random effects (Searle et al. 1992,
+chapter 5): one from the means of the seeds, one from the means of the rows. The degrees of freedom
+are Satterthwaite's (1946). tests/extras/test_statistics.py checks by simulation that intervals of
+0.95 cover 0.93 to 0.97 at 3, 5 and 10 seeds. A bootstrap over three seeds covers 0.8 there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+Scores = NDArray[np.float64]  # [runs, rows]: the mean score of a run on a row
+LEVEL = 0.95
+POWER = 0.8  # for needed_seeds
+MAX_SEEDS = 1000
+MAX_FLIPS = 2**16
+
+
+class Interval(NamedTuple):
+    """An estimate with its interval. df: degrees of freedom of the t distribution."""
+
+    estimate: float
+    low: float
+    high: float
+    df: float
+
+
+class Difference(NamedTuple):
+    """The difference of the mean scores of two variants.
+
+    interval, p_value: None if a variant has one run. Then nothing can be said about other seeds.
+    over_rows: the interval of these very runs on other rows of the same kind.
+    seed_sd: standard deviation of a run's score by its seed. needed_seeds: for this difference to
+    be found with a chance of POWER, None if MAX_SEEDS are not enough.
+    """
+
+    interval: Interval | None
+    p_value: float | None
+    over_rows: Interval
+    seed_sd: float | None
+    needed_seeds: int | None
+
+
+class Parts(NamedTuple):
+    """The variance of the mean of a table of scores, by its source."""
+
+    seeds: float  # of the means of the runs
+    residual: float  # of single scores, which is in the variance of runs and of rows
+
+
+def split_variance(scores: Scores) -> Parts:
+    """Split the variance of the mean of [runs, rows] scores. Needs two runs and two rows."""
+    runs, rows = scores.shape
+    by_run = scores.mean(axis=1)
+    residuals = scores - by_run[:, None] - scores.mean(axis=0)[None, :] + scores.mean()
+    mean_square = float((residuals**2).sum()) / ((runs - 1) * (rows - 1))
+    return Parts(float(by_run.var(ddof=1)) / runs, mean_square / (runs * rows))
+
+
+def compute_interval(estimate: float, parts: list[tuple[float, float]]) -> Interval:
+    """The t interval of an estimate. parts: (variance, degrees of freedom) of each source."""
+    variance = sum(part for part, _ in parts)
+    squares = sum(part**2 / df for part, df in parts)
+    df = variance**2 / squares if squares > 0 else math.inf
+    half = float(stats.t.ppf((1 + LEVEL) / 2, df)) * math.sqrt(variance)
+    return Interval(estimate, estimate - half, estimate + half, df)
+
+
+def compare_scores(some: Scores, others: Scores) -> Difference:
+    """Compare two variants on the same rows: some minus others.
+
+    some, others: [runs, rows], with the same rows in the same order, at least two.
+    """
+    rows = some.shape[1]
+    estimate = float(some.mean() - others.mean())
+    by_row = some.mean(axis=0) - others.mean(axis=0)
+    row_variance = float(by_row.var(ddof=1)) / rows
+    over_rows = compute_interval(estimate, [(row_variance, rows - 1)])
+    if min(len(some), len(others)) < 2:
+        return Difference(None, None, over_rows, None, None)
+    first, second = split_variance(some), split_variance(others)
+    pure_row_variance = max(row_variance - first.residual - second.residual, 0.0)
+    parts = [
+        (first.seeds, len(some) - 1),
+        (second.seeds, len(others) - 1),
+        (pure_row_variance, rows - 1),
+    ]
+    interval = compute_interval(estimate, parts)
+    seed_variance = (len(some) * first.seeds + len(others) * second.seeds) / 2
+    needed = find_needed_seeds(estimate, seed_variance, pure_row_variance, rows)
+    p_value = compute_p_value(interval)
+    return Difference(interval, p_value, over_rows, math.sqrt(seed_variance), needed)
+
+
+def compute_p_value(interval: Interval) -> float:
+    """The two-sided p-value of no difference: 1 - LEVEL where the interval just touches 0."""
+    half = (interval.high - interval.low) / 2
+    if half == 0:
+        return 0.0 if interval.estimate else 1.0
+    error = half / float(stats.t.ppf((1 + LEVEL) / 2, interval.df))
+    return float(2 * stats.t.sf(abs(interval.estimate) / error, interval.df))
+
+
+def flip_signs(differences: NDArray[np.float64]) -> tuple[float, float]:
+    """(the p-value of no difference, the smallest that so many differences can give).
+
+    differences: [pairs], one for each seed that both variants have. Under no difference, its sign
+    could as well be the other. The p-value is the share of all signs whose mean is at least as far
+    from 0. It assumes nothing about the distribution, but n pairs give no less than 2 / 2**n.
+    """
+    observed = abs(float(differences.sum()))
+    count = len(differences)
+    if 2**count <= MAX_FLIPS:
+        signs = np.array(list(itertools.product((-1, 1), repeat=count)))
+    else:
+        drawn = np.random.default_rng(0).choice((-1, 1), (MAX_FLIPS - 1, count))
+        signs = np.concatenate([np.ones((1, count), int), drawn])
+    sums = np.abs(signs @ differences)
+    return float((sums >= observed - 1e-12).mean()), 2 / min(2**count, MAX_FLIPS)
+
+
+def find_needed_seeds(
+    difference: float, seed_variance: float, row_variance: float, rows: int
+) -> int | None:
+    """The seeds of each variant with which a difference would be found with a chance of POWER.
+
+    seed_variance: of one run. row_variance: of the difference, which more seeds do not change. None
+    if MAX_SEEDS are not enough.
+    """
+    for seeds in range(2, MAX_SEEDS + 1):
+        parts = [(2 * seed_variance / seeds, 2 * (seeds - 1)), (row_variance, rows - 1)]
+        variance = sum(part for part, _ in parts)
+        if variance == 0:
+            return seeds if difference else None
+        df = variance**2 / sum(part**2 / freedom for part, freedom in parts)
+        critical = float(stats.t.ppf((1 + LEVEL) / 2, df))
+        chance = float(stats.nct.sf(critical, df, abs(difference) / math.sqrt(variance)))
+        if chance >= POWER:
+            return seeds
+    return None
+
+
+def compute_mean_interval(scores: Scores) -> Interval:
+    """The interval of the mean of [runs, rows] scores, over the rows and, if there are several,
+    over the runs.
+
+    Scores between 0 and 1 have a Wilson interval (1927) with the number of rows that has the same
+    variance, so that it stays between 0 and 1, and has a width where all scores are equal.
+    """
+    runs, rows = scores.shape
+    estimate = float(scores.mean())
+    row_variance = float(scores.mean(axis=0).var(ddof=1)) / rows if rows > 1 else 0.0
+    parts = [(row_variance, max(rows - 1, 1))]
+    if runs > 1 and rows > 1:
+        split = split_variance(scores)
+        parts = [(split.seeds, runs - 1), (max(row_variance - split.residual, 0.0), rows - 1)]
+    interval = compute_interval(estimate, parts)
+    if scores.min() < 0 or scores.max() > 1:
+        return interval
+    variance = sum(part for part, _ in parts)
+    size = estimate * (1 - estimate) / variance if variance > 0 else float(rows)
+    z = float(stats.t.ppf((1 + LEVEL) / 2, interval.df))
+    center = (estimate + z**2 / (2 * size)) / (1 + z**2 / size)
+    half = z / (1 + z**2 / size) * math.sqrt(estimate * (1 - estimate) / size + z**2 / 4 / size**2)
+    return Interval(estimate, max(center - half, 0.0), min(center + half, 1.0), interval.df)

@@ -1,0 +1,136 @@
+"""The command `compare` on planted runs: with an effect, without, and with mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from kit.data.episode import Episode
+from kit.data.rollout_files import to_record, write_record
+from kit.errors import ConfigError
+from kit.extras.evidence import compare
+from kit.extras.evidence.curves import (
+    SCORES,
+    find_runs,
+    pick_evaluations,
+    read_curve,
+    read_scores,
+)
+from tests.helpers.recipes import row
+
+ROWS = 64
+STEPS = (0, 10, 20)
+
+
+def plant(folder: Path, accuracy: float, seed: int, rows: int = ROWS, tokens: float = 100) -> Path:
+    """Write a run whose accuracy rises to `accuracy` at the last of STEPS."""
+    rng = np.random.default_rng(seed)
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"data": {"seed": seed}}))
+    lines = []
+    for step in range(STEPS[-1] + 1):
+        spent = {"perf/total_num_tokens": tokens, "timing_s/step": 2.0} if step else {}
+        lines.append(json.dumps({"step": step, **spent}) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    hardness = np.random.default_rng(0).normal(0, 0.1, rows)
+    for step in STEPS:
+        chances = np.clip(accuracy * step / STEPS[-1] + hardness + rng.normal(0, 0.02), 0, 1)
+        with (folder / "rollouts" / f"val_{step}.jsonl").open("wb") as out:
+            for index, chance in enumerate(chances):
+                task_row = row(f"question {index}")
+                reward = float(rng.random() < chance)
+                episode = Episode(f"r:{index}", "0/0", "s", [5], row=task_row, reward=reward)
+                write_record(out, to_record(episode, index, 0))
+    return folder
+
+
+def plant_both(tmp_path: Path, accuracy: float, other: float, seeds: int = 5) -> None:
+    for seed in range(1, seeds + 1):
+        plant(tmp_path / f"a{seed}", accuracy, seed)
+        plant(tmp_path / f"b{seed}", other, seed + 100)
+
+
+def run(tmp_path: Path, capsys, *arguments: str) -> str:
+    compare.main([f"{tmp_path}/a*", "--with", f"{tmp_path}/b*", *arguments])
+    return capsys.readouterr().out
+
+
+def test_a_planted_effect_is_found_at_each_budget(tmp_path, capsys):
+    plant_both(tmp_path, 0.7, 0.4)
+    output = run(tmp_path, capsys, "--json", str(tmp_path / "out.json"))
+    assert "A: 5 runs, B: 5 runs, 64 held-out rows" in output
+    comparisons = json.loads((tmp_path / "out.json").read_text())
+    assert {one["budget"] for one in comparisons} == {"steps", "tokens", "seconds"}
+    for one in comparisons:
+        low = one["difference"]["interval"]["low"]
+        assert one["difference"]["p_value"] < 0.05 and 0.1 < low < 0.3
+        assert one["difference"]["needed_seeds"] <= 5
+    assert "at 20 steps, acc:" in output and "seeds each would show such a difference" in output
+
+
+def test_without_an_effect_none_is_found(tmp_path, capsys):
+    plant_both(tmp_path, 0.5, 0.5)
+    run(tmp_path, capsys, "--json", str(tmp_path / "out.json"))
+    for one in json.loads((tmp_path / "out.json").read_text()):
+        interval = one["difference"]["interval"]
+        assert interval["low"] < 0 < interval["high"] and one["difference"]["p_value"] > 0.05
+
+
+def test_one_run_says_nothing_about_other_seeds(tmp_path, capsys):
+    plant_both(tmp_path, 0.9, 0.1, seeds=1)
+    output = run(tmp_path, capsys)
+    assert "A set has one run." in output and "p =" not in output
+    assert "over rows alone" in output
+
+
+def test_runs_with_the_same_seeds_have_a_p_value_of_sign_flips(tmp_path, capsys):
+    for seed in (1, 2, 3):
+        plant(tmp_path / f"a{seed}", 0.8, seed)
+        plant(tmp_path / f"b{seed}", 0.3, seed)
+    assert "sign flips over seeds: p = 0.25, at least 0.25 here" in run(tmp_path, capsys)
+
+
+def test_an_equal_budget_is_what_all_runs_have_spent(tmp_path):
+    cheap, dear = plant(tmp_path / "a1", 0.5, 1), plant(tmp_path / "b1", 0.5, 2, tokens=200)
+    curves = [read_curve(cheap), read_curve(dear)]
+    amount, picked = pick_evaluations(curves, "tokens")
+    assert amount == 2000 and [one.steps for one in picked] == [20, 10]
+    assert pick_evaluations(curves, "steps")[0] == 20
+
+
+def test_failed_episodes_do_not_count(tmp_path):
+    folder = plant(tmp_path / "a1", 1.0, 1)
+    path = folder / "rollouts" / "val_20.jsonl"
+    episode = Episode("r:0", "0/0", "s", [5], row=row("question 0"), status="http_500")
+    with path.open("ab") as out:
+        write_record(out, to_record(episode, 0, 1))
+    scores = read_scores(path, SCORES["acc"])
+    assert len(scores) == ROWS and sum(map(len, scores.values())) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("none*", "b*"), "matches no run"),
+        (("a*", "a*"), "is in both sets"),
+        (("a*", "empty"), "has no evaluation"),
+        (("a*", "other"), "share 0 held-out rows"),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_one_line(tmp_path, names, message):
+    plant(tmp_path / "a1", 0.5, 1)
+    plant(tmp_path / "b1", 0.5, 2)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.yaml").write_text("{}")
+    other = plant(tmp_path / "other", 0.5, 3)
+    for path in (other / "rollouts").iterdir():
+        path.write_text(path.read_text().replace("question", "another"))
+    with pytest.raises(SystemExit, match=message) as caught:
+        compare.main([f"{tmp_path}/{names[0]}", "--with", f"{tmp_path}/{names[1]}"])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError):
+        compare.compare_runs(*[find_runs([f"{tmp_path}/{name}"]) for name in names])
