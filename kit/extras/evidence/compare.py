@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,17 +15,16 @@ from typing import NamedTuple
 import yaml
 
 from kit.errors import ConfigError
-from kit.extras.evidence import statistics
+from kit.extras.evidence import intervals
 from kit.extras.evidence.curves import (
     SCORES,
     Evaluation,
-    RunCurve,
     find_runs,
     pick_evaluations,
     read_curve,
     tabulate,
 )
-from kit.runs.console import remove_control_characters, say
+from kit.runs.console import say
 
 BUDGETS = ("steps", "tokens", "seconds")
 
@@ -42,13 +41,13 @@ class Comparison(NamedTuple):
     score: str
     runs: tuple[int, int]
     rows: int
-    means: tuple[statistics.Interval, statistics.Interval]
-    difference: statistics.Difference
+    means: tuple[intervals.Interval, intervals.Interval]
+    difference: intervals.Difference
     signs: tuple[float, float] | None
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the command. Exits with one line if the runs cannot be compared."""
+    """Run the command. Raises ConfigError if the runs cannot be compared."""
     parser = argparse.ArgumentParser(
         prog="python algorithm.py compare",
         description="Compare two sets of runs on their held-out rows: A minus B.",
@@ -59,10 +58,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to a file")
     args = parser.parse_args(arguments)
-    try:
-        comparisons = compare_runs(find_runs(args.runs), find_runs(args.others))
-    except ConfigError as error:
-        sys.exit(f"error: {remove_control_characters(str(error))}")
+    comparisons = compare_runs(find_runs(args.runs), find_runs(args.others))
     for line in describe(comparisons):
         say(line)
     if args.json:
@@ -100,9 +96,9 @@ def compare_at(
     if len(pairs) > 1:
         differences = some.mean(axis=1)[[a for a, _ in pairs]]
         differences = differences - others.mean(axis=1)[[b for _, b in pairs]]
-        signs = statistics.flip_signs(differences)
-    means = (statistics.compute_mean_interval(some), statistics.compute_mean_interval(others))
-    difference = statistics.compare_scores(some, others)
+        signs = intervals.flip_signs(differences)
+    means = (intervals.compute_mean_interval(some), intervals.compute_mean_interval(others))
+    difference = intervals.compare_scores(some, others)
     runs = (len(some), len(others))
     return Comparison(budget, amount, score, runs, len(rows), means, difference, signs)
 
@@ -129,7 +125,7 @@ def describe(comparisons: Sequence[Comparison]) -> list[str]:
     first = comparisons[0]
     lines = [
         f"A: {first.runs[0]} runs, B: {first.runs[1]} runs, {first.rows} held-out rows. Intervals "
-        f"of {statistics.LEVEL:.0%} over seeds and rows."
+        f"of {intervals.LEVEL:.0%} over seeds and rows."
     ]
     for one in comparisons:
         lines += describe_one(one)
@@ -155,18 +151,19 @@ def describe_one(one: Comparison) -> list[str]:
     if one.signs:
         p_value, smallest = one.signs
         lines.append(f"    sign flips over seeds: p = {p_value:.3g}, at least {smallest:.3g} here")
-    if difference.needed_seeds is None:
+    needed = intervals.find_needed_seeds(difference)
+    if needed is None:
         lines.append("    no number of seeds would show so small a difference on these rows")
     else:
         lines.append(
-            f"    {difference.needed_seeds} seeds each would show such a difference in "
-            f"{statistics.POWER:.0%} of the cases; a seed changes a score by "
-            f"{difference.seed_sd:.2g} (standard deviation)"
+            f"    {needed} seeds each would show such a difference in {intervals.POWER:.0%} of the "
+            f"cases; a seed changes a score by {math.sqrt(difference.seed_variance):.2g} "
+            "(standard deviation)"
         )
     return lines
 
 
-def show(interval: statistics.Interval) -> str:
+def show(interval: intervals.Interval) -> str:
     """An estimate with its interval."""
     return f"{interval.estimate:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
 
@@ -181,5 +178,6 @@ def to_json(one: Comparison) -> dict[str, object]:
             **difference._asdict(),
             "interval": difference.interval and difference.interval._asdict(),
             "over_rows": difference.over_rows._asdict(),
+            "needed_seeds": intervals.find_needed_seeds(difference),
         },
     }

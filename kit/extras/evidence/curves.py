@@ -15,7 +15,7 @@ from env import Json
 from kit.data.json_lines import read_metrics
 from kit.data.rollout_files import read_records
 from kit.errors import ConfigError
-from kit.extras.evidence.statistics import Scores
+from kit.extras.evidence.intervals import Scores
 
 SCORES: Mapping[str, Callable[[Json], float]] = {  # of a record whose episode did not fail
     "acc": lambda record: float(record["reward"] >= 1),
@@ -124,10 +124,10 @@ def tabulate(
         allowed = set(rows)
         shared = [row for row in shared if row in allowed]
     if len(shared) < 2:
-        names = ", ".join(sorted({str(evaluation.path.parent.parent) for evaluation in evaluations}))
+        folders = sorted({str(evaluation.path.parent.parent) for evaluation in evaluations})
         raise ConfigError(
-            f"{names} share {len(shared)} held-out rows, and a comparison needs two. Evaluate them "
-            "on the same env.val_files."
+            f"{', '.join(folders)} share {len(shared)} held-out rows, and a comparison needs two. "
+            "Set the same env.val_files in both recipes."
         )
     means = [[float(np.mean(table[row])) for row in shared] for table in tables]
     return np.array(means), shared

@@ -19,15 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
 from kit.config.keys import ROOT
 from kit.errors import ConfigError
 from kit.extras.evidence import compare
 from kit.extras.evidence.curves import find_runs
 from kit.runs.cli import plan
-from kit.runs.console import remove_control_characters, say
-from kit.runs.files import replace_atomically
+from kit.runs.console import say
 
 SHORT = {  # sections that --vary may leave out
     "actor": "actor_rollout_ref.actor",
@@ -35,7 +32,7 @@ SHORT = {  # sections that --vary may leave out
     "model": "actor_rollout_ref.model",
     "ref": "actor_rollout_ref.ref",
 }
-DONE = "finished.yaml"  # in the sweep's folder: the names of its finished runs
+DONE = "finished.txt"  # in the sweep's folder: the names of its finished runs
 
 
 class SweepRun(NamedTuple):
@@ -48,7 +45,7 @@ class SweepRun(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the command. Exits with one line if the sweep cannot start, or if runs failed."""
+    """Run the command. Raises ConfigError if the sweep cannot start, or if runs failed."""
     parser = argparse.ArgumentParser(
         prog="python algorithm.py sweep",
         description="Run a recipe with several seeds and variants, and compare the variants.",
@@ -66,10 +63,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--dry-run", action="store_true", help="list the runs; start nothing")
     parser.add_argument("words", nargs="*", metavar="key=value", help="for all runs")
     args = parser.parse_intermixed_args(arguments)
-    try:
-        folder = run_sweep(args)
-    except ConfigError as error:
-        sys.exit(f"error: {remove_control_characters(str(error))}")
+    folder = run_sweep(args)
     if not args.dry_run:
         compare_variants(folder, list_variants(args.vary))
 
@@ -94,19 +88,13 @@ def run_sweep(args: argparse.Namespace) -> Path:
     if args.dry_run:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    failed: list[str] = []
     with ThreadPoolExecutor(args.jobs) as pool:
-        for run, status in zip(left, pool.map(lambda run: start(run, args), left), strict=True):
-            if status == 0:
-                done.append(run.name)
-                with replace_atomically(folder / DONE) as partial:
-                    partial.write_text(yaml.safe_dump(done))
-            else:
-                failed.append(run.name)
+        statuses = pool.map(lambda run: start(run, args, folder / DONE), left)
+        failed = [run.name for run, status in zip(left, statuses, strict=True) if status]
     if failed:
         raise ConfigError(
-            f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}. See the output of each "
-            f"in {folder}. Repeat the command to continue."
+            f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}. Read the log of each "
+            f"in {folder}, then repeat the command to continue."
         )
     return folder
 
@@ -140,7 +128,7 @@ def list_runs(
             yield SweepRun(variant, seed, run_name, tuple(arguments))
 
 
-def start(run: SweepRun, args: argparse.Namespace) -> int:
+def start(run: SweepRun, args: argparse.Namespace, done: Path) -> int:
     """Run one run to its end -> its exit status. Its output is in NAME.log next to its folder."""
     command = [sys.executable, str(ROOT / "algorithm.py"), "--quiet"]
     for config in args.config:
@@ -154,6 +142,9 @@ def start(run: SweepRun, args: argparse.Namespace) -> int:
         ).returncode
     if status and b"Nothing is left to train" in log.read_bytes().splitlines()[-1]:
         status = 0
+    if status == 0:
+        with done.open("a") as out:
+            out.write(f"{run.name}\n")
     minutes = (time.monotonic() - begin) / 60
     say(f"{run.name}: {'finished' if status == 0 else f'status {status}'} after {minutes:.1f} min")
     return status
@@ -162,7 +153,7 @@ def start(run: SweepRun, args: argparse.Namespace) -> int:
 def read_done(folder: Path) -> list[str]:
     """The names of the finished runs of a sweep."""
     path = folder / DONE
-    return list(yaml.safe_load(path.read_text())) if path.is_file() else []
+    return path.read_text().split() if path.is_file() else []
 
 
 def compare_variants(folder: Path, variants: Sequence[tuple[str, list[str]]]) -> None:

@@ -129,7 +129,7 @@ def test_runs_that_cannot_be_compared_are_one_line(tmp_path, names, message):
     other = plant(tmp_path / "other", 0.5, 3)
     for path in (other / "rollouts").iterdir():
         path.write_text(path.read_text().replace("question", "another"))
-    with pytest.raises(SystemExit, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         compare.main([f"{tmp_path}/{names[0]}", "--with", f"{tmp_path}/{names[1]}"])
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError):

@@ -5,7 +5,7 @@ seeds differ, and so would two test sets. An interval over rows alone is too sho
 one over the means of the seeds alone would need many seeds. So the variance of a difference is the
 sum of two parts, as in an analysis of variance with two crossed random effects (Searle et al. 1992,
 chapter 5): one from the means of the seeds, one from the means of the rows. The degrees of freedom
-are Satterthwaite's (1946). tests/extras/test_statistics.py checks by simulation that intervals of
+are Satterthwaite's (1946). tests/extras/test_intervals.py checks by simulation that intervals of
 0.95 cover 0.93 to 0.97 at 3, 5 and 10 seeds. A bootstrap over three seeds covers 0.8 there.
 """
 
@@ -40,15 +40,15 @@ class Difference(NamedTuple):
 
     interval, p_value: None if a variant has one run. Then nothing can be said about other seeds.
     over_rows: the interval of these very runs on other rows of the same kind.
-    seed_sd: standard deviation of a run's score by its seed. needed_seeds: for this difference to
-    be found with a chance of POWER, None if MAX_SEEDS are not enough.
+    seed_variance: of a run's score by its seed. row_variance: of the difference by its rows.
     """
 
     interval: Interval | None
     p_value: float | None
     over_rows: Interval
-    seed_sd: float | None
-    needed_seeds: int | None
+    seed_variance: float
+    row_variance: float
+    rows: int
 
 
 class Parts(NamedTuple):
@@ -87,7 +87,7 @@ def compare_scores(some: Scores, others: Scores) -> Difference:
     row_variance = float(by_row.var(ddof=1)) / rows
     over_rows = compute_interval(estimate, [(row_variance, rows - 1)])
     if min(len(some), len(others)) < 2:
-        return Difference(None, None, over_rows, None, None)
+        return Difference(None, None, over_rows, 0.0, row_variance, rows)
     first, second = split_variance(some), split_variance(others)
     pure_row_variance = max(row_variance - first.residual - second.residual, 0.0)
     parts = [
@@ -97,9 +97,8 @@ def compare_scores(some: Scores, others: Scores) -> Difference:
     ]
     interval = compute_interval(estimate, parts)
     seed_variance = (len(some) * first.seeds + len(others) * second.seeds) / 2
-    needed = find_needed_seeds(estimate, seed_variance, pure_row_variance, rows)
     p_value = compute_p_value(interval)
-    return Difference(interval, p_value, over_rows, math.sqrt(seed_variance), needed)
+    return Difference(interval, p_value, over_rows, seed_variance, pure_row_variance, rows)
 
 
 def compute_p_value(interval: Interval) -> float:
@@ -129,41 +128,39 @@ def flip_signs(differences: NDArray[np.float64]) -> tuple[float, float]:
     return float((sums >= observed - 1e-12).mean()), 2 / min(2**count, MAX_FLIPS)
 
 
-def find_needed_seeds(
-    difference: float, seed_variance: float, row_variance: float, rows: int
-) -> int | None:
-    """The seeds of each variant with which a difference would be found with a chance of POWER.
+def find_needed_seeds(difference: Difference) -> int | None:
+    """Return the seeds of each variant that find such a difference with a chance of POWER.
 
-    seed_variance: of one run. row_variance: of the difference, which more seeds do not change. None
-    if MAX_SEEDS are not enough.
+    More seeds do not change the part of the rows. None if MAX_SEEDS are not enough.
     """
-    for seeds in range(2, MAX_SEEDS + 1):
-        parts = [(2 * seed_variance / seeds, 2 * (seeds - 1)), (row_variance, rows - 1)]
-        variance = sum(part for part, _ in parts)
-        if variance == 0:
-            return seeds if difference else None
-        df = variance**2 / sum(part**2 / freedom for part, freedom in parts)
-        critical = float(stats.t.ppf((1 + LEVEL) / 2, df))
-        chance = float(stats.nct.sf(critical, df, abs(difference) / math.sqrt(variance)))
-        if chance >= POWER:
-            return seeds
-    return None
+    seeds = np.arange(2, MAX_SEEDS + 1)
+    of_seeds = 2 * difference.seed_variance / seeds
+    variance = of_seeds + difference.row_variance
+    estimate = abs(difference.over_rows.estimate)
+    if variance[0] == 0:
+        return 2 if estimate else None
+    parts = of_seeds**2 / (2 * (seeds - 1)) + difference.row_variance**2 / (difference.rows - 1)
+    df = variance**2 / parts
+    critical = stats.t.ppf((1 + LEVEL) / 2, df)
+    chances = stats.nct.sf(critical, df, estimate / np.sqrt(variance))
+    enough = np.flatnonzero(chances >= POWER)
+    return int(seeds[enough[0]]) if len(enough) else None
 
 
 def compute_mean_interval(scores: Scores) -> Interval:
-    """The interval of the mean of [runs, rows] scores, over the rows and, if there are several,
-    over the runs.
+    """Return the interval of the mean of [runs, rows] scores, over the rows, and over the runs.
 
-    Scores between 0 and 1 have a Wilson interval (1927) with the number of rows that has the same
-    variance, so that it stays between 0 and 1, and has a width where all scores are equal.
+    If all scores are between 0 and 1, so is the interval: it is Wilson's (1927), with the number of
+    rows that has the same variance. So it has a width even where all scores are equal.
     """
     runs, rows = scores.shape
     estimate = float(scores.mean())
-    row_variance = float(scores.mean(axis=0).var(ddof=1)) / rows if rows > 1 else 0.0
-    parts = [(row_variance, max(rows - 1, 1))]
+    row_variance = float(scores.mean(axis=0).var()) / rows
+    parts = [(row_variance, math.inf)]
     if runs > 1 and rows > 1:
         split = split_variance(scores)
-        parts = [(split.seeds, runs - 1), (max(row_variance - split.residual, 0.0), rows - 1)]
+        pure_row_variance = max(row_variance - split.residual, 0.0)
+        parts = [(split.seeds, runs - 1), (pure_row_variance, rows - 1)]
     interval = compute_interval(estimate, parts)
     if scores.min() < 0 or scores.max() > 1:
         return interval
