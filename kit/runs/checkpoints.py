@@ -271,7 +271,7 @@ def find_resume_point(recipe: Recipe) -> tuple[Path | None, list[str]]:
     total = recipe.trainer.total_training_steps
     if not checkpoint or step_of(checkpoint) < total:
         return checkpoint, notes
-    if step_of(checkpoint) == total and not is_exported(recipe, total):
+    if step_of(checkpoint) == total and not is_exported(recipe.trainer.experiment_name, total):
         notes.append(f"All {total} steps are done. The last evaluation and the export remain.")
         return checkpoint, notes
     raise NothingLeftError(
@@ -280,9 +280,9 @@ def find_resume_point(recipe: Recipe) -> tuple[Path | None, list[str]]:
     )
 
 
-def is_exported(recipe: Recipe, step: int) -> bool:
-    """Whether the run's export holds the weights of a step."""
-    path = Path("runs") / recipe.trainer.experiment_name / "export" / EXPORTED
+def is_exported(run: str, step: int) -> bool:
+    """Whether the export of a run holds the weights of a step. run: its experiment_name."""
+    path = Path("runs") / run / "export" / EXPORTED
     return path.is_file() and path.read_text().strip() == str(step)
 
 

@@ -1,168 +1,261 @@
-"""The command `sweep`: runs of one recipe over seeds and variants, one after the other.
+"""The command `sweep`: run a recipe with several seeds and variants, then compare the variants.
 
 python algorithm.py sweep --config math_cpu --config cpu --seeds 3 --vary actor.optim.lr=1e-5,3e-5
 
-The name of a run has its variant and its seed: NAME/lr=1e-5-seed1. If the command is repeated, it
-continues: a run that is finished is skipped, and one that stopped resumes from its checkpoint. At
-the end, each variant is compared with the first one.
+The name of a run has its variant and its seed, as in runs/math_cpu/lr=1e-5-seed1. If you repeat the
+command, it skips the runs that are finished. A run that was stopped resumes from its checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 from kit.config.keys import ROOT
+from kit.config.recipe import Recipe
 from kit.errors import ConfigError
 from kit.extras.evidence import compare
 from kit.extras.evidence.curves import find_runs
-from kit.runs.cli import plan
+from kit.runs import cli
+from kit.runs.checkpoints import is_exported
 from kit.runs.console import say
+from kit.runs.files import replace_atomically
 
-SHORT = {  # sections that --vary may leave out
+SHORT = {  # sections that --vary may leave out, as the documentation does
     "actor": "actor_rollout_ref.actor",
     "rollout": "actor_rollout_ref.rollout",
     "model": "actor_rollout_ref.model",
     "ref": "actor_rollout_ref.ref",
 }
-DONE = "finished.txt"  # in the sweep's folder: the names of its finished runs
+SETTINGS = "sweep.yaml"  # in the sweep's folder: the recipe of all its runs
+SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed")
+
+
+class Variant(NamedTuple):
+    """A combination of the values of --vary. configs: recipes that it adds."""
+
+    name: str
+    configs: tuple[str, ...]
+    changes: tuple[str, ...]  # key=value
 
 
 class SweepRun(NamedTuple):
-    """A run of a sweep. arguments: key=value of its variant and seed."""
+    """A run of a sweep. arguments: of `python algorithm.py`."""
 
-    variant: str
-    seed: int
     name: str
     arguments: tuple[str, ...]
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the command. Raises ConfigError if the sweep cannot start, or if runs failed."""
+    args = parse_arguments(arguments)
+    variants = list_variants(args.vary)
+    recipe = check_variants(args, variants)
+    name = recipe.trainer.experiment_name
+    runs = list(list_runs(name, args, variants))
+    total = recipe.trainer.total_training_steps
+    left = [run for run in runs if not is_exported(run.name, total)]
+    say(f"{len(runs)} runs in runs/{name}, {len(runs) - len(left)} of them finished")
+    for run in left:
+        say(f"    {run.name}")
+    if args.dry_run:
+        return
+    keep_settings(Path("runs") / name, args)
+    statuses = run_through_ray(left, recipe) if args.parallel else [start(run) for run in left]
+    failed = [run.name for run, status in zip(left, statuses, strict=True) if status]
+    if failed:
+        raise ConfigError(
+            f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}. Read runs/<name>.log "
+            "of each, then repeat the command to continue."
+        )
+    compare_variants(Path("runs") / name, variants)
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line. Raises ConfigError if --seeds is no number of seeds."""
     parser = argparse.ArgumentParser(
         prog="python algorithm.py sweep",
-        description="Run a recipe with several seeds and variants, and compare the variants.",
+        description="Run a recipe with several seeds and variants, then compare the variants with "
+        "the first one.",
     )
-    parser.add_argument("--config", action="append", required=True, help="as of `train`")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each variant (default: 3)")
+    parser.add_argument("--config", action="append", required=True, help="as for `train`")
+    parser.add_argument(
+        "--seeds", default="3", help="runs of each variant, or the seeds, as 4,5,6 (default: 3)"
+    )
     parser.add_argument(
         "--vary",
         action="append",
         default=[],
         metavar="KEY=A,B",
-        help="values to compare; several --vary give all combinations",
+        help="values to compare. config=A,B compares recipes; base stands for none. Several "
+        "--vary give all combinations",
     )
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (default: 1)")
+    parser.add_argument(
+        "--parallel", action="store_true", help="as many runs at the same time as GPUs are free"
+    )
     parser.add_argument("--dry-run", action="store_true", help="list the runs; start nothing")
     parser.add_argument("words", nargs="*", metavar="key=value", help="for all runs")
-    args = parser.parse_intermixed_args(arguments)
-    folder = run_sweep(args)
-    if not args.dry_run:
-        compare_variants(folder, list_variants(args.vary))
-
-
-def run_sweep(args: argparse.Namespace) -> Path:
-    """Check all variants, then run what is missing -> the folder of the runs.
-
-    Raises ConfigError if a variant is invalid or a run failed.
-    """
-    if args.seeds < 1 or args.jobs < 1:
-        raise ConfigError("--seeds and --jobs are numbers from 1. Change them.")
-    variants = list_variants(args.vary)
-    recipes = [plan(args.config, [*args.words, *changes]).recipe for _, changes in variants]
-    name = recipes[0].trainer.experiment_name
-    folder = Path("runs") / name
-    runs = list(list_runs(name, variants, args.seeds))
-    done = read_done(folder)
-    left = [run for run in runs if run.name not in done]
-    say(f"{len(runs)} runs in {folder}, {len(runs) - len(left)} of them finished")
-    for run in left:
-        say(f"    {run.name}: {' '.join(run.arguments)}")
-    if args.dry_run:
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(args.jobs) as pool:
-        statuses = pool.map(lambda run: start(run, args, folder / DONE), left)
-        failed = [run.name for run, status in zip(left, statuses, strict=True) if status]
-    if failed:
+    args = parser.parse_intermixed_args(list(arguments))
+    if not re.fullmatch(r"[1-9]\d*|\d+(,\d+)+", args.seeds):
         raise ConfigError(
-            f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}. Read the log of each "
-            f"in {folder}, then repeat the command to continue."
+            f"--seeds {args.seeds} is no number of seeds, and no list such as 4,5,6. Change it."
         )
-    return folder
+    return args
 
 
-def list_variants(vary: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """(name, its key=value) of each combination of --vary. Raises ConfigError."""
-    choices: list[list[tuple[str, str]]] = []
+def list_seeds(text: str) -> list[int]:
+    """Return the seeds that --seeds names: 1 to a number, or a list."""
+    numbers = [int(number) for number in text.split(",")]
+    return numbers if len(numbers) > 1 else list(range(1, numbers[0] + 1))
+
+
+def list_variants(vary: Sequence[str]) -> list[Variant]:
+    """Return each combination of the values of --vary. Raises ConfigError."""
+    choices: list[list[Variant]] = []
     for text in vary:
-        key, equals, values = text.partition("=")
-        if not equals or not values:
-            raise ConfigError(f"--vary {text} is not KEY=A,B. Give a key and its values.")
+        key, _, values = text.partition("=")
         section, dot, rest = key.partition(".")
         full = f"{SHORT.get(section, section)}{dot}{rest}"
-        short = key.rpartition(".")[2]
-        choices.append([(f"{short}={value}", f"{full}={value}") for value in values.split(",")])
+        split = split_values(values)
+        if not key or not all(split) or len(set(split)) < len(split):
+            raise ConfigError(
+                f"--vary {text} is not KEY=A,B with different values. Give a key and its values."
+            )
+        choices.append([make_variant(full, value) for value in split])
     variants = []
     for combination in itertools.product(*choices):
-        name = "-".join(part for part, _ in combination).replace("/", "_") or "base"
-        variants.append((name, [change for _, change in combination]))
+        name = "-".join(one.name for one in combination) or "base"
+        configs = tuple(config for one in combination for config in one.configs)  # fmt: skip
+        changes = tuple(change for one in combination for change in one.changes)  # fmt: skip
+        variants.append(Variant(name, configs, changes))
     return variants
 
 
+def make_variant(key: str, value: str) -> Variant:
+    """Return the variant with one value. Its name can be the name of a folder."""
+    if key == "config":
+        return Variant(Path(value).stem, () if value == "base" else (value,), ())
+    name = f"{key.rpartition('.')[2]}={value}"
+    return Variant(re.sub(r"[^\w.=+-]+", "_", name), (), (f"{key}={value}",))
+
+
+def split_values(text: str) -> list[str]:
+    """Split A,B at its commas, except those in brackets, braces and quotes."""
+    return re.findall(r"""(?:\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""", text) or [""]
+
+
+def check_variants(args: argparse.Namespace, variants: Sequence[Variant]) -> Recipe:
+    """Check the recipe of each variant, and return that of the first. Raises EXPECTED_ERRORS."""
+    recipes = []
+    for variant in variants:
+        files = [*args.config, *variant.configs]
+        try:
+            planned = cli.plan(files, [*args.words, *variant.changes], is_dry_run=True)
+        except ConfigError as error:
+            raise ConfigError(f"variant {variant.name}: {error}") from error
+        recipes.append(planned.recipe)
+    return recipes[0]
+
+
 def list_runs(
-    name: str, variants: Sequence[tuple[str, list[str]]], seeds: int
+    name: str, args: argparse.Namespace, variants: Sequence[Variant]
 ) -> Iterator[SweepRun]:
-    """The runs of a sweep: all variants of the first seed, then of the next."""
-    for seed in range(1, seeds + 1):
-        for variant, changes in variants:
-            run_name = f"{name}/{variant}-seed{seed}"
-            arguments = [*changes, f"data.seed={seed}", f"trainer.experiment_name={run_name}"]
-            yield SweepRun(variant, seed, run_name, tuple(arguments))
+    """Yield the runs of a sweep: all variants of the first seed, then of the next."""
+    for seed, variant in itertools.product(list_seeds(args.seeds), variants):
+        run_name = f"{name}/{variant.name}-seed{seed}"
+        files = [*args.config, *variant.configs]
+        words = ["--quiet", *itertools.chain(*(("--config", file) for file in files))]
+        words += [*args.words, *variant.changes, *(f"{key}={seed}" for key in SEED_KEYS)]
+        yield SweepRun(run_name, (*words, f"trainer.experiment_name={run_name}"))
 
 
-def start(run: SweepRun, args: argparse.Namespace, done: Path) -> int:
-    """Run one run to its end -> its exit status. Its output is in NAME.log next to its folder."""
-    command = [sys.executable, str(ROOT / "algorithm.py"), "--quiet"]
-    for config in args.config:
-        command += ["--config", config]
+def keep_settings(folder: Path, args: argparse.Namespace) -> None:
+    """Write the recipe of a sweep to its folder. Raises ConfigError if it has runs of another.
+
+    A sweep may continue with more seeds and more values.
+    """
+    settings = {"config": args.config, "words": sorted(args.words)}
+    path = folder / SETTINGS
+    if path.is_file() and yaml.safe_load(path.read_text()) != settings:
+        raise ConfigError(
+            f"{path} is of a sweep with another recipe. Set another trainer.experiment_name."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    with replace_atomically(path) as partial:
+        partial.write_text(yaml.safe_dump(settings))
+
+
+def start(run: SweepRun) -> int:
+    """Run one run to its end, and return its exit status. Its output is in runs/<name>.log."""
     log = Path("runs") / f"{run.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
+    # a task of Ray has variables with which the run would join the Ray of the sweep
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     begin = time.monotonic()
     with log.open("ab") as out:
         status = subprocess.run(
-            [*command, *args.words, *run.arguments], stdout=out, stderr=subprocess.STDOUT
+            [sys.executable, str(ROOT / "algorithm.py"), *run.arguments],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
         ).returncode
-    if status and b"Nothing is left to train" in log.read_bytes().splitlines()[-1]:
-        status = 0
-    if status == 0:
-        with done.open("a") as out:
-            out.write(f"{run.name}\n")
     minutes = (time.monotonic() - begin) / 60
     say(f"{run.name}: {'finished' if status == 0 else f'status {status}'} after {minutes:.1f} min")
     return status
 
 
-def read_done(folder: Path) -> list[str]:
-    """The names of the finished runs of a sweep."""
-    path = folder / DONE
-    return path.read_text().split() if path.is_file() else []
+def run_through_ray(runs: Sequence[SweepRun], recipe: Recipe) -> list[int]:
+    """Run as many runs at the same time as GPUs are free, and return their exit statuses.
 
+    Ray queues them, on the cluster of ray_kwargs.ray_init.address or on this machine. A run starts
+    a Ray of its node with the GPUs that it got. Raises ConfigError if a run needs several nodes.
+    """
+    import ray
 
-def compare_variants(folder: Path, variants: Sequence[tuple[str, list[str]]]) -> None:
-    """Print the comparison of each variant with the first one."""
-    (first, _), *others = variants
-    for name, _ in others:
-        say(f"\nA = {name}, B = {first}")
-        comparisons = compare.compare_runs(
-            find_runs([f"{folder}/{name}-seed*"]), find_runs([f"{folder}/{first}-seed*"])
+    if recipe.trainer.nnodes > 1:
+        raise ConfigError(
+            f"--parallel is for runs on one node, and trainer.nnodes={recipe.trainer.nnodes}. "
+            "Remove --parallel."
         )
-        for line in compare.describe(comparisons):
+    is_cpu = recipe.trainer.device == "cpu"
+    address = recipe.get("ray_kwargs.ray_init.address")
+    ray.init(address=address, include_dashboard=False, log_to_driver=False)
+    cpus = ray.cluster_resources().get("CPU", 1.0) / max(len(ray.nodes()), 1)
+    task = ray.remote(start).options(
+        num_gpus=0 if is_cpu else recipe.trainer.n_gpus_per_node,
+        num_cpus=cpus if is_cpu else 0,  # a run on a CPU uses all cores
+        max_retries=0,
+    )
+    try:
+        pending = []
+        for run in runs:
+            words = run.arguments
+            if address:  # the run's workers start on the node that Ray has chosen
+                words = (*words, "ray_kwargs.ray_init.address=null")
+            pending.append(task.remote(SweepRun(run.name, words)))
+        statuses: list[int] = ray.get(pending)
+    finally:
+        ray.shutdown()
+    return statuses
+
+
+def compare_variants(folder: Path, variants: Sequence[Variant]) -> None:
+    """Print the comparison of each variant with the first one."""
+    first, *others = [variant.name for variant in variants]
+    for name in others:
+        say(f"\nA = {name}, B = {first}")
+        runs = find_runs([f"{folder}/{name}-seed*"])
+        for line in compare.describe(
+            compare.compare_runs(runs, find_runs([f"{folder}/{first}-seed*"]))
+        ):
             say(line)
