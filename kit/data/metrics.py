@@ -14,6 +14,8 @@ from kit.data.episode import Episode
 from kit.data.selection import group_episodes
 
 FAILED_AS_0 = "_failed_as_0"  # suffix of the scores in which a failed episode counts as 0
+LOW, HIGH = "_low95", "_high95"  # suffixes of the ends of a score's 95% interval
+Z95 = 1.959964  # the 0.975 quantile of the standard normal distribution
 
 
 def mean(values: Iterable[float]) -> float:
@@ -79,19 +81,63 @@ def compute_scores(
     unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, equation 1). Rows with fewer than k
     episodes do not count for pass@k.
     """
-    rows = group_episodes(episodes, "row_id").values()
-    rewards = [[float(e.reward or 0.0) for e in row] for row in rows]  # one list per row
-    flat_rewards = list(chain.from_iterable(rewards))
-    metrics = {
-        f"{prefix}/{name}/acc/mean@{n}": mean(reward >= 1.0 for reward in flat_rewards),
-        f"{prefix}/{name}/reward/mean@{n}": mean(flat_rewards),
-    }
+    groups = group_episodes(episodes, "row_id").values()
+    rewards = [[float(e.reward or 0.0) for e in group] for group in groups]  # a list per row
+    right = [[float(reward >= 1.0) for reward in row] for row in rewards]
+    scores = {f"acc/mean@{n}": right, f"reward/mean@{n}": rewards}
     powers_of_2 = {2**exponent for exponent in range(n.bit_length())}
     for k in sorted(powers_of_2 | {n}):
-        chances = [compute_pass_at_k(row, k) for row in rewards if len(row) >= k]
+        chances = [[compute_pass_at_k(row, k)] for row in rewards if len(row) >= k]
         if chances:
-            metrics[f"{prefix}/{name}/acc/pass@{k}"] = mean(chances)
+            scores[f"acc/pass@{k}"] = chances
+    metrics = {f"{prefix}/{name}/{score}": mean(chain(*rows)) for score, rows in scores.items()}
+    other = prefix.replace("val-core", "val-aux")
+    for score, rows in scores.items():
+        interval = compute_score_interval(rows)
+        metrics |= {f"{other}/{name}/{score}{end}": interval[end] for end in (LOW, HIGH)}
     return metrics
+
+
+def compute_score_interval(rows: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the 95% interval of a mean, for other rows of the same kind: {LOW: ..., HIGH: ...}.
+
+    rows: the scores of each row. Those of one row depend on each other, so the rows are the unit:
+    the variance is that of a cluster sample (Cochran 1977, equation 11.30).
+    """
+    count = sum(len(row) for row in rows)
+    estimate = sum(chain(*rows)) / count
+    sums = [sum(row) - estimate * len(row) for row in rows]
+    variance = sum(difference**2 for difference in sums) / count**2
+    if min(chain(*rows)) < 0 or max(chain(*rows)) > 1:
+        half = Z95 * math.sqrt(variance)
+        return {LOW: estimate - half, HIGH: estimate + half}
+    low, high = compute_wilson_interval(estimate, variance, len(rows), Z95)
+    return {LOW: low, HIGH: high}
+
+
+def compute_wilson_interval(
+    estimate: float, variance: float, rows: int, quantile: float
+) -> tuple[float, float]:
+    """Return Wilson's interval (1927) of a mean of scores between 0 and 1, which stays there.
+
+    variance: of the estimate. It gives the number of independent right or wrong answers that would
+    be as precise. If it is 0, each of the rows counts as one answer, so the interval has a width.
+    """
+    size = estimate * (1 - estimate) / variance if variance > 0 else float(rows)
+    shrink = 1 + quantile**2 / size
+    center = (estimate + quantile**2 / (2 * size)) / shrink
+    half = math.sqrt(max(estimate * (1 - estimate), 0.0) / size + (quantile / 2 / size) ** 2)
+    half *= quantile / shrink
+    return max(center - half, 0.0), min(center + half, 1.0)
+
+
+def describe_score(name: str, scores: Mapping[str, float]) -> str:
+    """Return a score with its interval: 0.680 [0.595, 0.754]. name: one of `scores`."""
+    other = name.replace("val-core/", "val-aux/", 1)
+    text = f"{scores[name]:.3f}"
+    if other + LOW in scores:
+        text += f" [{scores[other + LOW]:.3f}, {scores[other + HIGH]:.3f}]"
+    return text
 
 
 def compute_pass_at_k(rewards: Sequence[float], k: int) -> float:

@@ -141,8 +141,9 @@ class Collector:
                 scores |= self.aggregate(servers, server, collected)
             else:
                 scores |= episode_metrics.compute_scores(episodes, self.n, server, "rollout")
-        for name, value in scores.items():
-            say(f"    {name}: {value:.4g}")
+        for name in scores:
+            if not name.endswith((episode_metrics.LOW, episode_metrics.HIGH)):
+                say(f"    {name}: {episode_metrics.describe_score(name, scores)}")
         return scores
 
     def aggregate(

@@ -20,6 +20,7 @@ from kit.config import trackers
 from kit.config.redaction import redacted
 from kit.data import json_lines
 from kit.data.episode import Episode
+from kit.data.metrics import describe_score
 from kit.errors import RunError
 from kit.runs import files
 from kit.runs.console import print_examples, say, step_values
@@ -137,7 +138,7 @@ class RunLog:
 
         The number of these responses is trainer.log_val_generations.
         """
-        text = ", ".join(f"{name} {score:.3f}" for name, score in select_scores(scores).items())
+        text = ", ".join(f"{name} {describe_score(name, scores)}" for name in select_scores(scores))
         result = text or "no score, because every episode failed"
         say(f"held-out rows, step {step}/{self.last}: {result}")
         count = self.recipe.trainer.log_val_generations
@@ -162,11 +163,11 @@ class RunLog:
         minutes = (time.monotonic() - self.stages.started_at) / 60
         say(f"\nFinished in {minutes:.1f} min. The run is in {self.folder}/")
         first = self.read_first_scores()
-        for name, score in select_scores(scores).items():
-            before = first.get(name)
-            first_score = "not measured" if before is None else f"{before:.3f}"
+        for name in select_scores(scores):
+            before = describe_score(name, first) if name in first else "not measured"
             steps = f"(step {first['step']} -> {self.last})"
-            say(f"    {name}: {first_score} -> {score:.3f} {steps}")
+            say(f"    {name}: {before} -> {describe_score(name, scores)} {steps}")
+        say("    In brackets: 95% intervals over other rows. Another seed can differ by more.")
         say(f"    checkpoint {self.files.checkpoint}, Hugging Face folder {self.folder}/export")
         say(f"Next: open {self.folder}/report.html, or train longer:")
         say(f"    {repeat_command(f'trainer.total_training_steps={2 * self.last}')}")
@@ -179,13 +180,10 @@ class RunLog:
         return {"step": 0}
 
 
-def select_scores(scores: Mapping[str, float]) -> dict[str, float]:
-    """The scores to print. pass@1 is left out, because it is the same as mean@n of acc."""
-    return {
-        name: score
-        for name, score in scores.items()
-        if name.startswith("val-core/") and not name.endswith("pass@1")
-    }
+def select_scores(scores: Mapping[str, float]) -> list[str]:
+    """List the scores to print. pass@1 is left out, because it is the same as mean@n of acc."""
+    names = [name for name in scores if name.startswith("val-core/")]
+    return [name for name in names if not name.endswith("pass@1")]
 
 
 def repeat_command(argument: str) -> str:

@@ -13,11 +13,15 @@ from omegaconf import OmegaConf
 import algorithm
 from kit.data.episode import Episode, TurnSpan
 from kit.data.metrics import (
+    HIGH,
+    LOW,
     compute_component_means,
     compute_rollout_metrics,
+    compute_score_interval,
     compute_scores,
     compute_scores_with_failures,
     compute_validation_metrics,
+    describe_score,
     name_test_set,
     read_test_set,
     update_pass_rates,
@@ -58,7 +62,7 @@ def test_pass_at_k_is_the_chance_that_one_of_k_is_right():
 )
 def test_pass_at_k_is_computed_for_powers_of_two_and_for_n(n, expected):
     metrics = compute_scores(make_verified({0: [1.0] * n}), n, "s")
-    ks = {int(name.rpartition("@")[2]) for name in metrics if "pass@" in name}
+    ks = {int(name.rpartition("@")[2]) for name in metrics if "core" in name and "pass@" in name}
     assert ks == expected
 
 
@@ -149,8 +153,10 @@ def test_an_evaluation_also_reports_scores_with_failures():
     for e in episodes[4:8]:
         e.reward = 7.0  # the reward of a failed episode does not count
     metrics = compute_validation_metrics(episodes, 1)
+    assert all(find_metric(name) for name in metrics)
     assert metrics.pop("val-aux/failed_frac") == 0.5
-    assert metrics == {
+    scores = {name: value for name, value in metrics.items() if not name.endswith((LOW, HIGH))}
+    assert scores == {
         "val-core/s/acc/mean@1": 1.0,
         "val-core/s/reward/mean@1": 1.0,
         "val-core/s/acc/pass@1": 1.0,
@@ -166,7 +172,6 @@ def test_an_evaluation_also_reports_scores_with_failures():
         "val-aux/u/acc/mean@1_failed_as_0": 0.0,
         "val-aux/u/reward/mean@1_failed_as_0": 0.0,
     }
-    assert all(find_metric(name) for name in metrics)
     warnings = []
     warn_about_failures(metrics, warnings.append)
     pages = 'See failures.jsonl of the run. See docs/reference.md, "How an episode fails".'
@@ -360,3 +365,23 @@ def test_component_means_are_by_server_and_name():
         ("reward/a/y/mean", 0.25),
         ("reward/b/x/mean", 0.5),
     ]
+
+
+def test_a_score_is_shown_with_its_interval():
+    """Of 4 right answers in 8, Wilson's interval is 0.215 to 0.785 (scipy's binomtest)."""
+    episodes = [episode("s", str(i), float(i < 4)) for i in range(8)]
+    metrics = compute_validation_metrics(episodes, 1)
+    assert describe_score("val-core/s/acc/mean@1", metrics) == "0.500 [0.215, 0.785]"
+    assert describe_score("x", {"x": 0.5}) == "0.500"
+
+
+def test_responses_of_one_row_are_no_independent_answers():
+    """Four equal responses to each row say no more than one."""
+    one = compute_score_interval([[float(i < 10)] for i in range(40)])
+    four = compute_score_interval([[float(i < 10)] * 4 for i in range(40)])
+    assert four == pytest.approx(one)
+
+
+def test_the_interval_of_rewards_beyond_1_is_symmetric():
+    interval = compute_score_interval([[-1.0], [3.0], [1.0]])
+    assert interval[LOW] + interval[HIGH] == pytest.approx(2.0)

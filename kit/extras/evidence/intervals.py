@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from kit.data.metrics import compute_wilson_interval
+
 Scores = NDArray[np.float64]  # [runs, rows]: the mean score of a run on a row
 LEVEL = 0.95
 POWER = 0.8  # for needed_seeds
@@ -165,8 +167,6 @@ def compute_mean_interval(scores: Scores) -> Interval:
     if scores.min() < 0 or scores.max() > 1:
         return interval
     variance = sum(part for part, _ in parts)
-    size = estimate * (1 - estimate) / variance if variance > 0 else float(rows)
-    z = float(stats.t.ppf((1 + LEVEL) / 2, interval.df))
-    center = (estimate + z**2 / (2 * size)) / (1 + z**2 / size)
-    half = z / (1 + z**2 / size) * math.sqrt(estimate * (1 - estimate) / size + z**2 / 4 / size**2)
-    return Interval(estimate, max(center - half, 0.0), min(center + half, 1.0), interval.df)
+    quantile = float(stats.t.ppf((1 + LEVEL) / 2, interval.df))
+    low, high = compute_wilson_interval(estimate, variance, rows, quantile)
+    return Interval(estimate, low, high, interval.df)

@@ -27,6 +27,7 @@ import orjson
 
 from kit.config.keys import flatten
 from kit.data.episode import gc_paused
+from kit.data.metrics import HIGH, LOW
 from kit.errors import ConfigError, RunError
 from kit.extras.report import diagnosis, episode_view
 from kit.extras.report.metric_docs import find_metric
@@ -255,7 +256,8 @@ def list_charted_metrics(chart: Chart, run: RunData) -> list[str]:
 
 def matches_pattern(name: str, pattern: str) -> bool:
     """Whether a chart with this pattern shows the metric."""
-    return name not in NOT_STAGES and fnmatch.fnmatchcase(name, pattern)
+    is_charted = name not in NOT_STAGES and not name.endswith((LOW, HIGH))
+    return is_charted and fnmatch.fnmatchcase(name, pattern)
 
 
 def tabulate_metrics(run: RunData) -> dict[str, Any]:

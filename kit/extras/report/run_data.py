@@ -21,7 +21,7 @@ import yaml
 
 from kit.data.episode import SAMPLED_IDS
 from kit.data.json_lines import read_metrics, read_objects
-from kit.data.metrics import FAILED_AS_0, name_test_set
+from kit.data.metrics import FAILED_AS_0, HIGH, LOW, name_test_set
 from kit.data.rollout_files import read_records
 from kit.errors import ConfigError
 
@@ -34,7 +34,7 @@ NO_STEP = -1  # the step of episodes whose file name has no step number
 
 def is_accuracy(name: str) -> bool:
     """Whether a metric is mean@n of acc, without the failed episodes that count as 0."""
-    return "/acc/mean@" in name and not name.endswith(FAILED_AS_0)
+    return "/acc/mean@" in name and not name.endswith((FAILED_AS_0, LOW, HIGH))
 
 
 class SavedEpisode(NamedTuple):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from kit.data.metrics import HIGH, LOW, compute_score_interval
 from kit.extras.evidence import intervals
 
 ROWS = 128
@@ -148,3 +149,12 @@ def test_the_interval_of_a_mean_covers_it(mean):
         interval = intervals.compute_mean_interval(scores)
         covered += interval.low <= mean <= interval.high
     assert 0.93 <= covered / SIMULATIONS <= 0.97
+
+
+def test_the_interval_of_one_run_is_that_of_its_metrics():
+    """`compare` and the console show the same interval of a run."""
+    rng = np.random.default_rng(5)
+    right = rng.binomial(1, rng.beta(1, 1, (50, 1)), (50, 4)).astype(float)
+    interval = intervals.compute_mean_interval(right.mean(axis=1)[None, :])
+    ends = compute_score_interval(right.tolist())
+    assert (ends[LOW], ends[HIGH]) == pytest.approx((interval.low, interval.high))
