@@ -411,6 +411,14 @@ def run_tool(name: str, arguments: Sequence[str]) -> None:
     tool.main(arguments)
 
 
+def write_comparison(path: Path, runs: Sequence[Path], comparison: Mapping[str, object]) -> None:
+    """Write report.html of several runs. comparison: lines of text, and charts with bands."""
+    require("kit.extras.report.report_page", "--report")
+    from kit.extras.report.report_page import write_page
+
+    write_page(runs, path, comparison)
+
+
 def convert_rows() -> None:
     """Run a command of env.py that converts rows, with the arguments of this process."""
     require("kit.extras.convert", "this command")

@@ -1,6 +1,9 @@
 """The command `compare`: is the difference between two sets of runs real?
 
-python algorithm.py compare 'runs/a*' --with 'runs/b*'
+python algorithm.py compare 'runs/a*' --with 'runs/b*' [--json FILE] [--report FILE.html]
+
+The runs are compared on the held-out rows that all of them evaluated, at equal steps, at equal
+tokens and at equal seconds. intervals.py has the statistics.
 """
 
 from __future__ import annotations
@@ -8,17 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import yaml
 
+from kit import features
 from kit.errors import ConfigError
 from kit.extras.evidence import intervals
 from kit.extras.evidence.curves import (
     SCORES,
     Evaluation,
+    RunCurve,
     find_runs,
     pick_evaluations,
     read_curve,
@@ -27,57 +33,84 @@ from kit.extras.evidence.curves import (
 from kit.runs.console import say
 
 BUDGETS = ("steps", "tokens", "seconds")
+ONE_RUN = (
+    "One of the sets has one run. Another seed could give another result, so there is no interval "
+    "over seeds and no p-value. Run more seeds with `python algorithm.py sweep`."
+)
+
+
+class SignFlips(NamedTuple):
+    """The p-value of the sign flips over the seeds that both sets have. smallest: it can be."""
+
+    p_value: float
+    smallest: float
+    pairs: int
 
 
 class Comparison(NamedTuple):
     """Two sets of runs at an equal budget, by one score.
 
-    means: (of the first set, of the second). rows: held-out rows that all runs verified.
-    signs: p-value of the sign flips over seeds that both sets have, and the smallest it can be.
+    amount: of the budget. steps: of the picked evaluations, of the first and of the second set.
+    rows: held-out rows that all runs verified. means: of both sets.
     """
 
     budget: str
     amount: float
     score: str
-    runs: tuple[int, int]
+    steps: tuple[list[int], list[int]]
     rows: int
     means: tuple[intervals.Interval, intervals.Interval]
     difference: intervals.Difference
-    signs: tuple[float, float] | None
+    signs: SignFlips | None
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the command. Raises ConfigError if the runs cannot be compared."""
     parser = argparse.ArgumentParser(
         prog="python algorithm.py compare",
-        description="Compare two sets of runs on their held-out rows: A minus B.",
+        description="Compare two sets of runs, such as two recipes with several seeds each, on "
+        "their held-out rows.",
     )
     parser.add_argument("runs", nargs="+", metavar="A", help="run folders, such as 'runs/a*'")
     parser.add_argument(
         "--with", nargs="+", required=True, dest="others", metavar="B", help="the other runs"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to a file")
-    args = parser.parse_args(arguments)
-    comparisons = compare_runs(find_runs(args.runs), find_runs(args.others))
-    for line in describe(comparisons):
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE.html", help="write a report of all these runs"
+    )
+    args = parser.parse_args(list(arguments))
+    some, others = find_runs(args.runs), find_runs(args.others)
+    comparisons = compare_runs(some, others)
+    lines = describe(comparisons)
+    for line in lines:
         say(line)
     if args.json:
-        args.json.write_text(json.dumps([to_json(one) for one in comparisons], indent=1) + "\n")
+        values = [to_json(one) for one in comparisons]
+        args.json.write_text(json.dumps(values, indent=1) + "\n")
+    if args.report:
+        write_report(args.report, {"A": some, "B": others}, lines)
 
 
 def compare_runs(some: Sequence[Path], others: Sequence[Path]) -> list[Comparison]:
-    """Compare two sets of runs at equal steps, tokens and seconds. Raises ConfigError."""
+    """Compare two sets of runs at equal steps, tokens and seconds. Raises ConfigError.
+
+    A budget that picks the evaluations of an earlier one is left out.
+    """
     both = sorted(set(some) & set(others))
     if both:
         raise ConfigError(f"{both[0]} is in both sets. Name each run once.")
-    curves = [read_curve(folder) for folder in some]
-    other_curves = [read_curve(folder) for folder in others]
+    curves = [read_curve(folder) for folder in [*some, *others]]
     pairs = pair_seeds(some, others)
     comparisons = []
+    seen: list[list[Evaluation]] = []
     for budget in BUDGETS:
-        amount, picked = pick_evaluations([*curves, *other_curves], budget)
-        for score in SCORES:
-            comparisons.append(compare_at(budget, amount, score, picked, len(curves), pairs))
+        amount, picked = pick_evaluations(curves, budget)
+        if picked not in seen:
+            seen.append(picked)
+            comparisons += [
+                compare_at(budget, amount, score, picked, len(some), pairs) for score in SCORES
+            ]
     return comparisons
 
 
@@ -85,26 +118,32 @@ def compare_at(
     budget: str,
     amount: float,
     score: str,
-    evaluations: Sequence[Evaluation],
+    picked: Sequence[Evaluation],
     count: int,
     pairs: Sequence[tuple[int, int]],
 ) -> Comparison:
     """Compare the first `count` evaluations with the others. pairs: of runs with the same seed."""
-    table, rows = tabulate(evaluations, SCORES[score])
+    table, rows = tabulate(picked, SCORES[score])
     some, others = table[:count], table[count:]
     signs = None
     if len(pairs) > 1:
-        differences = some.mean(axis=1)[[a for a, _ in pairs]]
-        differences = differences - others.mean(axis=1)[[b for _, b in pairs]]
-        signs = intervals.flip_signs(differences)
-    means = (intervals.compute_mean_interval(some), intervals.compute_mean_interval(others))
-    difference = intervals.compare_scores(some, others)
-    runs = (len(some), len(others))
-    return Comparison(budget, amount, score, runs, len(rows), means, difference, signs)
+        first, second = some.mean(axis=1), others.mean(axis=1)
+        differences = np.array([first[a] - second[b] for a, b in pairs])
+        signs = SignFlips(*intervals.flip_signs(differences), len(pairs))
+    return Comparison(
+        budget,
+        amount,
+        score,
+        steps=([one.steps for one in picked[:count]], [one.steps for one in picked[count:]]),
+        rows=len(rows),
+        means=(intervals.compute_mean_interval(some), intervals.compute_mean_interval(others)),
+        difference=intervals.compare_scores(some, others),
+        signs=signs,
+    )
 
 
 def pair_seeds(some: Sequence[Path], others: Sequence[Path]) -> list[tuple[int, int]]:
-    """(index, index) of the runs of the two sets that have the same data.seed."""
+    """Return the indices of the runs of the two sets that have the same data.seed."""
     seeds = {read_seed(folder): index for index, folder in enumerate(others)}
     pairs = []
     for index, folder in enumerate(some):
@@ -115,65 +154,94 @@ def pair_seeds(some: Sequence[Path], others: Sequence[Path]) -> list[tuple[int, 
 
 
 def read_seed(folder: Path) -> object:
-    """data.seed of a run."""
+    """Return data.seed of a run."""
     config = yaml.safe_load((folder / "config.yaml").read_text())
     return (config.get("data") or {}).get("seed")
 
 
+# --- text and JSON --------------------------------------------------------------------------------
+
+
 def describe(comparisons: Sequence[Comparison]) -> list[str]:
-    """The lines that the command prints."""
+    """Return the lines that the command prints."""
     first = comparisons[0]
+    counts = [len(steps) for steps in first.steps]
     lines = [
-        f"A: {first.runs[0]} runs, B: {first.runs[1]} runs, {first.rows} held-out rows. Intervals "
-        f"of {intervals.LEVEL:.0%} over seeds and rows."
+        f"A: {counts[0]} runs, B: {counts[1]} runs, {first.rows} held-out rows. Brackets: "
+        f"{intervals.LEVEL:.0%} intervals over seeds and rows."
     ]
+    budget = ""
     for one in comparisons:
-        lines += describe_one(one)
+        if one.budget != budget:
+            budget = one.budget
+            lines.append(describe_budget(one))
+        lines += describe_score(one)
+    missing = [budget for budget in BUDGETS if budget not in {one.budget for one in comparisons}]
+    if missing:
+        lines.append(f"At equal {' and equal '.join(missing)}, the evaluations are the same.")
     if first.difference.interval is None:
-        lines.append(
-            "A set has one run. Another seed could give another result, so there is no interval "
-            "over seeds and no p-value. Run more seeds: `python algorithm.py sweep`."
-        )
+        lines.append(ONE_RUN)
     return lines
 
 
-def describe_one(one: Comparison) -> list[str]:
-    """The lines about one score at one budget."""
-    amount = f"{one.amount:,.0f}"
-    title = f"at {amount} {one.budget}, {one.score}:"
+def describe_budget(one: Comparison) -> str:
+    """Return the line about a budget."""
+    if one.budget == "steps":
+        return f"At equal steps ({one.amount:.0f}):"
+    steps = [", ".join(str(step) for step in sorted(set(steps))) for steps in one.steps]
+    text = f"At equal {one.budget} ({one.amount:,.0f}), the last evaluations within them:"
+    return f"{text} A after step {steps[0]}, B after step {steps[1]}:"
+
+
+def describe_score(one: Comparison) -> list[str]:
+    """Return the lines about one score at one budget."""
     a, b = one.means
-    lines = [f"{title} A {show(a)}, B {show(b)}"]
+    lines = [f"    {one.score:7}A {format_interval(a)}   B {format_interval(b)}"]
     difference = one.difference
     if difference.interval is None:
-        lines.append(f"    A - B {show(difference.over_rows)} over rows alone")
-        return lines
-    lines.append(f"    A - B {show(difference.interval)}, p = {difference.p_value:.3g}")
+        text = format_interval(difference.over_rows, "+")
+        return [*lines, f"           A - B {text}, over rows only"]
+    text = f"           A - B {format_interval(difference.interval, '+')}"
+    text += f", p = {difference.p_value:.2g}"
     if one.signs:
-        p_value, smallest = one.signs
-        lines.append(f"    sign flips over seeds: p = {p_value:.3g}, at least {smallest:.3g} here")
+        text += f" (sign flips of {one.signs.pairs} seeds: {one.signs.p_value:.2g}"
+        text += f", not below {one.signs.smallest:.2g})"
+    lines.append(text)
+    seed_sd = math.sqrt(difference.seed_variance)
     needed = intervals.find_needed_seeds(difference)
-    if needed is None:
-        lines.append("    no number of seeds would show so small a difference on these rows")
-    else:
+    seeds = "More seeds would not show so small a difference on these rows"
+    if needed is not None:
+        seeds = f"A difference of this size takes {needed} seeds each"
+    text = f"{seeds} (power {intervals.POWER:.0%}; standard deviation by seed {seed_sd:.2g})"
+    return [*lines, f"           {text}"]
+
+
+def describe_runs(folders: Sequence[Path]) -> list[str]:
+    """Return a line for each score of a single set of runs, at its last common step."""
+    step, picked = pick_evaluations([read_curve(folder) for folder in folders], "steps")
+    lines = []
+    for score, function in SCORES.items():
+        table, rows = tabulate(picked, function)
+        text = format_interval(intervals.compute_mean_interval(table))
         lines.append(
-            f"    {needed} seeds each would show such a difference in {intervals.POWER:.0%} of the "
-            f"cases; a seed changes a score by {math.sqrt(difference.seed_variance):.2g} "
-            "(standard deviation)"
+            f"{score} at step {step:.0f}: {text}, {len(table)} runs, {len(rows)} held-out rows"
         )
     return lines
 
 
-def show(interval: intervals.Interval) -> str:
-    """An estimate with its interval."""
-    return f"{interval.estimate:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+def format_interval(interval: intervals.Interval, sign: str = "") -> str:
+    """Format an estimate with its interval. sign: + to show it for positive numbers, too."""
+    low, high = (f"{value:{sign}.3f}" for value in (interval.low, interval.high))
+    return f"{interval.estimate:{sign}.3f} [{low}, {high}]"
 
 
 def to_json(one: Comparison) -> dict[str, object]:
-    """A comparison as plain data."""
+    """Return a comparison as plain data."""
     difference = one.difference
     return {
         **one._asdict(),
         "means": [mean._asdict() for mean in one.means],
+        "signs": one.signs and one.signs._asdict(),
         "difference": {
             **difference._asdict(),
             "interval": difference.interval and difference.interval._asdict(),
@@ -181,3 +249,45 @@ def to_json(one: Comparison) -> dict[str, object]:
             "needed_seeds": intervals.find_needed_seeds(difference),
         },
     }
+
+
+# --- curves of variants ---------------------------------------------------------------------------
+
+
+class Band(NamedTuple):
+    """The mean score of a variant's runs at each step that all of them evaluated."""
+
+    name: str
+    x: list[int]
+    y: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def compute_band(name: str, curves: Sequence[RunCurve], score: str) -> Band:
+    """Compute the curve of a variant, with intervals over its rows and, if it has some, seeds."""
+    by_step = [{one.steps: one for one in curve.evaluations} for curve in curves]
+    band = Band(name, [], [], [], [])
+    for step in sorted(set(by_step[0]).intersection(*by_step[1:])):
+        table, _ = tabulate([evaluations[step] for evaluations in by_step], SCORES[score])
+        interval = intervals.compute_mean_interval(table)
+        band.x.append(step)
+        band.y.append(interval.estimate)
+        band.low.append(interval.low)
+        band.high.append(interval.high)
+    return band
+
+
+def write_report(path: Path, variants: Mapping[str, Sequence[Path]], lines: Sequence[str]) -> None:
+    """Write report.html of all runs, with the comparison. Raises ConfigError, RunError.
+
+    variants: {name: its runs}. lines: of the comparison.
+    """
+    curves = {name: [read_curve(run) for run in runs] for name, runs in variants.items()}
+    charts = []
+    for score in SCORES:
+        bands = [compute_band(name, some, score)._asdict() for name, some in curves.items()]
+        charts.append({"title": f"Held-out {score}, mean and interval", "bands": bands})
+    folders = [run for runs in variants.values() for run in runs]  # fmt: skip
+    features.write_comparison(path, folders, {"lines": list(lines), "charts": charts})
+    say(f"The report is {path}")

@@ -21,7 +21,6 @@ SCORES: Mapping[str, Callable[[Json], float]] = {  # of a record whose episode d
     "acc": lambda record: float(record["reward"] >= 1),
     "reward": lambda record: float(record["reward"]),
 }
-UNIT_OF_BUDGET = {"steps": "", "tokens": " tokens", "seconds": " s"}
 
 
 class Evaluation(NamedTuple):
@@ -38,14 +37,14 @@ class Evaluation(NamedTuple):
 
 
 class RunCurve(NamedTuple):
-    """The evaluations of a run, in their order. `evaluate` has written one, of step 0."""
+    """The evaluations of a run, in the order of their steps. That of `evaluate` has step 0."""
 
     folder: Path
     evaluations: list[Evaluation]
 
 
 def find_runs(patterns: Sequence[str]) -> list[Path]:
-    """List the run folders that patterns such as 'runs/a*' match. Raises ConfigError."""
+    """Return the run folders that patterns such as 'runs/a*' match. Raises ConfigError."""
     folders: list[Path] = []
     for pattern in patterns:
         paths = [Path(name) for name in sorted(glob.glob(str(Path(pattern).expanduser())))]
@@ -80,7 +79,7 @@ def read_curve(folder: Path) -> RunCurve:
 
 
 def read_scores(path: Path, score: Callable[[Json], float]) -> dict[str, list[float]]:
-    """The scores of an evaluation: {hash of a row: a score for each verified response}."""
+    """Return the scores of an evaluation: {hash of a row: a score for each verified response}."""
     scores: dict[str, list[float]] = {}
     for _, record in read_records(path):
         values = scores.setdefault(hash_row(record), [])
@@ -90,7 +89,7 @@ def read_scores(path: Path, score: Callable[[Json], float]) -> dict[str, list[fl
 
 
 def hash_row(record: Json) -> str:
-    """What identifies a held-out row in any run: its prompt, and the number of its place.
+    """Return what identifies a held-out row in any run: its prompt, and its place.
 
     Rows with the same prompt may have other answers, so the number is needed.
     """
@@ -99,7 +98,7 @@ def hash_row(record: Json) -> str:
 
 
 def pick_evaluations(curves: Sequence[RunCurve], budget: str) -> tuple[float, list[Evaluation]]:
-    """The last evaluation of each run that a common budget pays for -> (the budget, evaluations).
+    """Return a common budget, and the last evaluation of each run within it.
 
     budget: steps, tokens or seconds. It is the most that all runs have spent at an evaluation.
     """
@@ -112,17 +111,14 @@ def pick_evaluations(curves: Sequence[RunCurve], budget: str) -> tuple[float, li
 
 
 def tabulate(
-    evaluations: Sequence[Evaluation], score: Callable[[Json], float], rows: Sequence[str] = ()
+    evaluations: Sequence[Evaluation], score: Callable[[Json], float]
 ) -> tuple[Scores, list[str]]:
-    """([runs, rows] mean scores, the rows) of the rows that every evaluation verified.
+    """Return [runs, rows] mean scores of the rows that every evaluation verified, and the rows.
 
-    rows: take only these. Raises ConfigError if the evaluations share fewer than two rows.
+    Raises ConfigError if the evaluations share fewer than two rows.
     """
     tables = [read_scores(evaluation.path, score) for evaluation in evaluations]
     shared = [row for row in tables[0] if all(table.get(row) for table in tables)]
-    if rows:
-        allowed = set(rows)
-        shared = [row for row in shared if row in allowed]
     if len(shared) < 2:
         folders = sorted({str(evaluation.path.parent.parent) for evaluation in evaluations})
         raise ConfigError(

@@ -250,12 +250,18 @@ def run_through_ray(runs: Sequence[SweepRun], recipe: Recipe) -> list[int]:
 
 
 def compare_variants(folder: Path, variants: Sequence[Variant]) -> None:
-    """Print the comparison of each variant with the first one."""
-    first, *others = [variant.name for variant in variants]
-    for name in others:
-        say(f"\nA = {name}, B = {first}")
-        runs = find_runs([f"{folder}/{name}-seed*"])
-        for line in compare.describe(
-            compare.compare_runs(runs, find_runs([f"{folder}/{first}-seed*"]))
-        ):
-            say(line)
+    """Print the scores of the variants, and the comparison of each with the first one.
+
+    Also write them to report.html of the sweep.
+    """
+    runs = {one.name: find_runs([f"{folder}/{one.name}-seed*/"]) for one in variants}
+    (first, baselines), *others = runs.items()
+    lines: list[str] = []
+    for name, some in others:
+        lines += [f"A = {name}, B = {first}"]
+        lines += [*compare.describe(compare.compare_runs(some, baselines)), ""]
+    if not others:
+        lines = compare.describe_runs(baselines)
+    for line in lines:
+        say(line)
+    compare.write_report(folder / "report.html", runs, lines)

@@ -18,7 +18,7 @@ import importlib.resources
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,19 +84,22 @@ CHARTS = [
 NOT_STAGES = ("timing_s/step", "timing_s/first_episode", "timing_s/start")
 
 
-def write_page(paths: Sequence[Path], out: Path) -> Path:
+def write_page(
+    paths: Sequence[Path], out: Path, comparison: Mapping[str, object] | None = None
+) -> Path:
     """Write the page of these runs to `out`, and return `out`.
 
+    comparison: what the command `compare` shows: lines, and charts with bands.
     Raises ConfigError if a path is not a run directory, RunError if the page cannot be written.
     """
     with gc_paused():
-        page = render_page([RunData(path) for path in paths])
+        page = render_page([RunData(path) for path in paths], comparison)
     with files.replace_atomically(out) as partial:
         partial.write_text(page)
     return out
 
 
-def render_page(runs: Sequence[RunData]) -> str:
+def render_page(runs: Sequence[RunData], comparison: Mapping[str, object] | None = None) -> str:
     """Render the page: report_page.html with the data of the runs."""
     chosen = episode_view.choose_episodes_with_tokens(runs)
     columns = episode_view.tabulate_episodes(runs)
@@ -117,6 +120,7 @@ def render_page(runs: Sequence[RunData]) -> str:
         "episodes": {"columns": columns, "chunk": EPISODES_PER_CHUNK},
         "pairs": pairs,
         "config_diff": diff_configs(runs),
+        "comparison": comparison,
     }
     parts = {"data": data, "vocabularies": vocabularies} | split_views(views)
     packed = {name: pack(part) for name, part in parts.items()} | load_libraries()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -59,17 +62,18 @@ def run(tmp_path: Path, capsys, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_planted_effect_is_found_at_each_budget(tmp_path, capsys):
+def test_a_planted_effect_is_found(tmp_path, capsys):
     plant_both(tmp_path, 0.7, 0.4)
     output = run(tmp_path, capsys, "--json", str(tmp_path / "out.json"))
     assert "A: 5 runs, B: 5 runs, 64 held-out rows" in output
     comparisons = json.loads((tmp_path / "out.json").read_text())
-    assert {one["budget"] for one in comparisons} == {"steps", "tokens", "seconds"}
+    # all runs have spent the same, so the evaluations at equal tokens and seconds are no others
+    assert {one["budget"] for one in comparisons} == {"steps"}
     for one in comparisons:
         low = one["difference"]["interval"]["low"]
         assert one["difference"]["p_value"] < 0.05 and 0.1 < low < 0.3
         assert one["difference"]["needed_seeds"] <= 5
-    assert "at 20 steps, acc:" in output and "seeds each would show such a difference" in output
+    assert "At equal steps (20):" in output and "A difference of this size takes" in output
 
 
 def test_without_an_effect_none_is_found(tmp_path, capsys):
@@ -83,15 +87,15 @@ def test_without_an_effect_none_is_found(tmp_path, capsys):
 def test_one_run_says_nothing_about_other_seeds(tmp_path, capsys):
     plant_both(tmp_path, 0.9, 0.1, seeds=1)
     output = run(tmp_path, capsys)
-    assert "A set has one run." in output and "p =" not in output
-    assert "over rows alone" in output
+    assert "One of the sets has one run." in output and "p =" not in output
+    assert "over rows only" in output
 
 
 def test_runs_with_the_same_seeds_have_a_p_value_of_sign_flips(tmp_path, capsys):
     for seed in (1, 2, 3):
         plant(tmp_path / f"a{seed}", 0.8, seed)
         plant(tmp_path / f"b{seed}", 0.3, seed)
-    assert "sign flips over seeds: p = 0.25, at least 0.25 here" in run(tmp_path, capsys)
+    assert "(sign flips of 3 seeds: 0.25, not below 0.25)" in run(tmp_path, capsys)
 
 
 def test_an_equal_budget_is_what_all_runs_have_spent(tmp_path):
@@ -134,3 +138,31 @@ def test_runs_that_cannot_be_compared_are_one_line(tmp_path, names, message):
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError):
         compare.compare_runs(*[find_runs([f"{tmp_path}/{name}"]) for name in names])
+
+
+def test_at_equal_tokens_the_dearer_runs_have_fewer_steps(tmp_path, capsys):
+    """B is better at equal steps, and needs four times the tokens for it."""
+    for seed in (1, 2, 3):
+        plant(tmp_path / f"a{seed}", 0.6, seed)
+        plant(tmp_path / f"b{seed}", 0.9, seed, tokens=400)
+    output = run(tmp_path, capsys, "--json", str(tmp_path / "out.json"))
+    assert "At equal tokens (2,000), the last evaluations within them: A after step 20" in output
+    first, _, second, _ = json.loads((tmp_path / "out.json").read_text())
+    assert first["budget"] == "steps" and first["difference"]["interval"]["high"] < 0
+    assert second["budget"] == "tokens" and second["difference"]["interval"]["low"] > 0
+    assert second["steps"] == [[20] * 3, [0] * 3]
+
+
+def test_the_report_has_the_comparison_and_a_band_for_each_set(tmp_path, capsys):
+    plant_both(tmp_path, 0.7, 0.4, seeds=2)
+    page = tmp_path / "report.html"
+    output = run(tmp_path, capsys, "--report", str(page))
+    packed = re.search('id="data">([^<]*)<', page.read_text()).group(1)
+    comparison = json.loads(gzip.decompress(base64.b64decode(packed)))["comparison"]
+    assert comparison["lines"] == output.splitlines()[:-1]
+    bands = comparison["charts"][0]["bands"]
+    assert [band["name"] for band in bands] == ["A", "B"]
+    for band in bands:
+        assert band["x"] == list(STEPS)
+        assert (np.array(band["low"]) <= band["y"]).all()
+        assert (np.array(band["y"]) <= band["high"]).all()
