@@ -37,6 +37,7 @@ SHORT = {  # sections that --vary may leave out, as the documentation does
     "model": "actor_rollout_ref.model",
     "ref": "actor_rollout_ref.ref",
 }
+ALGORITHM = ROOT / "algorithm.py"
 SETTINGS = "sweep.yaml"  # in the sweep's folder: the recipe of all its runs
 SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed")
 
@@ -50,10 +51,11 @@ class Variant(NamedTuple):
 
 
 class SweepRun(NamedTuple):
-    """A run of a sweep. arguments: of `python algorithm.py`."""
+    """A run of a sweep: its command, and the folder in which it is called."""
 
     name: str
-    arguments: tuple[str, ...]
+    command: tuple[str, ...]
+    folder: Path
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -174,9 +176,10 @@ def list_runs(
     for seed, variant in itertools.product(list_seeds(args.seeds), variants):
         run_name = f"{name}/{variant.name}-seed{seed}"
         files = [*args.config, *variant.configs]
-        words = ["--quiet", *itertools.chain(*(("--config", file) for file in files))]
+        words = [sys.executable, str(ALGORITHM), "--quiet"]
+        words += itertools.chain(*(("--config", file) for file in files))
         words += [*args.words, *variant.changes, *(f"{key}={seed}" for key in SEED_KEYS)]
-        yield SweepRun(run_name, (*words, f"trainer.experiment_name={run_name}"))
+        yield SweepRun(run_name, (*words, f"trainer.experiment_name={run_name}"), Path.cwd())
 
 
 def keep_settings(folder: Path, args: argparse.Namespace) -> None:
@@ -197,16 +200,17 @@ def keep_settings(folder: Path, args: argparse.Namespace) -> None:
 
 def start(run: SweepRun) -> int:
     """Run one run to its end, and return its exit status. Its output is in runs/<name>.log."""
-    log = Path("runs") / f"{run.name}.log"
+    log = run.folder / "runs" / f"{run.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     # a task of Ray has variables with which the run would join the Ray of the sweep
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     begin = time.monotonic()
     with log.open("ab") as out:
         status = subprocess.run(
-            [sys.executable, str(ROOT / "algorithm.py"), *run.arguments],
+            run.command,
             stdout=out,
             stderr=subprocess.STDOUT,
+            cwd=run.folder,
             env=environment,
         ).returncode
     minutes = (time.monotonic() - begin) / 60
@@ -229,7 +233,8 @@ def run_through_ray(runs: Sequence[SweepRun], recipe: Recipe) -> list[int]:
         )
     is_cpu = recipe.trainer.device == "cpu"
     address = recipe.get("ray_kwargs.ray_init.address")
-    ray.init(address=address, include_dashboard=False, log_to_driver=False)
+    environment = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+    ray.init(address=address, include_dashboard=False, log_to_driver=False, runtime_env=environment)
     cpus = ray.cluster_resources().get("CPU", 1.0) / max(len(ray.nodes()), 1)
     task = ray.remote(start).options(
         num_gpus=0 if is_cpu else recipe.trainer.n_gpus_per_node,
@@ -239,10 +244,10 @@ def run_through_ray(runs: Sequence[SweepRun], recipe: Recipe) -> list[int]:
     try:
         pending = []
         for run in runs:
-            words = run.arguments
+            words = run.command
             if address:  # the run's workers start on the node that Ray has chosen
                 words = (*words, "ray_kwargs.ray_init.address=null")
-            pending.append(task.remote(SweepRun(run.name, words)))
+            pending.append(task.remote(run._replace(command=words)))
         statuses: list[int] = ray.get(pending)
     finally:
         ray.shutdown()

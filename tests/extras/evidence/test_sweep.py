@@ -1,0 +1,175 @@
+"""The command `sweep`, with a stand-in for algorithm.py."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kit.errors import ConfigError
+from kit.extras.evidence import sweep
+
+# It writes what a finished run leaves. A run whose folder has `fail` next to it fails.
+STAND_IN = """
+import pathlib, sys
+words = sys.argv[1:]
+name = words[-1].partition("=")[2]
+folder = pathlib.Path("runs") / name
+(pathlib.Path("runs") / "calls.txt").open("a").write(" ".join(words) + "\\n")
+if (pathlib.Path("runs") / "fail").exists() and "seed2" in name:
+    sys.exit("error: planted")
+(folder / "export").mkdir(parents=True)
+(folder / "export" / "step.txt").write_text("12")
+"""
+RECIPE = ["--config", "math_cpu", "--config", "cpu", "trainer.total_training_steps=12"]
+
+
+def make_recipe() -> SimpleNamespace:
+    """The values that a sweep reads from a recipe."""
+    trainer = SimpleNamespace(
+        experiment_name="sums", total_training_steps=12, device="cpu", nnodes=1
+    )
+    return SimpleNamespace(trainer=trainer, get=lambda key: None)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """A folder with rows, a model and the stand-in, as the current folder."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.setattr(sweep, "ALGORITHM", tmp_path / "stand_in.py")
+    monkeypatch.setattr(sweep, "check_variants", lambda args, variants: make_recipe())
+    monkeypatch.setattr(sweep, "compare_variants", lambda folder, variants: None)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read_calls(place: Path) -> list[str]:
+    path = place / "runs" / "calls.txt"
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def test_runs_have_the_values_of_their_variant_and_seed(place, capsys):
+    sweep.main([*RECIPE, "--seeds", "2", "--vary", "actor.optim.lr=1e-5,3e-5"])
+    calls = read_calls(place)
+    assert len(calls) == 4
+    last = calls[-1].split()
+    assert last[:5] == ["--quiet", "--config", "math_cpu", "--config", "cpu"]
+    assert "actor_rollout_ref.actor.optim.lr=3e-5" in last
+    assert "data.seed=2" in last and "actor_rollout_ref.rollout.seed=2" in last
+    assert last[-1] == "trainer.experiment_name=sums/lr=3e-5-seed2"
+    assert "4 runs in runs/sums, 0 of them finished" in capsys.readouterr().out
+
+
+def test_a_repeated_sweep_runs_what_is_missing(place, capsys):
+    (place / "runs").mkdir()
+    (place / "runs" / "fail").touch()
+    with pytest.raises(ConfigError, match=r"1 of 2 runs failed: sums/base-seed2\. Read") as caught:
+        sweep.main([*RECIPE, "--seeds", "2"])
+    assert "\n" not in str(caught.value)
+    assert "error: planted" in (place / "runs" / "sums" / "base-seed2.log").read_text()
+    (place / "runs" / "fail").unlink()
+    sweep.main([*RECIPE, "--seeds", "3"])
+    assert [call.rpartition("-")[2] for call in read_calls(place)] == [
+        "seed1",
+        "seed2",
+        "seed2",
+        "seed3",
+    ]
+    assert "3 runs in runs/sums, 1 of them finished" in capsys.readouterr().out
+
+
+def test_a_folder_with_runs_of_another_recipe_is_refused(place):
+    sweep.main([*RECIPE, "--seeds", "1"])
+    with pytest.raises(ConfigError, match="is of a sweep with another recipe"):
+        sweep.main([*RECIPE, "actor_rollout_ref.rollout.n=4", "--seeds", "1"])
+    assert len(read_calls(place)) == 1
+
+
+def test_a_dry_run_starts_nothing(place, capsys):
+    sweep.main([*RECIPE, "--seeds", "7,9", "--vary", "config=base,ppo", "--dry-run"])
+    output = capsys.readouterr().out
+    assert not read_calls(place) and not (place / "runs").exists()
+    assert [line.strip() for line in output.splitlines()[1:]] == [
+        "sums/base-seed7",
+        "sums/ppo-seed7",
+        "sums/base-seed9",
+        "sums/ppo-seed9",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seeds", "0"], "--seeds 0 is no number of seeds"),
+        (["--seeds", "x"], "--seeds x is no number of seeds"),
+        (["--vary", "actor.optim.lr"], "is not KEY=A,B"),
+        (["--vary", "=1,2"], "is not KEY=A,B"),
+        (["--vary", "data.seed=1,1"], "with different values"),
+    ],
+)
+def test_bad_arguments_are_one_line(place, arguments, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        sweep.main([*RECIPE, *arguments])
+    assert "\n" not in str(caught.value) and not read_calls(place)
+
+
+def test_a_variant_that_is_invalid_is_named(monkeypatch):
+    def plan(files, words, is_dry_run):
+        if "actor_rollout_ref.actor.optim.lr=fast" in words:
+            raise ConfigError("lr=fast is no number. Change it.")
+        return SimpleNamespace(recipe=make_recipe())
+
+    monkeypatch.setattr(sweep.cli, "plan", plan)
+    with pytest.raises(ConfigError, match="variant lr=fast: lr=fast is no number"):
+        sweep.main([*RECIPE, "--vary", "actor.optim.lr=1e-5,fast"])
+
+
+def test_several_vary_give_all_combinations():
+    variants = sweep.list_variants(["config=base,dapo", "rollout.n=4,8"])
+    assert [one.name for one in variants] == ["base-n=4", "base-n=8", "dapo-n=4", "dapo-n=8"]
+    assert variants[2].configs == ("dapo",)
+    assert variants[2].changes == ("actor_rollout_ref.rollout.n=4",)
+
+
+@given(st.lists(st.sampled_from(["1e-5", "[a,b]", "{x: 1, y: 2}", "'a,b'", "null"]), min_size=1))
+def test_commas_in_brackets_and_quotes_do_not_separate_values(values):
+    assert sweep.split_values(",".join(values)) == values
+
+
+@given(st.text(min_size=1).filter(lambda text: "," not in text))
+def test_the_name_of_a_variant_is_the_name_of_a_folder(value):
+    name = sweep.make_variant("actor.optim.lr", value).name
+    assert "/" not in name and not name.startswith(".") and Path(name).name == name
+
+
+def test_each_variant_is_compared_with_the_first(tmp_path, monkeypatch, capsys):
+    from tests.extras.evidence.test_compare import plant
+
+    monkeypatch.chdir(tmp_path)
+    for seed in (1, 2):
+        for name, accuracy in (("a", 0.3), ("b", 0.6), ("b2", 0.9)):
+            plant(tmp_path / "runs" / "s" / f"{name}-seed{seed}", accuracy, seed)
+    variants = [sweep.Variant(name, (), ()) for name in ("a", "b", "b2")]
+    sweep.compare_variants(Path("runs/s"), variants)
+    output = capsys.readouterr().out
+    assert output.count("A: 2 runs, B: 2 runs, 64 held-out rows") == 2
+    assert "A = b, B = a" in output and "A = b2, B = a" in output
+    assert (tmp_path / "runs" / "s" / "report.html").is_file()
+    shutil.rmtree(tmp_path / "runs" / "s" / "b-seed1")
+    sweep.compare_variants(Path("runs/s"), variants[:1])
+    assert "acc at step 20: 0." in capsys.readouterr().out
+
+
+@pytest.mark.soak
+def test_ray_queues_the_runs(place):
+    """On a CPU, a run uses all cores, so they run one after the other."""
+    names = [f"sums/base-seed{n}" for n in (1, 2, 3)]
+    command = (sys.executable, str(place / "stand_in.py"))
+    runs = [sweep.SweepRun(name, (*command, f"x={name}"), place) for name in names]
+    assert sweep.run_through_ray(runs, make_recipe()) == [0, 0, 0]
+    assert len(read_calls(place)) == 3
