@@ -14,7 +14,8 @@ from kit.data.episode import Episode
 from kit.data.selection import group_episodes
 
 FAILED_AS_0 = "_failed_as_0"  # suffix of the scores in which a failed episode counts as 0
-LOW, HIGH = "_low95", "_high95"  # suffixes of the ends of a score's 95% interval
+LOW = "_low95"  # suffixes of the ends of a score's 95% interval
+HIGH = "_high95"
 Z95 = 1.959964  # the 0.975 quantile of the standard normal distribution
 
 

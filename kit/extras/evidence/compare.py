@@ -9,6 +9,7 @@ tokens and at equal seconds. intervals.py has the statistics.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -80,7 +81,8 @@ def main(arguments: Sequence[str]) -> None:
         "--report", type=Path, metavar="FILE.html", help="write a report of all these runs"
     )
     args = parser.parse_args(list(arguments))
-    some, others = find_runs(args.runs), find_runs(args.others)
+    some = find_runs(args.runs)
+    others = find_runs(args.others)
     comparisons = compare_runs(some, others)
     lines = describe(comparisons)
     for line in lines:
@@ -124,11 +126,12 @@ def compare_at(
 ) -> Comparison:
     """Compare the first `count` evaluations with the others. pairs: of runs with the same seed."""
     table, rows = tabulate(picked, SCORES[score])
-    some, others = table[:count], table[count:]
+    some = table[:count]
+    others = table[count:]
     signs = None
     if len(pairs) > 1:
-        first, second = some.mean(axis=1), others.mean(axis=1)
-        differences = np.array([first[a] - second[b] for a, b in pairs])
+        by_run = table.mean(axis=1)
+        differences = np.array([by_run[a] - by_run[count + b] for a, b in pairs])
         signs = SignFlips(*intervals.flip_signs(differences), len(pairs))
     return Comparison(
         budget,
@@ -288,6 +291,6 @@ def write_report(path: Path, variants: Mapping[str, Sequence[Path]], lines: Sequ
     for score in SCORES:
         bands = [compute_band(name, some, score)._asdict() for name, some in curves.items()]
         charts.append({"title": f"Held-out {score}, mean and interval", "bands": bands})
-    folders = [run for runs in variants.values() for run in runs]  # fmt: skip
+    folders = list(itertools.chain.from_iterable(variants.values()))
     features.write_comparison(path, folders, {"lines": list(lines), "charts": charts})
     say(f"The report is {path}")

@@ -90,7 +90,8 @@ def compare_scores(some: Scores, others: Scores) -> Difference:
     over_rows = compute_interval(estimate, [(row_variance, rows - 1)])
     if min(len(some), len(others)) < 2:
         return Difference(None, None, over_rows, 0.0, row_variance, rows)
-    first, second = split_variance(some), split_variance(others)
+    first = split_variance(some)
+    second = split_variance(others)
     pure_row_variance = max(row_variance - first.residual - second.residual, 0.0)
     parts = [
         (first.seeds, len(some) - 1),

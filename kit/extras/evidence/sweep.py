@@ -137,9 +137,9 @@ def list_variants(vary: Sequence[str]) -> list[Variant]:
     variants = []
     for combination in itertools.product(*choices):
         name = "-".join(one.name for one in combination) or "base"
-        configs = tuple(config for one in combination for config in one.configs)  # fmt: skip
-        changes = tuple(change for one in combination for change in one.changes)  # fmt: skip
-        variants.append(Variant(name, configs, changes))
+        configs = itertools.chain.from_iterable(one.configs for one in combination)
+        changes = itertools.chain.from_iterable(one.changes for one in combination)
+        variants.append(Variant(name, tuple(configs), tuple(changes)))
     return variants
 
 
