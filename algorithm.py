@@ -4,7 +4,7 @@
     python algorithm.py --config configs/math.yaml rollout      # collect episodes, without training
     python algorithm.py --config configs/math.yaml evaluate     # mean@k and pass@k on held-out rows
     python algorithm.py --config configs/math.yaml --config sft sft 'env.train_files=[chats.jsonl]'
-    python algorithm.py --config configs/math.yaml --replay runs/math/rollouts/step_12.jsonl
+    python algorithm.py --config configs/math.yaml --replay 'runs/math/rollouts/step_*.jsonl'
     python algorithm.py show runs/math                          # also runs/math/report.html
 
 One step of GRPO, in the order of `Trainer.step` (Shao et al. 2024, arXiv:2402.03300, section 4.1):
@@ -67,7 +67,7 @@ from kit.data.metrics import (
     update_pass_rates,
     warn_about_failures,
 )
-from kit.data.rollout_files import ReplayServers, assign_record_indices
+from kit.data.rollout_files import assign_record_indices
 from kit.data.selection import check_failures, select_trainable, take_groups
 from kit.errors import NonFiniteStep, SkippedStep
 from kit.rollout.inputs import RunInputs
@@ -75,6 +75,7 @@ from kit.rollout.sampling import make_rollout_args
 from kit.runs import checkpoints, cli
 from kit.runs.checkpoints import LoopState
 from kit.runs.console import say
+from kit.runs.replay import ReplayServers, set_old_log_probs
 from kit.runs.run import Run
 
 if TYPE_CHECKING:
@@ -248,7 +249,13 @@ class Trainer:
     def compute_log_probs(self, batch: DataProto) -> None:
         """Add log-probs of trainer and reference, and values, each [B, R], before the update."""
         workers = self.workers
-        if self.recipe.algorithm.rollout_correction.bypass_mode:  # the rollout engine is pi_old
+        if isinstance(self.servers, ReplayServers):  # the recorded policy may be pi_old
+            with self.run.stage("old_log_prob"):
+                replay = self.servers.replay
+                self.metrics |= set_old_log_probs(
+                    replay, self.state.step, workers.actor, batch, self.recipe
+                )
+        elif self.recipe.algorithm.rollout_correction.bypass_mode:  # the rollout engine is pi_old
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         elif not (self.updates_actor and self.recipe.is_on_policy):
             with self.run.stage("old_log_prob"):
@@ -384,17 +391,17 @@ def train(plan: cli.Plan) -> Iterator[Trainer]:
                 yield trainer
         if run.stages.is_export_pending:
             run.files.export()
-            run.log.print_result(trainer.scores)
+            run.log.print_result(trainer.scores, is_replay=plan.replay is not None)
 
 
 def start_trainer(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trainer:
     """Start all processes, load a checkpoint to resume from, send its weights to vLLM."""
     from kit.runs import launch
 
-    if plan.replayed:  # only one step; the learning-rate schedule still has the run's length
-        run.last = run.files.saved_step + 1
-    workers, servers = launch.start(run, plan.inputs, stack, samples=not plan.replayed)
-    servers = servers or ReplayServers(plan.replayed)
+    if plan.replay:  # the learning-rate schedule still has the length of the recorded run
+        run.end_at(plan.replay.recording.last)
+    workers, servers = launch.start(run, plan.inputs, stack, samples=not plan.replay)
+    servers = ReplayServers(plan.replay) if plan.replay else servers
     state = LoopState()
     with run.stage("sleep"):  # frees memory for the optimizer's state
         servers.sleep()
@@ -413,11 +420,7 @@ def run_command(plan: cli.Plan) -> None:
         cli.run_other(plan)  # rollout, evaluate or sft
         return
     with train(plan) as trainer:
-        if plan.replayed:
-            trainer.step_or_skip()
-            say(f"Repeated the update. Its weights are in {trainer.run.files.checkpoint}.")
-        else:
-            trainer.fit()
+        trainer.fit()
 
 
 if __name__ == "__main__":

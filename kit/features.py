@@ -401,6 +401,7 @@ TOOLS: Mapping[str, str] = {
     "show": "kit.extras.report.show",
     "compare": "kit.extras.evidence.compare",
     "sweep": "kit.extras.evidence.sweep",
+    "explain": "kit.extras.explain.command",
 }
 
 

@@ -9,12 +9,8 @@ import json
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 import algorithm
-import gym_client
-from kit.data.episode import Episode, append_tokens
-from kit.data.rollout_files import ReplayServers
 from kit.runs import checkpoints
 from kit.runs.checkpoints import LoopState
 from tests.helpers.recipes import row, write_rows
@@ -105,35 +101,6 @@ def test_a_resumed_run_has_the_state_of_its_checkpoint(workspace, recorder, tmp_
         trainer.step_or_skip()
         assert (trainer.state.step, trainer.state.batches) == (6, 10)
         assert list_group_ids(recorder.servers.rollouts[0].requests)[0] == "10/0"
-
-
-def make_recorded_episode(task, group_id: str, reward: float) -> Episode:
-    """Make an episode like one that was read from a rollouts file."""
-    episode = Episode(task.row_id, group_id, task.server, [5], row=task.row, reward=reward)
-    episode.output.append(gym_client.message("six"))
-    append_tokens(episode, [7, 8], [-1.0, -1.0])
-    return episode
-
-
-@pytest.mark.parametrize("is_resumed", [True, False])
-def test_a_replay_trains_on_recorded_episodes_for_one_step(
-    workspace, recorder, tmp_path, is_resumed
-):
-    folder = tmp_path / "global_step_5" if is_resumed else None
-    sizes = ["data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2", "env.val_files=[]"]
-    plan = make_plan(workspace, *QUIET, *sizes, resume_from=folder)
-    task = plan.inputs.train[0]
-    episodes = [
-        make_recorded_episode(task, group_id, reward)
-        for group_id, reward in (("1/0", 0.0), ("1/0", 1.0), ("1/1", 0.0), ("1/1", 1.0))
-    ]
-    with algorithm.train(plan._replace(replayed=[episodes])) as trainer:
-        assert recorder.started[3] is False
-        assert isinstance(trainer.servers, ReplayServers)
-        assert trainer.run.last == (6 if is_resumed else 1)
-        trainer.step_or_skip()
-        assert recorder.arguments["to_batch"][0] == episodes
-        assert "update_actor" in recorder.calls
 
 
 def test_a_checkpoint_has_the_state_after_the_last_update(workspace, recorder):

@@ -213,6 +213,7 @@ class KitKeys(Section):
     stage_timeout_s: Seconds
     allow_memory_over_estimate: bool
     recompute_old_log_probs: bool
+    replay_min_ess: Fraction
 
 
 class Sections(Section):

@@ -269,25 +269,3 @@ def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
     if not batches:
         raise ConfigError(f"--replay {path} holds no episode. Name the file of another step.")
     return list(batches.values())
-
-
-class ReplayServers:
-    """Recorded episodes behind the methods of inference.Servers that the training loop calls."""
-
-    is_asleep = False
-
-    def __init__(self, batches: Sequence[list[Episode]]):
-        self.batches = list(batches)  # of `load_replay`
-
-    def rollout(self, *_: object, **__: object) -> list[Episode]:
-        """Return the next recorded batch, whatever the arguments."""
-        return self.batches.pop(0) if self.batches else []
-
-    def start_rollout(self, *_: object, **__: object) -> None:
-        """Do nothing: a replay has one step."""
-
-    def sleep(self) -> None:
-        """Do nothing: no rollout engine runs."""
-
-    def update_weights(self, step: int) -> None:
-        """Do nothing: no rollout engine takes the new weights."""

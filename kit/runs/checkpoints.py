@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from env import Json
 from kit import features
@@ -284,47 +284,6 @@ def is_exported(run: str, step: int) -> bool:
     """Whether the export of a run holds the weights of a step. run: its experiment_name."""
     path = Path("runs") / run / "export" / EXPORTED
     return path.is_file() and path.read_text().strip() == str(step)
-
-
-def prepare_replay(config: DictConfig, rollouts: Path) -> Path | None:
-    """Change the recipe to repeat the step of rollouts/step_<N>.jsonl in a separate run folder.
-
-    Returns the checkpoint before that step, or None for the first step. Raises ConfigError.
-    """
-    match = re.fullmatch(r"step_(\d+)\.jsonl", rollouts.name)
-    if not match or not rollouts.is_file():
-        raise ConfigError(
-            f"--replay {rollouts} is not a rollouts file of a run. Give "
-            "runs/<name>/rollouts/step_<N>.jsonl."
-        )
-    step = int(match[1])
-    checkpoint = find_replay_checkpoint(config, rollouts, step)
-    if checkpoint:
-        damage = find_damage(checkpoint)
-        if damage or step_of(checkpoint) != step - 1:
-            problem = f"not complete: {damage}" if damage else "of another step"
-            raise ConfigError(
-                f"--replay {rollouts} starts from the weights after step {step - 1}, but "
-                f"{checkpoint} is {problem}. Save every step (trainer.save_freq=1), or set "
-                "trainer.resume_mode=resume_path and another trainer.resume_from_path."
-            )
-    name = f"{config.trainer.experiment_name}_replay_{step}"
-    config.trainer.experiment_name = name
-    config.trainer.default_local_dir = f"runs/{name}/checkpoints"
-    config.env.val_files = []
-    config.trainer.val_before_train = False
-    return checkpoint
-
-
-def find_replay_checkpoint(config: DictConfig, rollouts: Path, step: int) -> Path | None:
-    """The checkpoint that a replayed step starts from, which may be missing; None for step 1."""
-    if config.trainer.resume_mode == "resume_path":
-        return Path(config.trainer.resume_from_path or "nowhere")
-    if step == 1:
-        return None
-    folders = (rollouts.parent.parent / "checkpoints", Path(config.trainer.default_local_dir))
-    candidates = [folder / f"global_step_{step - 1}" for folder in folders]
-    return next((path for path in candidates if path.is_dir()), candidates[0])
 
 
 # --- check ---------------------------------------------------------------------------------------

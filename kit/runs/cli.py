@@ -20,12 +20,12 @@ import gym_client
 from kit import features
 from kit.config.load import COMMANDS, load_config
 from kit.config.recipe import Recipe
-from kit.data.episode import Episode
 from kit.errors import ConfigError, RunError, Stop, UserFunctionError
 from kit.features import Feature, OnFeatures, ignore_features
 from kit.gym import network
 from kit.rollout.inputs import RunInputs
 from kit.runs import checkpoints, files, isolation, prepare, summary, trial
+from kit.runs import replay as recorded
 from kit.runs.console import console, remove_control_characters
 
 EXPECTED_ERRORS = (  # printed as a message, without a traceback
@@ -45,6 +45,7 @@ EXAMPLES = """commands, with an example each:
   show        python algorithm.py show runs/math               metrics and episodes of a run
   sweep       python algorithm.py sweep --config math --seeds 3 --vary actor.optim.lr=1e-6,2e-6
   compare     python algorithm.py compare 'runs/a*' --with 'runs/b*'     is the difference real?
+  explain     python algorithm.py explain runs/math 12         what did step 12 do, and why?
 """
 
 
@@ -54,7 +55,7 @@ class Plan(NamedTuple):
     recipe: Recipe
     inputs: RunInputs
     resume_from: Path | None  # a checkpoint
-    replayed: list[list[Episode]]  # with --replay: the step's episodes, a list per batch of prompts
+    replay: recorded.Replay | None  # with --replay: episodes to train on
     notes: list[str]  # lines to print
 
 
@@ -89,31 +90,30 @@ def plan(
         prepare.check_recipe(config, defaults, command, problems)  # raises these, and its own
     resume_from: Path | None = None
     notes: list[str] = []
-    if replay:
-        resume_from = checkpoints.prepare_replay(config, Path(replay).expanduser())
+    recording = recorded.find_recording(replay) if replay else None
+    if recording:
+        resume_from = recorded.prepare(config, recording)
     if command in features.COMMANDS:
         load = features.COMMANDS[command]
         recipe, inputs = load().prepare(config, defaults, on_features)
     else:
         recipe, inputs = prepare.prepare(config, defaults, command, on_features)
-    if recipe.trains and not replay:  # only now: the rows may set the number of steps
+    if recipe.trains and not recording:  # only now: the rows may set the number of steps
         try:
             resume_from, notes = checkpoints.find_resume_point(recipe)
         except checkpoints.NothingLeftError as error:
             if not is_dry_run:
                 raise
             notes = [f"WARNING     {error}"]
-    replayed: list[list[Episode]] = []
-    if replay:
-        from kit.data.rollout_files import load_replay
-
-        replayed = load_replay(Path(replay).expanduser(), inputs.train)
     if resume_from:
         notes += checkpoints.check(resume_from, recipe)
         notes.append(f"resume      from {resume_from}")
+    loaded = recorded.load(recording, recipe, inputs) if recording else None
+    if loaded:
+        notes.append(loaded.note)
     if command == "train":
         trial.try_functions(recipe, inputs)
-    return Plan(recipe, inputs, resume_from, replayed, notes)
+    return Plan(recipe, inputs, resume_from, loaded, notes)
 
 
 def silence_libraries() -> None:
@@ -172,7 +172,10 @@ def parse_arguments() -> argparse.Namespace:
         "--dry-run", action="store_true", help="check everything and print it; start nothing"
     )
     parser.add_argument(
-        "--replay", metavar="STEP.jsonl", default="", help="repeat the update of a rollouts file"
+        "--replay",
+        metavar="'STEP_*.jsonl'",
+        default="",
+        help="train on the rollouts files of a run, without a rollout engine",
     )
     parser.add_argument(
         "--quiet", action="store_true", help="one line a step instead of a progress bar"
@@ -202,7 +205,7 @@ def read_plan() -> Plan | None:
         raise ConfigError(f"{' and '.join(commands)} are two commands. Choose one.")
     command = commands[0]
     if args.replay and command != "train":
-        raise ConfigError(f"--replay repeats an update of `train`. Remove `{command}`.")
+        raise ConfigError(f"--replay belongs to `train`. Remove `{command}`.")
     on_features = ignore_features if args.dry_run else begin_imports
     planned = plan(args.config, overrides, command, args.replay, on_features, args.dry_run)
     text = describe_plan(planned, args.dry_run)

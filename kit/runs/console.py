@@ -142,6 +142,9 @@ def step_values(metrics: Mapping[str, float], is_reward_shaped: bool) -> dict[st
         "len": "response_length/mean",
         "entropy": "actor/entropy",
         "grad": "actor/grad_norm",
+        "stale": "replay/staleness",
+        "kl": "replay/kl",
+        "ess": "replay/ess",
     }
     values = {
         label: format_value(metrics[name]) for label, name in names.items() if name in metrics

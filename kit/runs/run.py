@@ -49,6 +49,12 @@ class Run:
         finally:
             self.files.close()
 
+    def end_at(self, step: int) -> None:
+        """Set the number of the last step, which the learning-rate schedule does not follow."""
+        self.last = step
+        self.display.total = step
+        self.display.set_progress(self.files.saved_step, step)
+
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Time a stage, show it, and raise Stop if it hangs or the run must stop."""
         return self.stages.stage(name)

@@ -158,7 +158,7 @@ class RunLog:
         if episodes and interval > 0 and step % interval == 0:
             print_examples(episodes, 1)
 
-    def print_result(self, scores: Mapping[str, float]) -> None:
+    def print_result(self, scores: Mapping[str, float], is_replay: bool = False) -> None:
         """Print the scores of the first and the last evaluation, and what to do next."""
         minutes = (time.monotonic() - self.stages.started_at) / 60
         say(f"\nFinished in {minutes:.1f} min. The run is in {self.folder}/")
@@ -169,6 +169,11 @@ class RunLog:
             say(f"    {name}: {before} -> {describe_score(name, scores)} {steps}")
         say("    In brackets: 95% intervals over other rows. Another seed can differ by more.")
         say(f"    checkpoint {self.files.checkpoint}, Hugging Face folder {self.folder}/export")
+        if is_replay:
+            say("Next: score the held-out rows, with the recipe of this run:")
+            model = f"actor_rollout_ref.model.path={self.folder}/export"
+            say(f"    python algorithm.py --config RECIPE evaluate {model}")
+            return
         say(f"Next: open {self.folder}/report.html, or train longer:")
         say(f"    {repeat_command(f'trainer.total_training_steps={2 * self.last}')}")
 

@@ -221,11 +221,6 @@ def test_generated_rows_and_repeated_rows_have_their_own_indices():
     assert [tuple(e.record_index) for e in episodes] == [(1, 1), (3, 1), (0, 0), (7, 0)]
 
 
-def test_a_replay_gives_each_batch_once():
-    servers = rollout_files.ReplayServers([["first"], ["second"]])
-    assert [servers.rollout("any") for _ in range(3)] == [["first"], ["second"], []]
-
-
 def test_the_batches_of_a_refilled_step_stay_separate(tmp_path):
     batches = write_and_load(
         tmp_path / "step_1.jsonl", episode("3/0"), episode("3/1"), episode("4/0")

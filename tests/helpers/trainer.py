@@ -135,7 +135,7 @@ def make_loop_doubles(monkeypatch: pytest.MonkeyPatch) -> LoopDoubles:
 def make_plan(workspace, *changes, resume_from=None) -> cli.Plan:
     """The plan of the tiny recipe with changes."""
     recipe, inputs = load(workspace, *changes)
-    return cli.Plan(recipe, inputs, resume_from, [], [])
+    return cli.Plan(recipe, inputs, resume_from, None, [])
 
 
 class RecordingServers(Servers):

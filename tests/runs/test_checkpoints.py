@@ -403,28 +403,3 @@ def test_shapes_are_also_checked_for_parameters_of_lora_adapters(tmp_path, name)
     with pytest.raises(RunError, match=r"its layer\.weight is \(4, 3\), that of .* is \(7, 3\)"):
         checkpoints.check_shapes(tmp_path / "model_0.pt", {name: torch.ones(4, 3)}, tmp_path)
     checkpoints.check_shapes(tmp_path / "model_0.pt", {name: torch.ones(7, 3)}, tmp_path)
-
-
-def test_a_replay_starts_from_the_previous_step(tmp_path):
-    folder = tmp_path / "runs" / "a"
-    saved = {step: save(folder / "checkpoints", step) for step in (1, 2, 3)}
-    (folder / "rollouts").mkdir()
-    rollouts = folder / "rollouts" / "step_3.jsonl"
-    rollouts.write_text("")
-
-    def make_replayed(**trainer):
-        config = make_config(tmp_path / "none", **trainer)
-        return OmegaConf.merge(
-            config, {"env": {"val_files": ["x"]}, "trainer": {"val_before_train": True}}
-        )
-
-    assert checkpoints.prepare_replay(make_replayed(), rollouts) == saved[2]
-    for step in (1, 3):
-        config = make_replayed(resume_mode="resume_path", resume_from_path=str(saved[step]))
-        with pytest.raises(
-            ConfigError, match=rf"weights after step 2, but .*global_step_{step} is of another step"
-        ):
-            checkpoints.prepare_replay(config, rollouts)
-    shutil.rmtree(saved[2])
-    with pytest.raises(ConfigError, match="global_step_2 is not complete: there is no such folder"):
-        checkpoints.prepare_replay(make_replayed(), rollouts)

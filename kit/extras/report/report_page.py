@@ -121,6 +121,7 @@ def render_page(runs: Sequence[RunData], comparison: Mapping[str, object] | None
         "pairs": pairs,
         "config_diff": diff_configs(runs),
         "comparison": comparison,
+        "explanations": list_explanations(runs),
     }
     parts = {"data": data, "vocabularies": vocabularies} | split_views(views)
     packed = {name: pack(part) for name, part in parts.items()} | load_libraries()
@@ -200,6 +201,21 @@ def describe_run(run: RunData) -> dict[str, Any]:
         "config": run.config_text,
         "note": note,
     }
+
+
+def list_explanations(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """List the explained steps of the runs: the contents of explain_<N>.json."""
+    explanations = []
+    for run in runs:
+        for path in sorted(run.path.glob("explain_*.json"), key=lambda path: path.stat().st_mtime):
+            try:
+                content = json.loads(path.read_text())
+            except ValueError:
+                run.unreadable.append(f"{path.name} is no JSON")
+                continue
+            if isinstance(content, dict) and {"step", "groups", "tokens"} <= content.keys():
+                explanations.append(content | {"run": run.name})
+    return explanations
 
 
 def list_meanings(runs: Sequence[RunData]) -> dict[str, str]:

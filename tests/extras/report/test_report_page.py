@@ -55,3 +55,14 @@ def test_the_page_of_two_runs_lists_the_keys_that_differ(tmp_path, model):
     key = "actor_rollout_ref.actor.optim.lr"
     assert report_page.diff_configs(runs) == [[key, "3e-05", "0.007"]]
     assert report_page.write_page(folders, tmp_path / "report.html").is_file()
+
+
+def test_explained_steps_are_on_the_page_and_other_files_are_not(tmp_path, model):
+    folder = write_synthetic_run(tmp_path / "run", 1, 10, model)
+    content = {"step": 3, "groups": [], "tokens": [{"token": "</script>"}]}
+    (folder / "explain_3.json").write_text(json.dumps(content))
+    (folder / "explain_4.json").write_text("[1]")
+    (folder / "explain_5.json").write_text("{")
+    run_data = RunData(folder)
+    assert report_page.list_explanations([run_data]) == [content | {"run": run_data.name}]
+    assert run_data.unreadable == ["explain_5.json is no JSON"]

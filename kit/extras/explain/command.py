@@ -1,0 +1,328 @@
+"""The command `explain`: replay a recorded step without changing weights, and say what it did.
+
+python algorithm.py explain runs/math 12 [key=value ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import OmegaConf
+
+from env import Json
+from kit.data.episode import Episode
+from kit.errors import ConfigError, NonFiniteStep, SkippedStep
+from kit.extras.explain.explanation import (
+    BLAMED_SHOWN,
+    Explanation,
+    Part,
+    describe_tokens,
+    explain_episode,
+    find_bad,
+    find_outlier_group,
+    list_bad_numbers,
+    measure_importance,
+    measure_noise,
+    sum_shares,
+)
+from kit.runs import checkpoints, files
+from kit.runs.cli import plan
+from kit.runs.console import say
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from verl import DataProto
+
+    from algorithm import Trainer
+    from kit.extras.explain.gradients import GradientMeter
+
+GROUPS_SHOWN = 5
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the command. Raises ConfigError if the step cannot be replayed."""
+    parser = argparse.ArgumentParser(
+        prog="python algorithm.py explain",
+        description="Replay a recorded step without changing weights, and say what it did.",
+    )
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("step", type=int, help="number of the step")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="changes of its recipe")
+    args = parser.parse_intermixed_args(arguments)
+    folder = args.run.expanduser()
+    config = check_step(folder, args.step)
+    name = f"trainer.experiment_name={folder.name}_explain"
+    changes = [
+        "trainer.replay_min_ess=0",
+        "trainer.logger=[]",
+        name,
+        *find_start(folder, args.step),
+    ]
+    rollouts = str(rollouts_of(folder, args.step))
+    planned = plan([str(config)], [*args.words, *changes], "train", rollouts)
+    from algorithm import start_trainer
+    from kit.runs.run import Run
+
+    with Run(planned.recipe, planned.resume_from) as run, contextlib.ExitStack() as stack:
+        trainer = start_trainer(planned, run, stack)
+        explanation = explain_step(trainer)
+    out = write(explanation, folder)
+    shutil.rmtree(run.folder, ignore_errors=True)  # it has only the logs of this command
+    print_explanation(explanation)
+    say(f"Written to {out}. report.html shows it: python -m kit.extras.report.report_page {folder}")
+
+
+def rollouts_of(folder: Path, step: int) -> Path:
+    """Return the path of the episodes of a step."""
+    return folder / "rollouts" / f"step_{step}.jsonl"
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def check_step(folder: Path, step: int) -> Path:
+    """Check that a run has the episodes of a step -> its config.yaml. Raises ConfigError."""
+    config = folder / "config.yaml"
+    if not config.is_file():
+        raise ConfigError(
+            f"explain {folder}: no run, since it has no config.yaml. Name its folder."
+        )
+    if not rollouts_of(folder, step).is_file():
+        steps = sorted(int(path.stem[5:]) for path in folder.glob("rollouts/step_*.jsonl"))
+        raise ConfigError(
+            f"explain: {rollouts_of(folder, step)} does not exist, so the episodes of the step are "
+            f"not known. Choose one of the steps {describe_steps(steps)}."
+        )
+    return config
+
+
+def find_start(folder: Path, step: int) -> list[str]:
+    """Return the key=value that start from the checkpoint before a step. Raises ConfigError."""
+    if step == 1:
+        return ["trainer.resume_mode=auto"]
+    saved = OmegaConf.select(OmegaConf.load(folder / "config.yaml"), "trainer.default_local_dir")
+    checkpoint = Path(saved or folder / "checkpoints") / f"global_step_{step - 1}"
+    if not checkpoint.is_dir():
+        checkpoint = folder / "checkpoints" / checkpoint.name
+    if checkpoints.find_damage(checkpoint):
+        found = checkpoints.list_checkpoints(checkpoint.parent)
+        complete = [path for path in found if not checkpoints.find_damage(path)]
+        known = {1, *(checkpoints.step_of(path) + 1 for path in complete)}
+        steps = [number for number in sorted(known) if rollouts_of(folder, number).is_file()]
+        raise ConfigError(
+            f"explain: step {step} starts from the weights of step {step - 1}, and {folder} has no "
+            f"checkpoint of it. Choose one of the steps {describe_steps(steps)}, or train with "
+            "trainer.save_freq=1."
+        )
+    return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
+
+
+def describe_steps(steps: Sequence[int]) -> str:
+    """List the numbers of steps as text."""
+    return ", ".join(map(str, steps)) or "of another run (this one has none)"
+
+
+# --- the step ------------------------------------------------------------------------------------
+
+
+def explain_step(trainer: Trainer) -> Explanation:
+    """Replay the next recorded step up to its gradient, which changes no weight.
+
+    Raises ConfigError if the step has nothing to train on.
+    """
+    import training
+    from kit.extras.explain.gradients import measuring
+
+    trainer.state = dataclasses.replace(trainer.state, step=trainer.state.step + 1)
+    step = trainer.state.step
+    start = str(trainer.run.files.checkpoint or trainer.recipe.model.path)
+    try:
+        episodes = trainer.collect()
+    except SkippedStep as skipped:
+        raise ConfigError(
+            f"explain: step {step} has no gradient: {skipped}. Choose another step."
+        ) from None
+    trainer.shape_rewards(episodes)
+    batch = training.to_batch(episodes, trainer.inputs, trainer.recipe)
+    explanation = Explanation(step, start, reason=prepare_batch(trainer, batch))
+    actor = trainer.workers.actor
+    log_probs = training.compute_log_probs(actor, batch, trainer.recipe)["log_probs"]
+    tensors = {
+        "mask": batch.batch["response_mask"],
+        "behavior": batch.batch["rollout_log_probs"],
+        "log_probs": log_probs,
+        "advantages": batch.batch["advantages"],
+    }
+    is_sampled = tensors["mask"].bool() & (batch.batch["turn"] >= 0)
+    explanation.importance = measure_importance(log_probs, tensors["behavior"], is_sampled)
+    with measuring(actor, batch, trainer.recipe) as meter:
+        blamed = measure_gradients(explanation, episodes, meter)
+    tokenizer = trainer.inputs.tokenizer
+    if explanation.reason and not blamed:  # the gradient does not read what is not finite
+        rows = range(len(episodes))
+        blamed = [row for row in rows if list_bad_numbers(row, episodes[row], tensors)]
+    explanation.blame = describe_blame(blamed, episodes, tensors, tokenizer)
+    explanation.tokens = describe_tokens(
+        episodes, log_probs, tensors["advantages"], tensors["mask"], tokenizer
+    )
+    return explanation
+
+
+def prepare_batch(trainer: Trainer, batch: DataProto) -> str:
+    """Add log-probs and advantages -> why the run would skip the step, "" if it would not.
+
+    Both parts compute all tensors before they refuse the batch.
+    """
+    reasons = []
+    for prepare in (trainer.compute_log_probs, trainer.compute_advantages):
+        try:
+            prepare(batch)
+        except NonFiniteStep as skipped:
+            reasons.append(str(skipped))
+    return "; ".join(dict.fromkeys(reasons))
+
+
+def measure_gradients(
+    explanation: Explanation, episodes: Sequence[Episode], meter: GradientMeter
+) -> list[int]:
+    """Measure the batch, its groups and its episodes -> the rows that have the blame.
+
+    If the gradient is not finite, the batch is halved until single episodes are found.
+    """
+    everything = range(len(episodes))
+    whole = meter.measure(everything)
+    explanation.gradient_norm = whole.norm
+    if not whole.is_finite:
+        explanation.reason = explanation.reason or f"the gradient norm is {whole.norm}"
+        return find_bad(everything, lambda rows: not meter.measure(rows).is_finite)
+    parts = [Part(0.0, 0.0)] * len(episodes)
+    sums: dict[str, Part] = {}
+    members = list_members(episodes)
+    for name, rows in members.items():
+        for row in rows:
+            parts[row] = Part(*meter.measure([row]))
+        sums[name] = Part(*meter.take_sum())
+    norms = {name: part.norm for name, part in sums.items()}
+    explanation.noise = measure_noise(list(norms.values()), whole.norm)._asdict()
+    explanation.shares = sum_shares(episodes, parts, whole.norm)
+    explanation.groups = [
+        describe_group(name, [episodes[row] for row in members[name]], part, whole.norm)
+        for name, part in sums.items()
+    ]
+    outlier = find_outlier_group(norms)
+    rows = sorted(members.get(outlier, []), key=lambda row: -parts[row].norm)
+    return rows[:1]
+
+
+def list_members(episodes: Sequence[Episode]) -> dict[str, list[int]]:
+    """List the rows of each group, in the order of the batch."""
+    members: dict[str, list[int]] = {}
+    for row, episode in enumerate(episodes):
+        members.setdefault(episode.group_id, []).append(row)
+    return members
+
+
+def describe_group(name: str, episodes: Sequence[Episode], part: Part, batch_norm: float) -> Json:
+    """Describe the gradient of a group."""
+    rewards = [episode.reward or 0.0 for episode in episodes]
+    return {
+        "group": name,
+        "row": episodes[0].row_id,
+        "prompt": episodes[0].question,
+        "episodes": len(episodes),
+        "reward": math.fsum(rewards) / len(rewards),
+        "norm": part.norm,
+        "cosine": part.cosine(batch_norm),
+        "share": part.share(batch_norm),
+    }
+
+
+def describe_blame(
+    rows: Sequence[int],
+    episodes: Sequence[Episode],
+    tensors: Mapping[str, Tensor],
+    tokenizer: object,
+) -> list[Json]:
+    """Describe the episodes with the blame: first those with bad numbers besides the advantage.
+
+    One bad reward makes the advantages of its whole group bad.
+    """
+    described = [explain_episode(row, episodes, tensors, tokenizer) for row in rows]  # type: ignore[arg-type]
+    causes = [d for d in described if any("advantages" not in r for r in bad_reasons(d))]
+    return (causes or described)[:BLAMED_SHOWN]
+
+
+def bad_reasons(described: Json) -> list[str]:
+    """Return the reasons about NaN and infinity."""
+    return [r for r in described["reasons"] if "NaN" in r or " nan" in r or " inf" in r]
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+def write(explanation: Explanation, folder: Path) -> Path:
+    """Write runs/<name>/explain_<step>.json -> its path. NaN becomes null."""
+    out = folder / f"explain_{explanation.step}.json"
+    with files.replace_atomically(out) as partial:
+        partial.write_text(json.dumps(make_finite(dataclasses.asdict(explanation)), indent=1))
+    return out
+
+
+def make_finite(value: object) -> object:
+    """Copy plain data, with null for NaN and infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: make_finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [make_finite(item) for item in value]
+    return value
+
+
+def print_explanation(explanation: Explanation) -> None:
+    """Print what matters most."""
+    say(f"step {explanation.step}, from {explanation.checkpoint}")
+    if explanation.reason:
+        say(f"  not usable: {explanation.reason}")
+    for culprit in explanation.blame:
+        reasons = "; ".join(culprit["reasons"])
+        say(f"  blame: episode {culprit['episode']} of {culprit['row']}: {reasons}")
+    importance = explanation.importance
+    say(f"  gradient norm {explanation.gradient_norm:.3g}, {describe_noise(explanation.noise)}")
+    say(
+        f"  policy against the sampler: KL {importance['kl']:.3g}, effective sample size "
+        f"{importance['ess']:.3f} of the episodes, {importance['token_ess']:.3f} of the tokens"
+    )
+    for kind, shares in explanation.shares.items():
+        say(f"  share by {kind}: " + ", ".join(f"{k} {v:.0%}" for k, v in shares.items()))
+    ranked = sorted(explanation.groups, key=lambda group: -abs(group["share"]))
+    for group in itertools.islice(ranked, GROUPS_SHOWN):
+        cosine = "none" if group["cosine"] is None else f"{group['cosine']:+.2f}"
+        say(
+            f"  group {group['group']}: share {group['share']:.0%}, norm {group['norm']:.3g}, "
+            f"cosine {cosine}, reward {group['reward']:.2f}  {group['prompt'][:50]!r}"
+        )
+    for token in explanation.tokens[:GROUPS_SHOWN]:
+        direction = "up" if token["advantage"] > 0 else "down"
+        say(
+            f"  token {token['token']!r} {direction}, p {token['probability']:.2g}, after "
+            f"{token['before']!r} ({token['row']})"
+        )
+
+
+def describe_noise(noise: Json) -> str:
+    """Describe the signal-to-noise ratio."""
+    if not noise or noise["signal_to_noise"] is None:
+        return "no signal-to-noise ratio"
+    scale = noise["noise_scale"]
+    groups = "more groups than can be told" if scale is None else f"{scale:.3g} groups"
+    return f"signal-to-noise {noise['signal_to_noise']:.2f} (noise scale: {groups})"

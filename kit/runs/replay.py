@@ -1,0 +1,347 @@
+"""Train on the recorded episodes of a run, without a rollout engine (`--replay`).
+
+    find_recording(pattern)             the rollouts files of consecutive steps
+    prepare(config, recording)          the recipe of the replay, and the checkpoint it starts from
+    load(recording, ...)                check the files against model, rows and recorded recipe
+    ReplayServers                       the episodes, in place of the rollout engine
+    set_old_log_probs(...)              the old policy of a step, and how far it is from the sampler
+
+The recorded log-probs are those of the behavior policy, which sampled the episodes. With the recipe
+of the recorded run, each step starts from the weights that sampled its episodes. So the step is
+computed as in that run, and on a CPU the new weights are the same bit for bit. With another loss or
+advantage, the weights are the recorded ones only at the first step. From then on the episodes are
+off-policy: the loss gets the recorded log-probs as the old ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+from env import Json, Task
+from kit.config.keys import flatten, is_below
+from kit.config.recipe import Recipe
+from kit.config.redaction import redacted
+from kit.data.episode import Episode
+from kit.data.importance import PolicyShift, measure_shift
+from kit.data.rollout_files import load_replay
+from kit.errors import ConfigError, RunError
+from kit.rollout.inputs import RunInputs
+from kit.runs import checkpoints
+
+if TYPE_CHECKING:
+    from verl import DataProto
+
+    from training import WorkerGroup
+
+# The keys that decide how a step is computed from its episodes, and those below them that do not.
+UPDATE_KEYS = (
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.model",
+    "actor_rollout_ref.ref",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.temperature",
+    "algorithm",
+    "critic",
+    "data.train_batch_size",
+    "distillation",
+    "env.filters",
+    "env.reward",
+    "reward",
+    "trainer.critic_warmup",
+    "trainer.n_gpus_per_node",
+    "trainer.nnodes",
+)
+OTHER_KEYS = re.compile(r".*\.(checkpoint|profiler)\..*")
+CHECKED_TEXTS = 20  # episodes of a file whose ids are decoded, to recognize the tokenizer
+CHANGES_SHOWN = 3
+
+
+class Recording(NamedTuple):
+    """The rollouts files of consecutive steps of a run."""
+
+    files: Mapping[int, Path]  # {step: rollouts/step_<N>.jsonl}, in the order of the steps
+
+    @property
+    def first(self) -> int:
+        """The first step."""
+        return min(self.files)
+
+    @property
+    def last(self) -> int:
+        """The last step."""
+        return max(self.files)
+
+    @property
+    def steps(self) -> str:
+        """The steps as a part of a name: 4, or 4_9."""
+        return str(self.first) if len(self.files) == 1 else f"{self.first}_{self.last}"
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run that wrote the files."""
+        return self.files[self.first].parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """A recording that passed all checks.
+
+    tasks: the rows of the recipe. changes: `key old -> new` of the keys that decide the update and
+    that the recorded run had otherwise; empty if it had the same recipe.
+    """
+
+    recording: Recording
+    tasks: Sequence[Task]
+    changes: Sequence[str]
+
+    @property
+    def note(self) -> str:
+        """The line of the summary."""
+        recording = self.recording
+        line = f"replay      {len(recording.files)} steps of {recording.folder}"
+        if not self.changes:
+            return f"{line}, with its recipe: the weights are those of the recorded run"
+        shown = ", ".join(self.changes[:CHANGES_SHOWN])
+        more = len(self.changes) - CHANGES_SHOWN
+        others = f" and {more} more" if more > 0 else ""
+        return f"{line}, off-policy, since the recipe differs: {shown}{others}"
+
+
+# --- before anything starts ----------------------------------------------------------------------
+
+
+def find_recording(pattern: str) -> Recording:
+    """Find the rollouts files that a path or a glob pattern names. Raises ConfigError.
+
+    The steps must be consecutive. If one were missing, the learning rate and the number of updates
+    would not be those of the recorded run.
+    """
+    path = str(Path(pattern).expanduser())
+    found = sorted(Path(name) for name in glob.glob(path))
+    if not found:
+        raise ConfigError(
+            f"--replay {path}: no such file. Name rollouts of a run, with quotes: "
+            "--replay 'runs/<name>/rollouts/step_*.jsonl'."
+        )
+    files: dict[int, Path] = {}
+    for file in found:
+        match = re.fullmatch(r"step_(\d+)\.jsonl", file.name)
+        if not match or not file.is_file():
+            raise ConfigError(
+                f"--replay {file} is not a rollouts file of a run. Give "
+                "runs/<name>/rollouts/step_<N>.jsonl."
+            )
+        if int(match[1]) in files:
+            raise ConfigError(
+                f"--replay {path} names step {match[1]} twice: {files[int(match[1])]} and {file}. "
+                "Name the files of one run."
+            )
+        files[int(match[1])] = file
+    steps = sorted(files)
+    for before, step in itertools.pairwise(steps):
+        if step != before + 1:
+            raise ConfigError(
+                f"--replay {path} has step {before} and then {step}. A replay trains on all steps "
+                f"in turn. Name consecutive steps, for example from step {step} on."
+            )
+    return Recording({step: files[step] for step in steps})
+
+
+def prepare(config: DictConfig, recording: Recording) -> Path | None:
+    """Change the recipe to train on a recording in a separate run folder.
+
+    Returns the checkpoint before the first step, or None for step 1. Raises ConfigError. No engine
+    samples, so no held-out row is evaluated: `evaluate` does that with the export of the replay.
+    """
+    checkpoint = find_checkpoint(config, recording)
+    if checkpoint:
+        before = recording.first - 1
+        damage = checkpoints.find_damage(checkpoint)
+        if damage or checkpoints.step_of(checkpoint) != before:
+            problem = f"not complete: {damage}" if damage else "of another step"
+            raise ConfigError(
+                f"--replay {recording.files[recording.first]} starts from the weights after step "
+                f"{before}, but {checkpoint} is {problem}. Replay from a step after a checkpoint, "
+                "or save every step (trainer.save_freq=1), or set "
+                "trainer.resume_mode=resume_path and another trainer.resume_from_path."
+            )
+    name = f"{config.trainer.experiment_name}_replay_{recording.steps}"
+    config.trainer.experiment_name = name
+    config.trainer.default_local_dir = f"runs/{name}/checkpoints"
+    config.env.val_files = []
+    config.trainer.val_before_train = False
+    return checkpoint
+
+
+def find_checkpoint(config: DictConfig, recording: Recording) -> Path | None:
+    """The checkpoint before the first step, which may be missing; None for step 1."""
+    if config.trainer.resume_mode == "resume_path":
+        return Path(config.trainer.resume_from_path or "nowhere")
+    if recording.first == 1:
+        return None
+    folders = (recording.folder / "checkpoints", Path(config.trainer.default_local_dir))
+    candidates = [folder / f"global_step_{recording.first - 1}" for folder in folders]
+    return next((path for path in candidates if path.is_dir()), candidates[0])
+
+
+def load(recording: Recording, recipe: Recipe, inputs: RunInputs) -> Replay:
+    """Read every file once, and check it against the model and the rows. Raises ConfigError.
+
+    Each step reads its file again, so that memory does not grow with the number of steps.
+    """
+    for path in recording.files.values():
+        batches = load_replay(path, inputs.train)
+        episodes = list(itertools.chain.from_iterable(batches))
+        check_vocabulary(path, episodes, inputs)
+        check_tokenizer(path, episodes, inputs)
+    return Replay(recording, inputs.train, list_changes(recording, recipe))
+
+
+def check_vocabulary(path: Path, episodes: Sequence[Episode], inputs: RunInputs) -> None:
+    """Check that the model has all token ids of the episodes. Raises ConfigError."""
+    size = inputs.model.vocab_size
+    for episode in episodes:
+        largest = max([*episode.prompt_ids, *episode.response_ids], default=0)
+        if largest >= size:
+            raise ConfigError(
+                f"--replay {path}: {episode.row_id} has the token id {largest}, and the model has "
+                f"{size} tokens, so another model sampled it. Set actor_rollout_ref.model.path to "
+                "the model of the recorded run."
+            )
+
+
+def check_tokenizer(path: Path, episodes: Sequence[Episode], inputs: RunInputs) -> None:
+    """Check that the sampled ids decode to the recorded text. Raises ConfigError.
+
+    It is an error if no text agrees. A few may differ: a parser removes calls and thoughts from
+    them.
+    """
+    compared = [e for e in episodes if e.turns and e.response.strip()][:CHECKED_TEXTS]
+    for episode in compared:
+        span = episode.turns[-1]
+        decoded = str(inputs.tokenizer.decode(episode.response_ids[span.start : span.end]))
+        if episode.response.strip() in decoded:
+            return
+    if compared:
+        raise ConfigError(
+            f"--replay {path}: with this model's tokenizer, the recorded ids are {decoded[:60]!r}, "
+            f"and the recorded text is {episode.response[:60]!r}, so another tokenizer made them. "
+            "Set actor_rollout_ref.model.path to the model of the recorded run."
+        )
+
+
+def list_changes(recording: Recording, recipe: Recipe) -> list[str]:
+    """List `key old -> new` of UPDATE_KEYS that differ from the recorded run's config.yaml."""
+    path = recording.folder / "config.yaml"
+    if not path.is_file():
+        return [f"{path} is missing"]
+    before = select_update_keys(checkpoints.rename_keys(flatten(OmegaConf.load(path))))
+    now = select_update_keys(flatten(redacted(recipe.verl)))
+    keys = [key for key in now | before if before.get(key) != now.get(key)]
+    return [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys]
+
+
+def select_update_keys(values: Json) -> Json:
+    """Select the values that decide how a step is computed from its episodes."""
+    selected = {}
+    for key, value in values.items():
+        if is_below(key, *UPDATE_KEYS) and not OTHER_KEYS.match(key):
+            selected[key] = value
+    return selected
+
+
+# --- while it runs -------------------------------------------------------------------------------
+
+
+class ReplayServers:
+    """Recorded episodes behind the methods of inference.Servers that the training loop calls."""
+
+    is_asleep = True  # no engine runs, so also a skipped step ends with `update_weights`
+
+    def __init__(self, replay: Replay):
+        self.replay = replay
+        self.batches: list[list[Episode]] = []  # of the next step, as `load_replay` returns them
+
+    def rollout(self, *_: object, **__: object) -> list[Episode]:
+        """Return the step's next recorded batch, [] if there is no other."""
+        return self.batches.pop(0) if self.batches else []
+
+    def start_rollout(self, *_: object, **__: object) -> None:
+        """Do nothing: the recorded run has sampled all batches."""
+
+    def sleep(self) -> None:
+        """Do nothing: no rollout engine runs."""
+
+    def update_weights(self, step: int) -> None:
+        """Load the episodes that the recorded run sampled after this step."""
+        path = self.replay.recording.files.get(step + 1)
+        self.batches = load_replay(path, self.replay.tasks) if path else []
+
+
+def set_old_log_probs(
+    replay: Replay, step: int, actor: WorkerGroup, batch: DataProto, recipe: Recipe
+) -> dict[str, float]:
+    """Set the old policy of a step, and measure the distance to the behavior policy -> metrics.
+
+    With the recipe of the recorded run, the old log-probs are computed as in that run: by a
+    separate pass, by the update itself, or (bypass mode) by the rollout engine.
+
+    With another recipe, PPO's ratio must begin at the policy that sampled, so `old_log_probs` are
+    the recorded ones. Exception: if the recipe corrects for the rollout engine (rollout_is or
+    rollout_rs), they are computed at the present weights. The correction's weights then lead from
+    the recorded policy to the old one (decoupled PPO, Hilton et al. 2021, arXiv:2110.00641).
+
+    Raises RunError if the effective sample size is below trainer.replay_min_ess.
+    """
+    import training  # imports verl, which takes 10 s
+
+    computed = training.compute_log_probs(actor, batch, recipe)
+    tensors = batch.batch
+    is_sampled = tensors["response_mask"].bool() & (tensors["turn"] >= 0)  # [B, R]
+    behavior = tensors["rollout_log_probs"]
+    shift = measure_shift(computed["log_probs"], behavior, is_sampled)
+    metrics = describe_shift(shift, step - replay.recording.first if replay.changes else 0)
+    correction = recipe.algorithm.rollout_correction
+    if not replay.changes:
+        if correction.bypass_mode:
+            tensors["old_log_probs"] = behavior
+        elif not recipe.is_on_policy or step <= recipe.trainer.critic_warmup:
+            metrics |= training.set_old_log_probs(batch, **computed)
+        return metrics
+    check_sample_size(shift, step, len(batch), recipe)
+    others = training.set_old_log_probs(batch, **computed)  # it also fills `behavior`
+    if correction.bypass_mode or not (correction.rollout_is or correction.rollout_rs):
+        tensors["old_log_probs"] = behavior
+    # A large difference of the probabilities would skip the step, and here it is expected.
+    return metrics | {"actor/entropy": others["actor/entropy"]}
+
+
+def describe_shift(shift: PolicyShift, staleness: int) -> dict[str, float]:
+    """Return the metrics of a replayed step. staleness: updates since the behavior policy."""
+    return {
+        "replay/staleness": staleness,
+        "replay/kl": shift.kl,
+        "replay/log_ratio_max": shift.log_ratio_max,
+        "replay/ess": shift.ess,
+        "replay/token_ess": shift.token_ess,
+    }
+
+
+def check_sample_size(shift: PolicyShift, step: int, episodes: int, recipe: Recipe) -> None:
+    """Raise RunError if the recorded episodes say too little about the present policy."""
+    floor = recipe.kit.replay_min_ess
+    if shift.ess < floor:
+        raise RunError(
+            f"step {step}: the effective sample size of the recorded episodes is {shift.ess:.3f} "
+            f"of {episodes} episodes, below trainer.replay_min_ess={floor:g}: the policy is too "
+            f"far from the recorded one (KL {shift.kl:.3g} per token). End the replay at step "
+            f"{step - 1}, lower actor_rollout_ref.actor.optim.lr, or set trainer.replay_min_ess=0."
+        )

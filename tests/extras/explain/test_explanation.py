@@ -1,0 +1,178 @@
+"""Tests the numbers of `explain` without workers, and the errors of the command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kit.errors import ConfigError
+from kit.extras.explain import command
+from kit.extras.explain.explanation import (
+    Part,
+    describe_tokens,
+    explain_episode,
+    find_bad,
+    find_outlier_group,
+    label_quartiles,
+    measure_noise,
+    sum_shares,
+)
+from kit.runs import checkpoints
+from tests.helpers.workers import make_episode
+
+
+@given(st.integers(1, 40), st.sets(st.integers(0, 39), max_size=4))
+def test_halving_finds_all_bad_rows_in_few_calls(count, bad):
+    bad = {row for row in bad if row < count}
+    calls = []
+
+    def is_bad(rows):
+        calls.append(rows)
+        return bool(bad & set(rows))
+
+    assert find_bad(range(count), is_bad) == sorted(bad)
+    assert len(calls) <= 1 + 2 * len(bad) * math.ceil(math.log2(count) if count > 1 else 0)
+
+
+@given(st.integers(2, 8), st.integers(0, 2**32 - 1))
+def test_the_noise_is_that_of_the_groups_covariance(n, seed):
+    """From the norms only. The direct computation uses the vectors."""
+    gradients = np.random.default_rng(seed).normal(0.3, 1.0, (n, 6))  # of the groups
+    total = gradients.sum(axis=0)
+    noise = measure_noise(np.linalg.norm(gradients, axis=1).tolist(), np.linalg.norm(total))
+    trace = np.cov(n * gradients.T).trace()
+    expected = np.linalg.norm(total) / np.sqrt(trace / n)
+    assert noise.signal_to_noise == pytest.approx(expected, rel=1e-6)
+    signal = total @ total - trace / n
+    if signal > 1e-6:
+        assert noise.noise_scale == pytest.approx(trace / signal, rel=1e-4)
+    elif signal < -1e-6:
+        assert noise.noise_scale is None
+
+
+def test_one_group_has_no_noise():
+    assert measure_noise([2.0], 2.0) == (None, None)
+
+
+def test_cosines_and_shares_of_parts():
+    g = np.array([3.0, 4.0])
+    parts = [Part(np.linalg.norm(v), v @ g) for v in (np.array([3.0, 0.0]), np.array([0.0, 4.0]))]
+    assert sum(part.share(5.0) for part in parts) == pytest.approx(1.0)
+    assert parts[0].cosine(5.0) == pytest.approx(0.6)
+    assert Part(0.0, 0.0).cosine(5.0) is None and Part(1.0, 0.0).share(0.0) == 0.0
+
+
+def test_shares_are_summed_by_server_length_and_reward():
+    episodes = [make_episode([5], [7] * length) for length in (1, 2, 2, 9)]
+    for episode, reward, server in zip(episodes, (0, 1, 0, 1), "aabb", strict=True):
+        episode.reward, episode.server = float(reward), server
+    shares = sum_shares(episodes, [Part(1.0, d) for d in (0.1, 0.2, 0.3, 0.4)], 1.0)
+    assert shares["server"] == {"a": pytest.approx(0.3), "b": pytest.approx(0.7)}
+    assert shares["reward"] == {"0": pytest.approx(0.4), "1": pytest.approx(0.6)}
+    assert sum(shares["length"].values()) == pytest.approx(1.0)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
+def test_quartiles_are_ranges_that_do_not_overlap(lengths):
+    labels = label_quartiles(lengths, "tokens")
+    ranges = {}
+    for length, label in zip(lengths, labels, strict=True):
+        low, high = (int(word) for word in label.split()[1:4:2])
+        assert low <= length <= high
+        ranges[label] = (low, high)
+    ordered = sorted(ranges.values())
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(ordered))
+    assert len(ordered) <= 4
+
+
+def test_an_outlier_is_ten_times_the_median_group():
+    assert find_outlier_group({"a": 1.0, "b": 2.0, "c": 21.0}) == "c"
+    assert find_outlier_group({"a": 1.0, "b": 2.0, "c": 19.0}) == ""
+    assert find_outlier_group({"a": 1.0, "b": 0.0, "c": 1e9}) == ""  # nothing to compare with
+
+
+class Letters:
+    """A tokenizer whose id k is the k-th letter."""
+
+    def decode(self, ids):
+        return "".join(chr(97 + k) for k in ids)
+
+
+def test_the_tokens_that_move_most_have_their_context():
+    episodes = [make_episode([5], [1, 2, 3]), make_episode([5], [4, 5, 6])]
+    log_probs = torch.tensor([[0.9, 0.5, 0.5], [0.99, 0.9, 0.5]]).log()
+    advantages = torch.tensor([[1.0, 1.0, 9.0], [-3.0, -3.0, math.nan]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    tokens = describe_tokens(episodes, log_probs, advantages, mask, Letters())
+    assert [t["token"] for t in tokens] == ["c", "f", "b", "e"]
+    assert tokens[0]["size"] == pytest.approx(0.5)
+    assert (tokens[0]["before"], tokens[0]["after"]) == ("b", "d")
+
+
+def test_the_blame_names_what_is_not_finite_or_far_off():
+    episodes = [make_episode([5], [1, 2]) for _ in range(3)]
+    for episode in episodes:
+        episode.reward = 1.0
+    episodes[1].reward = 1e6
+    tensors = {
+        "mask": torch.ones(3, 2),
+        "behavior": torch.tensor([[-1.0, -1.0], [-1.0, -40.0], [math.nan, -1.0]]),
+        "log_probs": torch.full((3, 2), -1.0),
+        "advantages": torch.ones(3, 2),
+    }
+    described = explain_episode(1, episodes, tensors, Letters())
+    assert "its reward is 1e+06, the median 1" in described["reasons"]
+    assert described["token"] == "c" and "recorded as -40" in described["reasons"][-1]
+    bad = explain_episode(2, episodes, tensors, Letters())
+    assert bad["reasons"][0] == "1 of its recorded log-probs are NaN or infinite"
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def make_run(folder: Path, steps=(1, 2, 3), saved=(2,)) -> Path:
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "config.yaml").write_text("trainer: {default_local_dir: null}\n")
+    for step in steps:
+        (folder / "rollouts" / f"step_{step}.jsonl").write_text("")
+    for step in saved:
+        checkpoint = folder / "checkpoints" / f"global_step_{step}"
+        checkpoint.mkdir(parents=True)
+        checkpoints.write_manifest(checkpoint)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "message"),
+    [
+        ("nothing", 1, "no run, since it has no config.yaml. Name its folder"),
+        ("run", 9, r"step_9.jsonl does not exist, .* Choose one of the steps 1, 2, 3\."),
+        ("run", 2, r"no checkpoint of it. Choose one of the steps 1, 3, or train with .*save_freq"),
+    ],
+)
+def test_a_step_that_cannot_be_explained_is_an_error_of_one_line(tmp_path, name, step, message):
+    make_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match=message) as caught:
+        command.main([str(tmp_path / name), str(step)])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_step_starts_from_the_checkpoint_before_it(tmp_path):
+    folder = make_run(tmp_path / "run")
+    path = f"{folder}/checkpoints/global_step_2"
+    assert command.find_start(folder, 3)[1] == f"trainer.resume_from_path={path}"
+    assert command.find_start(folder, 1) == ["trainer.resume_mode=auto"]
+
+
+def test_numbers_that_are_not_finite_become_null():
+    content = {"a": [math.nan, {"b": math.inf}], "c": 1.5, "d": "nan"}
+    text = json.dumps(command.make_finite(content), allow_nan=False)
+    assert json.loads(text) == {"a": [None, {"b": None}], "c": 1.5, "d": "nan"}

@@ -1,0 +1,216 @@
+"""Tests which files `--replay` takes, where it starts, and what it does with another recipe."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+import algorithm
+import gym_client
+import training
+from kit.config.redaction import redacted
+from kit.data.episode import Episode, append_tokens
+from kit.data.importance import PolicyShift
+from kit.data.rollout_files import to_record, write_record
+from kit.errors import ConfigError, RunError
+from kit.runs import checkpoints, replay
+from tests.helpers.recipes import load
+from tests.helpers.trainer import QUIET, make_plan
+
+SIZES = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+
+
+def write_step(folder: Path, step: int, inputs, token: int = 0, groups=("0", "1")) -> Path:
+    """Write a rollouts file with two episodes of each group. token: the sampled id; 0: `7`."""
+    path = folder / "rollouts" / f"step_{step}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sampled = token or inputs.tokenizer.encode("7", add_special_tokens=False)[-1]
+    task = inputs.train[0]
+    with path.open("wb") as out:
+        for k in range(2 * len(groups)):
+            group_id = f"{step}/{groups[k // 2]}"
+            episode = Episode(task.row_id, group_id, task.server, [5], row=task.row)
+            episode.reward = float(k % 2)
+            episode.output.append(gym_client.message("7"))
+            append_tokens(episode, [sampled, sampled], [-1.0, -1.0])
+            write_record(out, to_record(episode, 0, k))
+    return path
+
+
+def make_config(name: str = "again", **trainer) -> DictConfig:
+    sections = {
+        "trainer": {
+            "experiment_name": name,
+            "default_local_dir": f"runs/{name}/checkpoints",
+            "resume_mode": "auto",
+            "val_before_train": True,
+            **trainer,
+        },
+        "env": {"val_files": ["x"]},
+    }
+    return OmegaConf.create(sections)
+
+
+def write_checkpoint(folder: Path, step: int) -> Path:
+    checkpoint = folder / "checkpoints" / f"global_step_{step}"
+    checkpoint.mkdir(parents=True)
+    checkpoints.write_manifest(checkpoint)
+    return checkpoint
+
+
+# --- files and checkpoints -----------------------------------------------------------------------
+
+
+def touch(folder: Path, *names: str) -> None:
+    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / "rollouts" / name).touch()
+
+
+def test_a_pattern_names_steps_in_the_order_of_their_numbers(tmp_path):
+    touch(tmp_path, *(f"step_{n}.jsonl" for n in (8, 9, 10, 11)))
+    recording = replay.find_recording(f"{tmp_path}/rollouts/step_*.jsonl")
+    assert list(recording.files) == [8, 9, 10, 11]
+    assert (recording.first, recording.last, recording.steps) == (8, 11, "8_11")
+    one = replay.find_recording(f"{tmp_path}/rollouts/step_9.jsonl")
+    assert (one.steps, one.folder) == ("9", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "pattern", "message"),
+    [
+        ([], "step_*.jsonl", r"no such file. Name rollouts of a run, with quotes"),
+        (["val_3.jsonl"], "val_*.jsonl", r"val_3.jsonl is not a rollouts file of a run. Give"),
+        (
+            ["step_1.jsonl", "step_3.jsonl"],
+            "step_*.jsonl",
+            r"has step 1 and then 3. .* from step 3",
+        ),
+        (["step_1.jsonl", "step_01.jsonl"], "step_*.jsonl", r"names step 1 twice"),
+    ],
+)
+def test_other_files_are_an_error_of_one_line(tmp_path, names, pattern, message):
+    touch(tmp_path, *names)
+    with pytest.raises(ConfigError, match=message) as caught:
+        replay.find_recording(f"{tmp_path}/rollouts/{pattern}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_replay_starts_from_the_step_before_its_first(tmp_path):
+    saved = {step: write_checkpoint(tmp_path, step) for step in (1, 2, 3)}
+    touch(tmp_path, "step_3.jsonl", "step_4.jsonl")
+    recording = replay.find_recording(f"{tmp_path}/rollouts/step_*.jsonl")
+    config = make_config()
+    assert replay.prepare(config, recording) == saved[2]
+    assert config.trainer.experiment_name == "again_replay_3_4"
+    assert config.trainer.default_local_dir == "runs/again_replay_3_4/checkpoints"
+    assert not config.env.val_files and not config.trainer.val_before_train
+    for step in (1, 3):
+        config = make_config(resume_mode="resume_path", resume_from_path=str(saved[step]))
+        with pytest.raises(
+            ConfigError, match=rf"weights after step 2, but .*global_step_{step} is of another step"
+        ):
+            replay.prepare(config, recording)
+    shutil.rmtree(saved[2])
+    with pytest.raises(ConfigError, match="global_step_2 is not complete: there is no such folder"):
+        replay.prepare(make_config(), recording)
+    touch(tmp_path, "step_1.jsonl")
+    first = replay.find_recording(f"{tmp_path}/rollouts/step_1.jsonl")
+    assert replay.prepare(make_config(), first) is None
+
+
+# --- the checks of the episodes and of the recipe ------------------------------------------------
+
+
+def write_recipe(folder: Path, recipe) -> None:
+    OmegaConf.save(redacted(recipe.verl), folder / "config.yaml")
+
+
+def test_a_recording_of_another_model_or_tokenizer_is_refused(workspace, tmp_path):
+    recipe, inputs = load(workspace, *SIZES)
+    write_step(tmp_path, 1, inputs)
+    recording = replay.find_recording(f"{tmp_path}/rollouts/step_1.jsonl")
+    assert len(replay.load(recording, recipe, inputs).tasks) == len(inputs.train)
+    write_step(tmp_path, 1, inputs, token=inputs.model.vocab_size)
+    with pytest.raises(ConfigError, match=r"has the token id \d+, and the model has \d+ tokens"):
+        replay.load(recording, recipe, inputs)
+    write_step(tmp_path, 1, inputs, token=inputs.tokenizer.encode("8", add_special_tokens=False)[0])
+    with pytest.raises(ConfigError, match=r"another tokenizer made them\. Set .*model.path"):
+        replay.load(recording, recipe, inputs)
+
+
+def test_only_keys_that_change_the_update_make_a_replay_off_policy(workspace, tmp_path):
+    recipe, inputs = load(workspace, *SIZES)
+    path = write_step(tmp_path, 1, inputs)
+    recording = replay.Recording({1: path})
+    assert replay.list_changes(recording, recipe) == [f"{tmp_path}/config.yaml is missing"]
+    write_recipe(tmp_path, recipe)
+    other = recipe.change("trainer.save_freq=1", "env.keep_rollouts=3", "trainer.logger=[console]")
+    same = replay.load(recording, other, inputs)
+    assert same.changes == [] and "the weights are those of the recorded run" in same.note
+    changed = replay.load(recording, recipe.change("algorithm.adv_estimator=rloo"), inputs)
+    assert changed.changes == ["algorithm.adv_estimator grpo -> rloo"]
+    assert "off-policy, since the recipe differs: algorithm.adv_estimator grpo -> rloo" in (
+        changed.note
+    )
+
+
+# --- the loop over recorded steps ----------------------------------------------------------------
+
+
+def make_replay_plan(workspace, folder: Path, steps: int, *changes: str):
+    plan = make_plan(workspace, *QUIET, *SIZES, "env.val_files=[]", *changes)
+    files = {step: write_step(folder, step, plan.inputs) for step in range(1, steps + 1)}
+    return plan._replace(replay=replay.Replay(replay.Recording(files), plan.inputs.train, ["x"]))
+
+
+def test_a_replay_trains_on_all_recorded_steps_and_exports(
+    workspace, recorder, tmp_path, monkeypatch
+):
+    plan = make_replay_plan(workspace, tmp_path / "recorded", 3)
+    seen: list[int] = []
+    monkeypatch.setattr(
+        algorithm, "set_old_log_probs", lambda _, step, *__: seen.append(step) or {}
+    )
+    groups: list[str] = []
+    to_batch = training.to_batch
+
+    def record_batch(episodes, *arguments):
+        groups.extend(sorted({episode.group_id for episode in episodes}))
+        return to_batch(episodes, *arguments)
+
+    monkeypatch.setattr(training, "to_batch", record_batch)
+    with algorithm.train(plan) as trainer:
+        assert recorder.started[3] is False
+        trainer.fit()
+    assert seen == [1, 2, 3] and groups == ["1/0", "1/1", "2/0", "2/1", "3/0", "3/1"]
+    assert recorder.calls.count("update_actor") == 3
+    saved = [call for call in recorder.calls if call.startswith(("save ", "export "))]
+    assert saved == ["save 3", "export 3"]
+
+
+def test_the_servers_have_the_episodes_of_one_step_at_a_time(workspace, tmp_path):
+    plan = make_replay_plan(workspace, tmp_path / "recorded", 2)
+    servers = replay.ReplayServers(plan.replay)
+    servers.update_weights(0)
+    assert [e.group_id for e in servers.rollout()] == ["1/0", "1/0", "1/1", "1/1"]
+    assert servers.rollout() == []
+    assert servers.is_asleep  # so that Trainer.skip calls update_weights
+    servers.update_weights(1)
+    assert servers.rollout()[0].group_id == "2/0"
+    servers.update_weights(2)
+    assert servers.rollout() == []
+
+
+def test_a_small_effective_sample_size_ends_the_replay():
+    recipe = SimpleNamespace(kit=SimpleNamespace(replay_min_ess=0.1))
+    replay.check_sample_size(PolicyShift(0.1, 1.0, 0.1, 0.9), 4, 64, recipe)
+    with pytest.raises(RunError, match=r"step 4: .* is 0\.050 of 64 episodes, below .*=0\.1") as e:
+        replay.check_sample_size(PolicyShift(0.1, 1.0, 0.05, 0.9), 4, 64, recipe)
+    assert "\n" not in str(e.value)
+    recipe.kit.replay_min_ess = 0.0
+    replay.check_sample_size(PolicyShift(0.1, 1.0, 0.0, 0.0), 4, 64, recipe)
