@@ -294,6 +294,7 @@ ENTRIES = (
     Entry("kit.extras.preflight", "Preflight", "every run", always, True),
     Entry("kit.extras.supervisor", "Supervisor", "every run", always, True),
     Entry("kit.extras.report", "Report", "every run", always, True),
+    Entry("kit.extras.price", "Price", "every run", trains, True),
     Entry("kit.extras.run_card", "RunCard", "every run", trains, True),
     Entry("kit.extras.judges", "ServerJudges", "a Gym server", starts_servers, True),
     Entry("kit.extras.judges", "Judges", "gym.judges", uses_judges),
@@ -410,6 +411,7 @@ TOOLS: Mapping[str, str] = {
     "show": "kit.extras.report.show",
     "compare": "kit.extras.evidence.compare",
     "sweep": "kit.extras.evidence.sweep",
+    "price": "kit.extras.price.command",
 }
 
 
