@@ -148,6 +148,9 @@ class Feature:
     def write_report(self, folder: Path) -> None:
         """Write the report of a run. folder: of the run."""
 
+    def write_export(self, recipe: Recipe, folder: Path) -> None:
+        """Add files to the export of a run, which is complete. folder: of the run."""
+
 
 class EventLoop(Protocol):
     """The methods of asyncio.Runner that a run uses."""
@@ -203,6 +206,11 @@ def first(results: Iterable[Result | None]) -> Result | None:
 def always(config: DictConfig, command: str) -> bool:
     """For features that every run uses."""
     return True
+
+
+def trains(config: DictConfig, command: str) -> bool:
+    """Whether the command trains a model, which it exports."""
+    return command in ("train", "sft")
 
 
 def starts_servers(config: DictConfig, command: str) -> bool:
@@ -286,6 +294,8 @@ ENTRIES = (
     Entry("kit.extras.preflight", "Preflight", "every run", always, True),
     Entry("kit.extras.supervisor", "Supervisor", "every run", always, True),
     Entry("kit.extras.report", "Report", "every run", always, True),
+    Entry("kit.extras.price", "Price", "every run", trains, True),
+    Entry("kit.extras.run_card", "RunCard", "every run", trains, True),
     Entry("kit.extras.judges", "ServerJudges", "a Gym server", starts_servers, True),
     Entry("kit.extras.judges", "Judges", "gym.judges", uses_judges),
     Entry(
@@ -402,6 +412,7 @@ TOOLS: Mapping[str, str] = {
     "compare": "kit.extras.evidence.compare",
     "sweep": "kit.extras.evidence.sweep",
     "explain": "kit.extras.explain.command",
+    "price": "kit.extras.price.command",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from transformers import AutoConfig, AutoModelForCausalLM
 from verl.trainer.config import CheckpointConfig
@@ -19,7 +21,15 @@ from verl.utils.fsdp_utils import get_fsdp_wrap_policy
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-from kit.config.adapters import check_adapter, check_keys
+from kit.config.adapters import (
+    VERL_ALPHA,
+    check_adapter,
+    check_keys,
+    describe_adapter,
+    take_adapter,
+    warn_of_base,
+)
+from kit.data.rollout_files import read_records
 from kit.errors import ConfigError
 from kit.rollout.worker_patches import fix_initial_adapter, list_trainable
 from kit.runs import export
@@ -246,9 +256,9 @@ def reference_logits(engine: FSDPEngine) -> torch.Tensor:
 
 
 CONTRADICTIONS = {
-    "lora_rank=0": r"it has 4, and \S+lora_rank=0. Set lora_rank=4",
     "lora_rank=8": r"it has 4, and \S+lora_rank=8. Set lora_rank=4",
     "lora_alpha=16": r"it has 6, and \S+lora_alpha=16. Set lora_alpha=6",
+    "exclude_modules=[k_proj]": r"it excludes None, and \S+exclude_modules=\['k_proj'\]. Remove",
     "target_modules=[q_proj]": r"its target_modules are \['q_proj', 'v_proj'\], and",
 }
 
@@ -272,6 +282,33 @@ def test_the_recipe_takes_the_target_modules_of_the_adapter(models, tmp_path, mo
     assert model.lora_adapter_path == str(tmp_path / "sft")  # workers run in other folders
 
 
+@pytest.mark.parametrize("alpha", [VERL_ALPHA, 6])
+def test_the_recipe_takes_rank_and_alpha_of_the_adapter(models, tmp_path, alpha):
+    path = write_adapter(models["tied"], tmp_path / "sft")
+    changes = [f"lora_adapter_path={path}", "lora_rank=0", f"lora_alpha={alpha}"]
+    recipe = make_recipe(models["tied"], *changes)
+    assert not list(take_adapter(recipe))
+    model = recipe.actor_rollout_ref.model
+    assert (model.lora_rank, model.lora_alpha) == (4, 6)
+    assert describe_adapter(model, False) == [f"adapter     {path}: rank 4, alpha 6"]
+    assert "reference is the model with this adapter" in describe_adapter(model, True)[1]
+    check(recipe)
+
+
+def test_an_alpha_without_a_rank_must_not_contradict_the_adapter(models, tmp_path):
+    path = write_adapter(models["tied"], tmp_path / "sft")
+    changes = [f"lora_adapter_path={path}", "lora_rank=0", "lora_alpha=5"]
+    (problem,) = take_adapter(make_recipe(models["tied"], *changes))
+    assert "it has 6, and actor_rollout_ref.model.lora_alpha=5. Set lora_alpha=6." in str(problem)
+
+
+def test_all_contradictions_are_in_one_error(models, tmp_path):
+    path = write_adapter(models["tied"], tmp_path / "sft")
+    changes = [f"lora_adapter_path={path}", "lora_rank=8", "lora_alpha=5"]
+    (problem,) = take_adapter(make_recipe(models["tied"], *changes))
+    assert "Set lora_rank=4. it has 6" in str(problem) and "\n" not in str(problem)
+
+
 UNREAD = {
     "use_rslora": True,
     "use_dora": True,
@@ -292,7 +329,7 @@ def test_an_adapter_with_features_that_would_be_lost_is_refused(models, tmp_path
 
 
 def test_an_adapter_without_its_files_is_refused(models, tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere has no adapter of peft: .* Correct it"):
+    with pytest.raises(ConfigError, match=r"nowhere has no adapter of peft: .* Give the"):
         check(make_recipe(models["tied"], f"lora_adapter_path={tmp_path}/nowhere"))
     path = write_adapter(models["tied"], tmp_path / "sft")
     (path / "adapter_model.safetensors").unlink()
@@ -301,6 +338,46 @@ def test_an_adapter_without_its_files_is_refused(models, tmp_path):
     (path / "adapter_model.safetensors").write_bytes(b"cut")
     with pytest.raises(ConfigError, match=r"sft has no readable weights: .* Correct it"):
         check(make_recipe(models["tied"], f"lora_adapter_path={path}"))
+
+
+def test_an_adapter_with_nan_is_refused(models, tmp_path):
+    path = write_adapter(models["tied"], tmp_path / "sft")
+    weights = load_file(path / "adapter_model.safetensors")
+    damaged = sorted(weights)[3]
+    weights[damaged][0, 0] = float("nan")
+    save_file(weights, path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=f"has NaN or infinity in {damaged}"):
+        check(make_recipe(models["tied"], f"lora_adapter_path={path}"))
+
+
+def test_the_folder_of_an_export_is_refused_with_that_of_its_adapter(models, tmp_path):
+    path = write_adapter(models["tied"], tmp_path / "export" / "lora_adapter")
+    with pytest.raises(ConfigError, match=f"no adapter of peft: .* Set .*path={path}"):
+        check(make_recipe(models["tied"], f"lora_adapter_path={path.parent}"))
+
+
+@pytest.mark.parametrize("name", ["lora_adapter", "sft"])
+def test_an_adapter_is_not_added_twice(models, tmp_path, name):
+    """An export has the merged weights, with the names and shapes of the base model's."""
+    merged = tmp_path / "export"
+    path = write_adapter(models["tied"], merged / name)
+    base = AutoModelForCausalLM.from_pretrained(models["tied"])
+    PeftModel.from_pretrained(base, path).merge_and_unload().save_pretrained(merged)
+    with pytest.raises(ConfigError, match=rf"Set \S+model.path={models['tied']}"):
+        check(make_recipe(merged, f"lora_adapter_path={path}"))
+    copied = shutil.copytree(models["tied"], tmp_path / "same weights")
+    check(make_recipe(copied, f"lora_adapter_path={path}"))
+
+
+def test_an_adapter_of_another_name_of_the_hub_is_a_warning(models, tmp_path):
+    path = write_adapter(models["tied"], tmp_path / "sft")
+    model = make_recipe(models["tied"], f"lora_adapter_path={path}").actor_rollout_ref.model
+    assert not list(warn_of_base(model))
+    edit_config(path, base_model_name_or_path="someone/tied")
+    assert not list(warn_of_base(model))
+    edit_config(path, base_model_name_or_path="someone/other")
+    (text,) = warn_of_base(model)
+    assert "was trained on someone/other" in text and str(models["tied"]) in text
 
 
 def test_an_adapter_of_another_model_is_refused(models, tmp_path):
@@ -323,20 +400,89 @@ def test_keys_that_cannot_be_used_together_are_refused(models):
     assert not list(check_keys(make_recipe(models["tied"])))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["target_modules=all-linear"],
+        [r"target_modules='.*\.layers\.0\..*(q|up)_proj'"],
+        [r"exclude_modules='.*layers\.1.*'", "lora_alpha=5"],
+    ],
+    ids=str,
+)
+def test_training_continues_from_the_adapter_of_an_export(models, tmp_path, changes):
+    """The second run starts at the weights at which the first one ended, for trainer and engine."""
+    recipe = make_recipe(models["tied"], *changes)
+    recipe.actor_rollout_ref.rollout.dtype = "float32"
+    check(recipe)
+    first = make_engine(recipe)
+    trained = compute_logits(first.module)
+    exported = export_checkpoint(first, recipe, tmp_path)
+    path = tmp_path / "export" / "lora_adapter"
+    second = make_recipe(models["tied"], f"lora_adapter_path={path}", "lora_rank=0")
+    second.actor_rollout_ref.model.lora_alpha = VERL_ALPHA
+    assert not list(take_adapter(second))
+    check(second)
+    engine = make_engine(second)
+    assert torch.equal(compute_logits(engine.module), trained)
+    weights = exported.state_dict()
+    for name, weight in engine.get_per_tensor_param()[0]:  # as for the rollout engine
+        assert torch.equal(weights[name].to(weight.dtype), weight), name
+    names = {name for name, p in first.module.named_parameters() if p.requires_grad}
+    assert names == {name for name, p in engine.module.named_parameters() if p.requires_grad}
+
+
+def test_a_run_without_a_trainer_samples_from_the_merged_adapter(models, tmp_path):
+    path = write_adapter(models["untied"], tmp_path / "sft")
+    recipe = make_recipe(models["untied"], f"lora_adapter_path={path}")
+    check(recipe)
+    trained = compute_logits(make_engine(recipe).module)
+    model = recipe.actor_rollout_ref.model
+    export.write_merged(model, "float32", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert torch.allclose(compute_logits(merged), trained, atol=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float32)
+    assert (trained - compute_logits(base)).abs().max() > 0.01
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+
+
 @pytest.mark.soak
-def test_a_run_from_an_adapter_has_a_kl_loss_of_0_in_its_first_step(workspace):
-    path = write_adapter(workspace / "tied", workspace / "sft")
-    changes = ["lora_rank=4", "lora_alpha=6", f"lora_adapter_path={path}"]
-    settings = [f"actor_rollout_ref.model.{change}" for change in changes]
-    settings += ["actor_rollout_ref.actor.use_kl_loss=true", "trainer.total_training_steps=3"]
-    settings += ["actor_rollout_ref.actor.optim.lr=0.03", "env.val_files=[]"]
-    with LiveRun(workspace, "adapter", *settings, files=("--config", "lora")) as run:
+def test_a_run_continues_from_the_adapter_of_another_run(workspace):
+    """Also `evaluate`, which has no trainer: it samples what training ends and starts with."""
+    common = ["actor_rollout_ref.actor.optim.lr=0.03", "actor_rollout_ref.rollout.dtype=bfloat16"]
+    first = run_lora(workspace, "first", *common, "trainer.total_training_steps=3")
+    path = first / "export" / "lora_adapter"
+    common += [f"actor_rollout_ref.model.lora_adapter_path={path}", "trainer.logger=[]"]
+    changes = ["actor_rollout_ref.actor.use_kl_loss=true", "trainer.total_training_steps=2"]
+    second = run_lora(workspace, "second", *common, *changes)
+    end = read_answers(first / "rollouts" / "val_3.jsonl")
+    begin = read_answers(second / "rollouts" / "val_0.jsonl")
+    assert begin == end != read_answers(first / "rollouts" / "val_0.jsonl")
+    steps = [m for m in metrics_of(second) if "actor/kl_loss" in m]
+    assert steps[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) != steps[1]["actor/kl_loss"]
+    assert all(m["training/rollout_probs_diff_max"] < 0.02 for m in steps)
+    assert (second / "export" / "lora_adapter" / "adapter_config.json").is_file()
+
+    evaluated = run_lora(workspace, "evaluated", *common, command=["evaluate"])
+    assert read_answers(evaluated / "evaluation.jsonl") == end
+    assert not (evaluated / "merged_model").exists()
+
+
+def run_lora(workspace: Path, name: str, *settings: str, command: Sequence[str] = ()) -> Path:
+    """Run a command with LoRA -> the folder of the run."""
+    files = ("--config", "lora", *command)
+    with LiveRun(workspace, name, *settings, files=files) as run:
         run.process.wait(timeout=300)
         run.end(0)
-    losses = [m["actor/kl_loss"] for m in metrics_of(run.folder) if "actor/kl_loss" in m]
-    assert losses[0] == pytest.approx(0.0, abs=1e-6)
-    assert losses[2] > 1e-4
-    assert (run.folder / "export" / "lora_adapter" / "adapter_config.json").is_file()
+    return run.folder
+
+
+def read_answers(path: Path) -> list[tuple[str, list[int]]]:
+    """(row id, sampled ids) of each greedy response of an evaluation."""
+    answers = []
+    for _, record in read_records(path):
+        ids = record["response"]["output"][-1]["generation_token_ids"]
+        answers.append((record["_episode"]["row_id"], ids))
+    return sorted(answers)
 
 
 def test_fsdp1_on_a_cpu_is_refused(workspace):

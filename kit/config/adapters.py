@@ -1,14 +1,18 @@
 """Checks of LoRA: where the adapter is, and whether an adapter to start from fits the recipe.
 
+A run starts from an adapter of peft if model.lora_adapter_path is its folder. Its rank, alpha and
+target modules are those of its adapter_config.json.
+
 verl 0.9.1 merges, sends and exports plain adapters in the transformer's layers. With others, the
 rollout engine or the export would have another policy than the trainer.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
 
 PATH = f"{MODEL}.lora_adapter_path"
 ALL_LINEAR = "all-linear"
+VERL_ALPHA = 16  # verl's default of model.lora_alpha
+ADAPTER_FOLDER = "lora_adapter"  # the folder of the adapter in an export of the kit
 # Fields of peft's LoraConfig that verl's merge, weight sync or export does not read, and the values
 # that turn them off.
 UNREAD_FIELDS = (
@@ -70,8 +76,8 @@ def check_keys(config: DictConfig) -> Iterator[str]:
 def check_adapter(config: DictConfig, hf_config: PretrainedConfig) -> None:
     """Check that the adapter is of a kind that verl sends and exports. Raises ConfigError.
 
-    With lora_adapter_path, this also checks its files, makes the path absolute, and sets
-    target_modules to those of the adapter, which verl uses. hf_config: the model's configuration.
+    With lora_adapter_path, this also checks its weights and its base model. hf_config: the model's
+    configuration.
     """
     model = config.actor_rollout_ref.model
     path = model.get("lora_adapter_path")
@@ -81,6 +87,20 @@ def check_adapter(config: DictConfig, hf_config: PretrainedConfig) -> None:
     shapes = find_adapter_shapes(hf_config, lora_config, model.trust_remote_code)
     if path:
         check_weights(str(model.lora_adapter_path), shapes)
+        check_base(str(model.lora_adapter_path), lora_config, str(model.path), next(iter(shapes)))
+
+
+def take_adapter(config: DictConfig) -> Iterator[ConfigError]:
+    """Set rank, alpha and target modules to those of lora_adapter_path -> the problems with it.
+
+    This reads only adapter_config.json, so that all later checks know the rank.
+    """
+    if not config.actor_rollout_ref.model.get("lora_adapter_path"):
+        return
+    try:
+        read_adapter_config(config)
+    except ConfigError as error:
+        yield error
 
 
 def make_lora_config(model: DictConfig) -> LoraConfig:
@@ -98,9 +118,10 @@ def make_lora_config(model: DictConfig) -> LoraConfig:
 
 
 def read_adapter_config(config: DictConfig) -> LoraConfig:
-    """Read the configuration of lora_adapter_path, and compare it with the recipe.
+    """Read the configuration of lora_adapter_path, and complete the recipe with it.
 
-    Raises ConfigError if the recipe contradicts it.
+    Makes the path absolute. Sets rank and alpha if the recipe sets no rank, and the target modules.
+    Raises ConfigError if the recipe contradicts it, or if verl does not support it.
     """
     from peft import PeftConfig
 
@@ -113,12 +134,18 @@ def read_adapter_config(config: DictConfig) -> LoraConfig:
         adapter = PeftConfig.from_pretrained(path)
     except Exception as error:  # of peft, or of the hub
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{PATH}={path} has no adapter of peft: {reason} Correct it.") from None
+        exported = Path(path) / ADAPTER_FOLDER
+        fix = f"Set {PATH}={exported}." if exported.is_dir() else "Give the folder of an adapter."
+        raise ConfigError(f"{PATH}={path} has no adapter of peft: {reason} {fix}") from None
     if adapter.peft_type != "LORA":
         raise ConfigError(f"{PATH}={path} is {adapter.peft_type}, not LoRA. Give a LoRA adapter.")
+    if not model.lora_rank:
+        model.lora_rank = adapter.r
+        if model.lora_alpha == VERL_ALPHA:
+            model.lora_alpha = adapter.lora_alpha
     problems = [*find_unread_fields(adapter), *find_contradictions(model, adapter)]
     if problems:
-        raise ConfigError(f"{PATH}={path}: {' '.join(problems)} Correct it.")
+        raise ConfigError(f"{PATH}={path}: {' '.join(problems)}")
     model.target_modules = sorted_if_set(adapter.target_modules)
     return adapter
 
@@ -148,6 +175,13 @@ def find_contradictions(model: DictConfig, adapter: LoraConfig) -> Iterator[str]
             f"its target_modules are {sorted_if_set(own)}, and {MODEL}.target_modules={modules}. "
             f"Set target_modules={ALL_LINEAR}, which takes those of the adapter."
         )
+    excluded = to_plain(model.exclude_modules)
+    own_excluded = adapter.exclude_modules
+    if excluded and sorted_if_set(excluded) != sorted_if_set(own_excluded):
+        yield (
+            f"it excludes {sorted_if_set(own_excluded)}, and {MODEL}.exclude_modules={excluded}. "
+            "Remove exclude_modules."
+        )
 
 
 def sorted_if_set(modules: Collection[str] | None) -> Collection[str] | None:
@@ -170,7 +204,7 @@ def find_adapter_shapes(
     with torch.device("meta"):
         model = auto_class.from_config(hf_config, trust_remote_code=trust_remote_code)
         try:
-            adapted = get_peft_model(model, lora_config)
+            adapted = get_peft_model(model, copy.copy(lora_config))  # it sets its base model
         except ValueError as error:
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(
@@ -218,4 +252,81 @@ def check_weights(path: str, shapes: dict[str, tuple[int, ...]]) -> None:
         raise ConfigError(
             f"{PATH}={path} is of another model: {name} has the shape {own_shapes.get(name)}, and "
             f"{MODEL}.path needs {shapes.get(name)}. Give an adapter of this model."
+        )
+    damaged = sorted(name for name, weight in weights.items() if not weight.isfinite().all())
+    if damaged:
+        raise ConfigError(
+            f"{PATH}={path} has NaN or infinity in {damaged[0]}. Give another adapter."
+        )
+
+
+# --- the base model of an adapter ----------------------------------------------------------------
+
+
+def check_base(path: str, adapter: LoraConfig, model: str, name: str) -> None:
+    """Check that an adapter was trained on the weights of the folder `model`. Raises ConfigError.
+
+    An adapter has the name of its base model, but not its weights. If both are folders here, one
+    weight of them is compared. name: of one of the adapter's weights.
+    """
+    base = str(adapter.base_model_name_or_path or "")
+    folder = Path(path)
+    if folder.name == ADAPTER_FOLDER and folder.parent == Path(model):
+        fix = f"Set {MODEL}.path={base}" if base else f"Set {MODEL}.path to its base model"
+        raise ConfigError(
+            f"{PATH}={path} is merged into {MODEL}.path={model} already, and would be added "
+            f"twice. {fix}, or remove lora_adapter_path."
+        )
+    if not (Path(base).is_dir() and Path(model).is_dir()):
+        return
+    module = name.removeprefix("base_model.model.").partition(".lora_")[0]
+    expected = read_weight(Path(base), f"{module}.weight")
+    weight = read_weight(Path(model), f"{module}.weight")
+    if expected is None or weight is None:
+        return
+    dtype = min(expected.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
+    if not expected.to(dtype).equal(weight.to(dtype)):
+        raise ConfigError(
+            f"{PATH}={path} is of another model: it was trained on {base}, whose {module} differs "
+            f"from that of {MODEL}.path={model}. Set {MODEL}.path={base}."
+        )
+
+
+def read_weight(folder: Path, name: str) -> torch.Tensor | None:
+    """Read one weight of a model's folder, None if no safetensors file there has it."""
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            if name in weights.keys():  # noqa: SIM118  (it is no dict)
+                return cast("torch.Tensor", weights.get_tensor(name))
+    return None
+
+
+def describe_adapter(model: DictConfig, has_reference: bool) -> list[str]:
+    """Return lines of the summary about the adapter that a run starts from.
+
+    has_reference: whether the loss or the advantage reads the reference.
+    """
+    path = model.get("lora_adapter_path")
+    if not path:
+        return []
+    lines = [f"adapter     {path}: rank {model.lora_rank}, alpha {model.lora_alpha:g}"]
+    if has_reference:
+        lines.append("            the reference is the model with this adapter (verl: without it)")
+    return lines
+
+
+def warn_of_base(model: DictConfig) -> Iterator[str]:
+    """Warn if the name of the adapter's base model is another one, and cannot be compared."""
+    path = model.get("lora_adapter_path")
+    if not path:
+        return
+    from peft import PeftConfig
+
+    base = str(PeftConfig.from_pretrained(path).base_model_name_or_path or "")
+    if base and not Path(base).is_dir() and Path(base).name != Path(model.path).name:
+        yield (
+            f"{PATH}={path} was trained on {base}, and {MODEL}.path={model.path}. If these are not "
+            "the same weights, the adapter does not fit. Then set the first one."
         )

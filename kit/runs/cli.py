@@ -46,6 +46,7 @@ EXAMPLES = """commands, with an example each:
   sweep       python algorithm.py sweep --config math --seeds 3 --vary actor.optim.lr=1e-6,2e-6
   compare     python algorithm.py compare 'runs/a*' --with 'runs/b*'     is the difference real?
   explain     python algorithm.py explain runs/math 12         what did step 12 do, and why?
+  price       python algorithm.py price runs/math --rate 2.5   time and money to the end of a run
 """
 
 

@@ -48,6 +48,7 @@ LARGE_FIELDS = ("_episode", "response", "responses_create_params")
 # besides the sampling parameters, the keys that decide what the policy answers
 POLICY_KEYS = (
     f"{MODEL}.path",
+    f"{MODEL}.lora_adapter_path",
     f"{MODEL}.custom_chat_template",
     "data.max_response_length",
     f"{ROLLOUT}.multi_turn.format",
@@ -214,13 +215,14 @@ def describe_settings(recipe: Recipe, validate: bool) -> Json:
     section = f"{ROLLOUT}.val_kwargs" if validate else ROLLOUT
     sampling = build_sampling_params(recipe, validate)
     settings |= {f"{section}.{name}": value for name, value in sampling.items()}
-    folder = Path(recipe.model.path)
-    times: list[float] = []
-    for pattern in WEIGHT_FILES:
-        times += [path.stat().st_mtime for path in folder.glob(pattern)]
-    if times:
-        written_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(max(times)))
-        settings[f"the time of the weights in {MODEL}.path"] = written_at
+    for key in (f"{MODEL}.path", f"{MODEL}.lora_adapter_path"):
+        folder = Path(recipe.get(key) or "nowhere")
+        times: list[float] = []
+        for pattern in WEIGHT_FILES:
+            times += [path.stat().st_mtime for path in folder.glob(pattern)]
+        if times:
+            written_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(max(times)))
+            settings[f"the time of the weights in {key}"] = written_at
     return settings
 
 

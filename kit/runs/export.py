@@ -12,7 +12,9 @@ from unittest import mock
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from safetensors import safe_open
 
+from kit.config.adapters import ADAPTER_FOLDER
 from kit.runs import files
 from kit.runs.checkpoints import EXPORTED, step_of
 
@@ -39,7 +41,7 @@ def export(checkpoint: Path, target: Path) -> None:
         merge(checkpoint, partial)
         names = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
         (target / EXPORTED).unlink(missing_ok=True)
-        shutil.rmtree(target / "lora_adapter", ignore_errors=True)
+        shutil.rmtree(target / ADAPTER_FOLDER, ignore_errors=True)
         for old in target.glob("model*.safetensors*"):  # an old index may name old weights
             old.unlink()
         for name in names:
@@ -82,7 +84,7 @@ def merge(checkpoint: Path, target: Path) -> None:
     with mock.patch.object(torch.Tensor, "bfloat16", lambda shard: shard.to(written)):
         make_merger(config, recipe).merge_and_save()
     if has_adapter:
-        merge_adapter(target, dtype)
+        merge_adapter(target, dtype, recipe.model)
     hf_config = json.loads((target / "config.json").read_text())
     hf_config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(hf_config, indent=2))
@@ -114,17 +116,56 @@ def make_merger(config: ModelMergerConfig, recipe: DictConfig) -> BaseModelMerge
     return Merger(config)
 
 
-def merge_adapter(target: Path, dtype: torch.dtype) -> None:
+def merge_adapter(target: Path, dtype: torch.dtype, settings: DictConfig) -> None:
     """Merge the LoRA adapter, which verl writes to a separate folder, into the base model.
 
     dtype: of the merged weights. The adapter and the base model in `target` are in float32.
+    settings: actor_rollout_ref.model of the run.
     """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, target / "lora_adapter")
+    complete_adapter_config(target / ADAPTER_FOLDER, base, settings)
+    model = PeftModel.from_pretrained(base, target / ADAPTER_FOLDER)
     model.merge_and_unload().to(dtype).save_pretrained(target)
+
+
+def complete_adapter_config(folder: Path, base: torch.nn.Module, settings: DictConfig) -> None:
+    """Complete the adapter_config.json that verl writes, so that training can continue from it.
+
+    verl writes the last part of each adapted module's name, such as q_proj. If the recipe adapts
+    only some of the modules with that name, this lists their whole names.
+    """
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as weights:
+        keys = list(weights.keys())
+    adapted = {key.removeprefix("base_model.model.").partition(".lora_")[0] for key in keys}
+    parts = {name.rpartition(".")[2] for name in adapted}
+    named = {name for name, _ in base.named_modules() if name.rpartition(".")[2] in parts}
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text()) | {
+        "base_model_name_or_path": settings.path,
+        "lora_alpha": settings.lora_alpha,
+        "target_modules": sorted(parts if named == adapted else adapted),
+    }
+    path.write_text(json.dumps(config, indent=2))
+
+
+def write_merged(settings: DictConfig, dtype: str, target: Path) -> None:
+    """Write the model of a recipe with its adapter merged in, for a run that does not train.
+
+    settings: actor_rollout_ref.model. dtype: of the rollout engine. The adapter is merged in
+    float32 and rounded after that, as in training.
+    """
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"trust_remote_code": settings.trust_remote_code}
+    base = AutoModelForCausalLM.from_pretrained(settings.path, dtype=torch.float32, **options)
+    model = PeftModel.from_pretrained(base, settings.lora_adapter_path)
+    written = getattr(torch, dtype, torch.bfloat16)  # vLLM's "auto" is no dtype
+    model.merge_and_unload().to(written).save_pretrained(target)
+    AutoTokenizer.from_pretrained(settings.path, **options).save_pretrained(target)
 
 
 def copy_processor(model: str, target: Path) -> None:

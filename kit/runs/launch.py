@@ -11,6 +11,7 @@ import dataclasses
 import os
 import secrets
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -197,7 +198,7 @@ def start_sampling(
     if actor:
         manager = loop.run(inference.start_servers(recipe, actor))
     else:
-        manager = loop.run(inference.start_standalone_servers(recipe))
+        manager = loop.run(inference.start_standalone_servers(with_merged_adapter(launch)))
     context = connect_to_engine(launch, manager)
     if serves_agents(launch):
         server = openai_server.serve(context, endpoint.host, endpoint.port, endpoint.api_key)
@@ -219,6 +220,27 @@ def start_sampling(
     servers_class = other_class or inference.Servers
     gym: Any = verifiers  # it has the methods of gym_client.Gym
     return servers_class(recipe, manager, actor, context, gym, loop, episode_workers)
+
+
+def with_merged_adapter(launch: Launch) -> Recipe:
+    """Return the recipe for a rollout engine without a trainer, which reads the model's folder.
+
+    With model.lora_adapter_path, that is a merged copy of the model, which is deleted with the run.
+    """
+    recipe = launch.recipe
+    if not recipe.model.lora_adapter_path:
+        return recipe
+    from kit.runs.export import write_merged
+
+    target = launch.run.folder / "merged_model"
+    launch.stack.callback(shutil.rmtree, target, ignore_errors=True)
+    say(f"Merging {recipe.model.lora_adapter_path} into a copy of the model, {target}")
+    write_merged(recipe.model, recipe.rollout.dtype, target)
+    config = recipe.for_verl()
+    config.actor_rollout_ref.model.path = str(target.absolute())
+    config.actor_rollout_ref.model.lora_adapter_path = None
+    config.actor_rollout_ref.model.lora_rank = 0
+    return recipe.with_config(config)
 
 
 def make_policy_endpoint(recipe: Recipe) -> PolicyEndpoint:

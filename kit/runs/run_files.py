@@ -155,6 +155,18 @@ class RunFiles:
                     f"{target} cannot be written: {error}. Free space there, then rerun the same "
                     "command"
                 ) from error
+        self.complete_export()
+
+    def complete_export(self) -> None:
+        """Let features add files to the export. An error is printed and does not end the run."""
+        try:
+            for feature in self.recipe.features:
+                feature.write_export(self.recipe, self.folder)
+        except Exception as error:
+            log = self.folder / "logs" / "export.log"
+            say(f"The export is complete, but has no card ({error!r:.200}). See {log}")
+            with contextlib.suppress(OSError), log.open("a") as out:  # the disk may be full
+                out.write(traceback.format_exc())
 
     # --- episodes and batches ---
 

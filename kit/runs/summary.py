@@ -11,7 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from env import Json
-from kit.config import checks
+from kit.config import adapters, checks
 from kit.config.keys import find_changes, is_below
 from kit.config.neutral_sampling import find_distortions
 from kit.config.recipe import Recipe
@@ -52,8 +52,10 @@ def describe_rows(recipe: Recipe, inputs: RunInputs) -> list[str]:
     counts = [f"{count} of each batch from {name}" for name, count in generated.items()]
     if inputs.train or not generated:
         counts.insert(0, f"{len(inputs.train)} for training")
+    has_reference = recipe.has_reference and not recipe.teacher
     lines = [
         f"model       {recipe.model.path}",
+        *adapters.describe_adapter(recipe.model, has_reference),
         f"rows        {', '.join(counts)}, {len(inputs.validation)} held out, "
         f"{len(inputs.dropped)} dropped ({reason})",
     ]
@@ -192,6 +194,7 @@ def list_warnings(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
     """Problems that do not stop the run."""
     for feature in recipe.features:
         yield from feature.warnings(recipe, inputs)
+    yield from adapters.warn_of_base(recipe.model)
     if not recipe.has_episodes:
         return
     distortions = find_distortions(recipe.rollout)

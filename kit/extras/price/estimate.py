@@ -1,0 +1,341 @@
+"""Estimate the time to the end of a run from the steps that it has done.
+
+A step's time is that of the stages in it, without a checkpoint. Checkpoints and evaluations have
+their own times and frequencies. The first step after each start compiles and fills caches, so it
+does not count if it is slower than the median of the others. All other steps count, skipped ones
+too. The estimate takes the median; its range takes the quartiles for every step.
+
+Not counted: the start, pauses between a stop and a resume, the report, the export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import numpy as np
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from env import Json
+from kit.config import resources
+from kit.data.json_lines import read_metrics
+from kit.errors import ConfigError
+
+MIN_STEPS = 3
+QUARTILES = (25, 50, 75)
+STEP, UPDATE = "timing_s/step", "timing_s/update_actor"  # `sft` has only the second
+SAVE, TEST, START = "timing_s/save_checkpoint", "timing_s/testing", "timing_s/start"
+TOKENS = "perf/total_num_tokens"
+# Keys that decide how much work a step, an evaluation or a checkpoint is.
+WORK_KEYS = (
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.lora_rank",
+    "actor_rollout_ref.actor.ppo_epochs",
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.actor.use_kl_loss",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.name",
+    "actor_rollout_ref.rollout.nnodes",
+    "actor_rollout_ref.rollout.val_kwargs.n",
+    "algorithm.adv_estimator",
+    "algorithm.filter_groups.enable",
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "env.train_files",
+    "env.val_files",
+    "env.val_max_rows",
+    "env.verifier",
+    "gym.servers",
+    "model_engine",
+    "trainer.device",
+    "trainer.n_gpus_per_node",
+    "trainer.nnodes",
+    "trainer.one_step_off",
+    "trainer.resource_pools",
+)
+
+
+class Range(NamedTuple):
+    """A median with the lower and upper quartile."""
+
+    low: float
+    median: float
+    high: float
+
+    def times(self, count: float) -> Range:
+        """Return the range of `count` such values, all of them at the same place of the range."""
+        return Range(*(value * count for value in self))
+
+    def plus(self, other: Range) -> Range:
+        """Return the range of a sum."""
+        return Range(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+NOTHING = Range(0.0, 0.0, 0.0)
+
+
+class Schedule(NamedTuple):
+    """The length of a run, and how often it evaluates and saves."""
+
+    total: int
+    test_freq: int
+    save_freq: int
+    evaluates: bool  # whether it has held-out rows
+    evaluates_first: bool  # also before the first step
+
+    def count_due(self, freq: int, done: int) -> int:
+        """Count the steps after `done` at which something of this frequency is due."""
+        steps = range(done + 1, self.total + 1)
+        return sum(step == self.total or (freq > 0 and step % freq == 0) for step in steps)
+
+
+class Devices(NamedTuple):
+    """The devices of a run, in words and number."""
+
+    number: int
+    unit: str  # of an hour of one of them
+    name: str
+
+
+class Measured(NamedTuple):
+    """The times of a run, in seconds.
+
+    steps: done. counted: steps that the ranges are of. warm_up: seconds of steps that are not.
+    test, save: None if there was none. tokens: of a step, prompts included; None if not measured.
+    spent: of all steps, evaluations and checkpoints. start: of all starts.
+    """
+
+    steps: int
+    counted: int
+    warm_up: float
+    step: Range
+    test: Range | None
+    save: Range | None
+    tokens: Range | None
+    tokens_per_s: float
+    spent: float
+    start: float
+
+
+class Estimate(NamedTuple):
+    """What remains of a run. missing: kinds of work that are due, and were not measured yet."""
+
+    steps: int
+    evaluations: int
+    checkpoints: int
+    seconds: Range
+    tokens: Range | None
+    missing: tuple[str, ...]
+
+
+# --- measure -------------------------------------------------------------------------------------
+
+
+def is_step(line: Mapping[str, float]) -> bool:
+    """Whether a line of metrics.jsonl is of a training step."""
+    return STEP in line or UPDATE in line
+
+
+def measure(folder: Path) -> Measured:
+    """Measure the steps of a run. Raises ConfigError if they are too few."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    if not lines:
+        raise ConfigError(f"{folder} is no run: it has no metrics.jsonl. Name a folder of runs/.")
+    return measure_lines(lines, str(folder))
+
+
+def measure_lines(lines: Sequence[Json], name: str) -> Measured:
+    """Measure the steps of lines of metrics.jsonl. Raises ConfigError if they are too few."""
+    seconds: list[float] = []
+    firsts: list[int] = []  # the places of the first steps after a start
+    saves: list[float] = []
+    tests: dict[int, float] = {}  # a step may have two lines with the time of its evaluation
+    is_first = True
+    for line in lines:
+        is_first = is_first or START in line
+        if line.get(TEST):
+            tests[line["step"]] = line[TEST]
+        if is_step(line):
+            if is_first:
+                firsts.append(len(seconds))
+            is_first = False
+            seconds.append(measure_step(line))
+            saves += [line[SAVE]] if line.get(SAVE) else []
+    if len(seconds) < MIN_STEPS:
+        raise ConfigError(
+            f"{name} has {len(seconds)} training steps, and an estimate needs {MIN_STEPS}. Let it "
+            "train longer, or name another run."
+        )
+    warm = find_warm_steps(seconds, firsts)
+    tokens = [line[TOKENS] for line in lines if line.get(TOKENS)]
+    trained = sum(measure_step(line) for line in lines if is_step(line) and line.get(TOKENS))
+    return Measured(
+        steps=int(lines[-1]["step"]),
+        counted=len(warm),
+        warm_up=sum(seconds) - sum(warm),
+        step=find_range(warm) or NOTHING,
+        test=find_range(list(tests.values())),
+        save=find_range(saves),
+        tokens=find_range(tokens),
+        tokens_per_s=sum(tokens) / trained if trained else 0.0,
+        spent=sum(seconds) + sum(tests.values()) + sum(saves),
+        start=sum(line[START] for line in lines if line.get(START)),
+    )
+
+
+def measure_step(line: Json) -> float:
+    """Return the seconds of a step without its checkpoint."""
+    if STEP in line:
+        return float(line[STEP] or 0.0) - float(line.get(SAVE) or 0.0)
+    return float(line[UPDATE] or 0.0)
+
+
+def find_warm_steps(seconds: Sequence[float], firsts: Sequence[int]) -> list[float]:
+    """Return the times of all steps but the first ones that are slower than the others."""
+    others = [value for place, value in enumerate(seconds) if place not in firsts]
+    if not others:
+        return list(seconds)
+    usual = float(np.median(others))
+    return [value for place, value in enumerate(seconds) if place not in firsts or value <= usual]
+
+
+def find_range(values: Sequence[float]) -> Range | None:
+    """Return the median and quartiles of values, None if there is none."""
+    return Range(*map(float, np.percentile(values, QUARTILES))) if values else None
+
+
+# --- estimate ------------------------------------------------------------------------------------
+
+
+def read_config(folder: Path) -> DictConfig:
+    """Read the recipe of a run. Raises ConfigError if it is no run."""
+    path = folder / "config.yaml"
+    try:
+        return cast(DictConfig, OmegaConf.load(path))
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException):
+        raise ConfigError(
+            f"{folder} is no training run: it has no readable config.yaml. Name a folder of runs/."
+        ) from None
+
+
+def read_schedule(config: DictConfig, total: int | None = None) -> Schedule:
+    """Read the schedule of a recipe. total: steps, instead of those of the recipe."""
+    trainer = config.trainer
+    return Schedule(
+        total=total or int(trainer.total_training_steps),
+        test_freq=int(trainer.test_freq),
+        save_freq=int(trainer.save_freq),
+        evaluates=bool(config.env.val_files),
+        evaluates_first=bool(trainer.get("val_before_train", True)),
+    )
+
+
+def read_devices(config: DictConfig, command: str) -> Devices:
+    """Return what a run occupies: GPUs, or the cores of this machine for a run on CPUs."""
+    if config.trainer.device == "cpu":
+        count = resources.cores() * int(config.trainer.nnodes)
+        return Devices(count, "CPU hours", f"{count} cores")
+    count = resources.all_gpus(config, command)
+    return Devices(count, "device-hours", f"{count} GPUs")
+
+
+def estimate_rest(measured: Measured, schedule: Schedule, done: int) -> Estimate:
+    """Estimate the steps after `done`, with the evaluations and checkpoints that are due."""
+    steps = max(0, schedule.total - done)
+    evaluations = schedule.count_due(schedule.test_freq, done) if schedule.evaluates else 0
+    if done == 0 and schedule.evaluates and schedule.evaluates_first:
+        evaluations += 1
+    checkpoints = schedule.count_due(schedule.save_freq, done)
+    seconds = measured.step.times(steps)
+    missing = []
+    for name, count, time in (
+        ("evaluation", evaluations, measured.test),
+        ("checkpoint", checkpoints, measured.save),
+    ):
+        if time:
+            seconds = seconds.plus(time.times(count))
+        elif count:
+            missing.append(f"{count} {name}{'' if count == 1 else 's'}")
+    tokens = measured.tokens.times(steps) if measured.tokens else None
+    return Estimate(steps, evaluations, checkpoints, seconds, tokens, tuple(missing))
+
+
+# --- lines of a run ------------------------------------------------------------------------------
+
+
+def format_duration(seconds: float) -> str:
+    """Return seconds in a unit that a person would choose.
+
+    >>> [format_duration(seconds) for seconds in (42, 754, 40_000, 400_000)]
+    ['42 s', '12.6 min', '11.1 h', '4.6 days']
+    """
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.3g} min"
+    if seconds < 72 * 3600:
+        return f"{seconds / 3600:.3g} h"
+    return f"{seconds / 86400:.3g} days"
+
+
+def format_times(times: Range) -> str:
+    """Return a median with its quartiles."""
+    low, median, high = map(format_duration, times)
+    return f"{median} ({low} to {high})"
+
+
+def format_rest(rest: Estimate, devices: Devices) -> str:
+    """Return the time and the device-hours of what remains."""
+    hours = rest.seconds.median / 3600 * devices.number
+    text = f"{format_times(rest.seconds)}, {hours:.3g} {devices.unit} on {devices.name}"
+    if rest.missing:
+        text += f", without {' and '.join(rest.missing)}, not measured yet"
+    return text
+
+
+def describe_running(folder: Path, config: DictConfig, command: str) -> list[str]:
+    """Return a line about the rest of a run that trains now, none after its last step."""
+    measured = measure(folder)
+    rest = estimate_rest(measured, read_schedule(config), measured.steps)
+    if not rest.steps:
+        return []
+    end = measured.steps + rest.steps
+    return [f"price       to step {end}: {format_rest(rest, read_devices(config, command))}"]
+
+
+def describe_earlier(config: DictConfig, command: str, runs: Path) -> list[str]:
+    """Return the estimate of a whole run from an earlier one, none if no run did the same work."""
+    found = find_earlier(config, runs)
+    if not found:
+        return []
+    folder, measured = found
+    rest = estimate_rest(measured, read_schedule(config), 0)
+    text = format_rest(rest, read_devices(config, command))
+    return [f"price       {text}, by {measured.counted} steps of {folder}, without the start"]
+
+
+def find_earlier(config: DictConfig, runs: Path) -> tuple[Path, Measured] | None:
+    """Find the newest run that did the same work in each step; the folder's own run comes first."""
+    own = str(config.trainer.experiment_name)
+    paths = sorted(runs.glob("*/metrics.jsonl"), key=lambda path: -path.stat().st_mtime)
+    folders = sorted((path.parent for path in paths), key=lambda folder: folder.name != own)
+    for folder in folders:
+        try:
+            if list_work(read_config(folder)) == list_work(config):
+                return folder, measure(folder)
+        except (ConfigError, OmegaConfBaseException, KeyError, TypeError):
+            continue  # a folder of another kind, an old run, or one of two steps
+    return None
+
+
+def list_work(config: DictConfig) -> list[object]:
+    """Return the values of WORK_KEYS, as plain data."""
+    values = []
+    for key in WORK_KEYS:
+        value = OmegaConf.select(config, key)
+        values.append(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
+    return values
