@@ -45,6 +45,7 @@ EXAMPLES = """commands, with an example each:
   show        python algorithm.py show runs/math               metrics and episodes of a run
   sweep       python algorithm.py sweep --config math --seeds 3 --vary actor.optim.lr=1e-6,2e-6
   compare     python algorithm.py compare 'runs/a*' --with 'runs/b*'     is the difference real?
+  probe       python algorithm.py probe --config math          can the verifier be fooled?
 """
 
 
