@@ -83,10 +83,9 @@ class RowAudit:
 class ServerAudit:
     """All results of a verifier. skipped: why it cannot be probed."""
 
-    server: str
+    name: str
     rows: list[RowAudit] = field(default_factory=list)
     skipped: str = ""
-    seconds: float = 0.0
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -138,15 +137,20 @@ class Sender:
 
 
 async def audit_server(
-    server: str, tasks: Sequence[Task], sender: Sender, make_case: Callable[[Task], Case]
+    name: str,
+    server: str,
+    tasks: Sequence[Task],
+    sender: Sender,
+    make_case: Callable[[Task], Case],
 ) -> ServerAudit:
-    """Probe one verifier with the rows of `tasks`.
+    """Probe one verifier with the rows of `tasks`. name: for the report.
 
     make_case: makes the case of a row, still without truth and format. Raises RunError if the
     verifier gives no reward at all, and GymError if its server is down.
     """
-    audit = ServerAudit(server)
-    if await sender.router.kind(server) in RUNS_EPISODES:
+    audit = ServerAudit(name)
+    kind = await sender.router.kind(server)
+    if kind in RUNS_EPISODES:
         audit.skipped = (
             "its agent runs the turns and samples from the policy, so no constructed response can "
             "be sent. Probe its resources server: remove `agent`, or set the url of that server."
@@ -157,7 +161,8 @@ async def audit_server(
     choose_formats(audit.rows)
     await asyncio.gather(*(send_probes(row, sender) for row in audit.rows))
     check_any_reward(audit)
-    await asyncio.gather(*(repeat(row, sender) for row in reversed(audit.rows)))
+    if kind == "verify":  # a game may begin in another way each time
+        await asyncio.gather(*(repeat(row, sender) for row in reversed(audit.rows)))
     return audit
 
 
@@ -250,7 +255,7 @@ def check_any_reward(audit: ServerAudit) -> None:
         return
     first = replies[0]
     raise RunError(
-        f"The verifier {audit.server} gave no reward to any of {len(replies)} responses "
+        f"The verifier {audit.name} gave no reward to any of {len(replies)} responses "
         f"({first.reason}): {first.error} Correct the verifier or its rows, then probe again."
     )
 
@@ -312,10 +317,13 @@ def is_wrong(outcome: Outcome, threshold: float) -> bool:
 
 
 def find_unsatisfied(audit: ServerAudit) -> list[RowAudit]:
-    """Return the rows whose truth earns nothing in any format, not counting failures."""
+    """Return the rows whose truth earns nothing in any format, not counting failures.
+
+    If a row has tools, its verifier may look at calls and not at the text.
+    """
     rows = []
     for row in audit.rows:
         has_reward = any(reply.reward is not None for reply in row.tried)
-        if has_reward and not row.is_satisfied:
+        if has_reward and not row.is_satisfied and not row.task.tools:
             rows.append(row)
     return rows

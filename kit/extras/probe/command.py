@@ -160,11 +160,21 @@ def audit_all(
         )
 
     audits = []
-    for server in dict.fromkeys(task.server for task in chosen):
-        own = [task for task in chosen if task.server == server]
-        say(f"Probing {server} with {len(own)} rows")
-        audits.append(started.loop.run(audit_server(server, own, sender, make_case)))
+    for name, own in group_by_scorer(chosen).items():
+        say(f"Probing {name} with {len(own)} rows")
+        audit = audit_server(name, own[0].server, own, sender, make_case)
+        audits.append(started.loop.run(audit))
     return audits
+
+
+def group_by_scorer(tasks: Sequence[Task]) -> dict[str, list[Task]]:
+    """Group tasks by their verifier, and by data_source, by which verl's scorer chooses another."""
+    groups: dict[str, list[Task]] = {}
+    for task in tasks:
+        source = task.row.get("data_source")
+        name = f"{task.server}, data_source {source}" if source else task.server
+        groups.setdefault(name, []).append(task)
+    return groups
 
 
 def list_others(task: Task, source: Sequence[Task]) -> list[str]:

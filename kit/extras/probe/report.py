@@ -68,7 +68,7 @@ def build_report(judged: Judged) -> Group:
 def describe(judged: Judged) -> Iterator[str]:
     """Yield the lines above the tables of a verifier."""
     audit = judged.audit
-    yield f"\n{audit.server}"
+    yield f"\n{audit.name}"
     if audit.skipped:
         yield f"    not probed: {audit.skipped}"
         return
@@ -181,7 +181,7 @@ def to_json(judged: Judged) -> Json:
     """Return the results of a verifier as plain data."""
     audit = judged.audit
     return {
-        "verifier": audit.server,
+        "verifier": audit.name,
         "skipped": audit.skipped,
         "rows": len(audit.rows),
         "rows_with_a_rewarded_truth": sum(row.is_satisfied for row in audit.rows),

@@ -76,8 +76,12 @@ def make_probes(case: Case) -> list[Probe]:
 
 def is_right_by_chance(probe: Probe, case: Case) -> bool:
     """Return whether a response that should be wrong is the truth, such as an empty one."""
-    written = (case.truth, case.write(case.truth))
-    return probe.expects != RIGHT and bool(case.truth) and any(t in written for t in probe.texts)
+    if probe.expects == RIGHT or not case.truth:
+        return False
+    right = {case.write(case.truth)}
+    if probe.expects == WRONG:
+        right.add(case.truth)
+    return not right.isdisjoint(probe.texts)
 
 
 def make_wrong(case: Case) -> Iterator[Probe]:

@@ -31,7 +31,7 @@ FORMATS = (
 MAX_TAGS = 3  # formats with tags that a prompt mentions
 # Where rows of Gym have a truth, besides the places of kit/data/ground_truths.py.
 OTHER_KEYS = ("expected_output", "target", "ideal", "reference_response", "outputs")
-NESTED_KEYS = ("verifier_metadata", "reward_model", "extra_info", "ground_truth")
+NESTED_KEYS = ("verifier_metadata", "reward_model", "extra_info")
 MAX_TEXTS = 6  # candidates of one row
 MAX_CHARACTERS = 4000  # of a candidate
 OPPOSITES = (("yes", "no"), ("true", "false"))
@@ -52,7 +52,7 @@ def list_truth_values(row: Json) -> Iterator[object]:
     value = find_ground_truth(row)
     if not is_empty(value):
         yield value
-    for fields in (row, *(row.get(key) for key in NESTED_KEYS)):
+    for fields in (row, value, *(row.get(key) for key in NESTED_KEYS)):
         if not isinstance(fields, dict):
             continue
         for key in (*OTHER_KEYS, *GROUND_TRUTH_KEYS):
