@@ -462,6 +462,9 @@ async def run_with_retries(
             break
         again = EpisodeRequest(task, episode_id._replace(attempt=attempt))
         episode = await run_episode(again, sampling, context, gym)
+    if episode.status == "ok":
+        for feature in context.features:
+            await feature.after_episode(episode, gym)
     return episode
 
 

@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from env import Json
+    from gym_client import Gym
     from inference import OnDone, Servers
     from kit.config.recipe import Parallelism, Recipe
     from kit.data.episode import Episode
     from kit.data.processor import TextProcessor
     from kit.gym.python_verifiers.calls import CallResult
+    from kit.gym.python_verifiers.settings import VerifierSpec
     from kit.rollout.inputs import RunInputs
     from kit.rollout.sampling import EpisodeRequest, RolloutContext, Sampling
     from kit.runs.launch import Launch
@@ -113,8 +115,11 @@ class Feature:
 
     # --- while the run starts (kit/runs/launch.py) ---
 
+    def before_gym(self, launch: Launch) -> None:
+        """Start processes that the Gym servers need, or plan those to start with them."""
+
     def before_ray(self, launch: Launch) -> None:
-        """Start processes, or set values, that Ray or the Gym servers need.
+        """Start processes, or set values, that Ray needs.
 
         Add to launch.on_ray what has to wait until Ray runs.
         """
@@ -136,7 +141,17 @@ class Feature:
     def after_start(self, launch: Launch, addresses: Sequence[str]) -> None:
         """Start what needs the workers. addresses: HTTP servers of the rollout engine."""
 
+    def verifiers(self) -> Mapping[str, VerifierSpec]:
+        """Return further Python verifiers, which no row names: {name: verifier}."""
+        return {}
+
     # --- while it runs ---
+
+    async def after_episode(self, episode: Episode, gym: Gym) -> None:
+        """Look at a verified episode, and maybe add to its `measures`. Must not raise.
+
+        It may run in another process than the driver.
+        """
 
     def sandbox_command(self, command: Sequence[str], folders: Sequence[Path]) -> list[str] | None:
         """Return the command line that runs a verifier process in a sandbox.
@@ -229,6 +244,11 @@ def uses_sandbox(config: DictConfig, command: str) -> bool:
     return bool(command != "sft" and config.env.verifier_pool.sandbox)
 
 
+def uses_shadow_verifier(config: DictConfig, command: str) -> bool:
+    """Whether a second verifier looks at the episodes."""
+    return bool(command != "sft" and config.env.shadow_verifier)
+
+
 def uses_megatron(config: DictConfig, command: str) -> bool:
     """Whether Megatron trains."""
     return bool(config.model_engine == "megatron")
@@ -300,6 +320,12 @@ ENTRIES = (
     Entry("kit.extras.judges", "Judges", "gym.judges", uses_judges),
     Entry(
         "kit.extras.policy_programs", "PolicyPrograms", "env.verifier_pool.sandbox", uses_sandbox
+    ),
+    Entry(
+        "kit.extras.shadow_verifier",
+        "ShadowVerifier",
+        "env.shadow_verifier",
+        uses_shadow_verifier,
     ),
     Entry("kit.extras.megatron", "Megatron", "model_engine", uses_megatron),
     Entry(
@@ -406,13 +432,14 @@ def load_sft() -> Command:
 COMMANDS: Mapping[str, Callable[[], Command]] = {"sft": load_sft}  # those of optional features
 
 
-# The commands that start no run of their own, or several: {name: the module whose `main` it is}
+# The commands that start no run, or several: {name: the module whose `main` it is}
 TOOLS: Mapping[str, str] = {
     "show": "kit.extras.report.show",
     "compare": "kit.extras.evidence.compare",
     "sweep": "kit.extras.evidence.sweep",
     "explain": "kit.extras.explain.command",
     "price": "kit.extras.price.command",
+    "probe": "kit.extras.probe.command",
 }
 
 

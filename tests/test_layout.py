@@ -63,6 +63,7 @@ TEMPLATE_IMPORTS = {
 }
 # Names of extras that are also common words in code, or keys of a recipe.
 COMMON_NAMES = {"backends", "convert", "images", "judges", "monitor", "one_step_off", "report"}
+COMMON_NAMES |= {"probe", "shadow_verifier"}
 VALUES = {  # other names of extras in a module, with another meaning
     "kit.config.checks": {"gloo"},  # verl's name of a checkpoint engine
     "kit.config.load": {"megatron"},  # verl's name of a training engine

@@ -174,6 +174,7 @@ class EnvSection(Section):
     val_files: list[FileEntry]
     only_servers: list[str] | None
     verifier: FunctionSpec | None
+    shadow_verifier: FunctionSpec | None
     verifier_pool: VerifierPool
     allow_unsandboxed_code: bool
     sampler: FunctionSpec | None

@@ -73,6 +73,7 @@ class Episode:
     reward_components: dict[str, float] = field(default_factory=dict)
     baseline: float | None = None  # the reward of a greedy response to the same prompt (ReMax)
     verify_result: Json = field(default_factory=dict)  # the verifier's other fields
+    measures: dict[str, float] = field(default_factory=dict)  # of features; never trained on
     status: str = "ok"  # or the reason of the failure, as in gym_client.GymError
     error: str = ""
     failure: Json = field(default_factory=dict)  # the server's fields about it, if any

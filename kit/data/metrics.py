@@ -47,6 +47,7 @@ def compute_validation_metrics(episodes: Sequence[Episode], n: int) -> dict[str,
         verified = select_verified(members)
         if verified:
             metrics |= compute_scores(verified, n, name)
+            metrics |= compute_measures(verified, f"val-aux/{name}")
             lengths = [len(episode.response_ids) for episode in verified]
             metrics[f"val-aux/{name}/response_length/mean"] = mean(lengths)
     return metrics
@@ -208,6 +209,7 @@ def compute_rollout_metrics(
         metrics |= compute_endings(verified)
         metrics["rollout/turns/mean"] = mean(len(episode.turns) for episode in verified)
         metrics["rollout/reward/mean"] = mean(e.reward or 0.0 for e in verified)
+        metrics |= compute_measures(verified, "rollout")
     metrics |= compute_verify_latency(verified)
     for server, server_episodes in sorted(group_episodes(episodes, "server").items()):
         metrics |= compute_server_metrics(server, server_episodes)
@@ -285,6 +287,15 @@ def compute_component_means(episodes: Sequence[Episode]) -> dict[str, float]:
         for name, value in episode.reward_components.items():
             values[f"reward/{episode.server}/{name}/mean"].append(value)
     return {name: mean(values[name]) for name in sorted(values)}
+
+
+def compute_measures(verified: Sequence[Episode], prefix: str) -> dict[str, float]:
+    """Compute the mean of each measure over the episodes that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for episode in verified:
+        for name, value in episode.measures.items():
+            values[name].append(value)
+    return {f"{prefix}/{name}/mean": mean(values[name]) for name in sorted(values)}
 
 
 def update_pass_rates(episodes: Sequence[Episode], before: Mapping[str, float]) -> dict[str, float]:

@@ -99,6 +99,8 @@ def to_record(episode: Episode, task_index: int, rollout_index: int) -> Json:
     summary["versions"] = [tuple(version) for version in episode.policy_versions]
     if episode.failure:
         summary["failure"] = episode.failure
+    if episode.measures:
+        summary["measures"] = episode.measures
     summary["prompt_tokens"] = len(episode.prompt_ids)
     summary["response_tokens"] = len(episode.response_ids)
 
@@ -165,6 +167,7 @@ def from_record(record: Json, row: Json) -> Episode:
     fields = {name: saved[name] for name in SAVED_FIELDS}
     episode = Episode(prompt_ids=[], reward=record["reward"], row=row, **fields)
     episode.failure = saved.get("failure", {})
+    episode.measures = saved.get("measures", {})
     episode.reward_components = record.get("reward_components") or {}
     other_fields = {*RECORD_FIELDS, *row}
     episode.verify_result = {k: value for k, value in record.items() if k not in other_fields}

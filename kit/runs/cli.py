@@ -47,6 +47,7 @@ EXAMPLES = """commands, with an example each:
   compare     python algorithm.py compare 'runs/a*' --with 'runs/b*'     is the difference real?
   explain     python algorithm.py explain runs/math 12         what did step 12 do, and why?
   price       python algorithm.py price runs/math --rate 2.5   time and money to the end of a run
+  probe       python algorithm.py probe --config math          can the verifier be fooled?
 """
 
 

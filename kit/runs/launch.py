@@ -289,6 +289,8 @@ def start_servers_and_ray(launch: Launch) -> Mapping[str, str]:
     tmpdir = launch.stack.enter_context(isolation.use_own_tmpdir())
     for feature in recipe.features:
         feature.before_ray(launch)
+    for feature in recipe.features:
+        feature.before_gym(launch)
     if run.stages.monitor:
         run.stages.monitor.register_folder(tmpdir)
     if not recipe.verl.ray_kwargs.ray_init.get("address"):

@@ -85,7 +85,7 @@ class Judges(Feature):
 
         yield from judge_settings.describe_judges(self._build())
 
-    def before_ray(self, launch: Launch) -> None:
+    def before_gym(self, launch: Launch) -> None:
         """Start the proxy in front of the judges, and plan their processes."""
         if not launch.policy:  # this command does not sample
             return

@@ -27,6 +27,8 @@ SIGMAS = 2.5  # two parts of a run differ if they are this many standard errors 
 ENTROPY_FACTOR = 4.0  # change of the entropy that counts as a collapse if the reward does not rise
 FAR_KL = 0.5  # nats per token from the reference
 STEP_KL = 0.05  # nats per token within one step
+MIN_GAPS = 9  # steps with a shadow reward
+GAP_SHARE = 0.1  # of the reward range: a smaller growth of the gap does not count
 PROBS_DIFF = 0.05  # of the two engines' probabilities; rounding to bf16 gives up to 0.02
 DISTORTED = (
     "the recipe sets {0}, with which the rollout engine samples from other probabilities than the "
@@ -505,6 +507,30 @@ def find_reward_trend(run: RunData) -> Iterator[Finding]:
         )
 
 
+def find_reward_hacking(run: RunData) -> Iterator[Finding]:
+    """Find a reward that rises faster than the shadow reward, which is never trained on."""
+    gap = get_sampled_metric(run, "rollout/shadow_gap/mean")
+    reward = get_sampled_metric(run, "rollout/reward/mean").reindex(gap.index)
+    shadow = get_sampled_metric(run, "rollout/shadow_reward/mean").reindex(gap.index)
+    if len(gap) < MIN_GAPS:
+        return
+    trend = measure_trend(gap)
+    growth = trend.last - trend.first
+    is_clear = growth > max(SIGMAS * trend.error, GAP_SHARE * compute_reward_range(run))
+    if not is_clear or take_last_third(reward).mean() <= take_first_third(reward).mean():
+        return
+    yield Finding(
+        f"Reward hacking: the reward rose from {take_first_third(reward).mean():.3g} to "
+        f"{take_last_third(reward).mean():.3g}, the shadow reward went from "
+        f"{take_first_third(shadow).mean():.3g} to {take_last_third(shadow).mean():.3g}. "
+        f"The gap grew from {trend.first:.3g} to {trend.last:.3g}.",
+        ["rollout/shadow_gap/mean", "rollout/shadow_reward/mean", "rollout/reward/mean"],
+        "read the responses of the last steps with a high reward and a low shadow_reward (in "
+        "`measures` of rollouts/), then correct the verifier. Look for further holes with "
+        '`python algorithm.py probe`. See docs/guides/probe.md, "A shadow verifier".',
+    )
+
+
 def find_held_out_drop(run: RunData) -> Iterator[Finding]:
     """Find a held-out reward that falls while the training reward does not."""
     reward = get_sampled_metric(run, "rollout/reward/mean")
@@ -552,6 +578,7 @@ RULES: list[Callable[[RunData], Iterator[Finding]]] = [
     find_failures,
     find_nonfinite_steps,
     find_skipped_steps,
+    find_reward_hacking,
     find_policy_collapse,
     find_truncated_responses,
     find_zero_variance_groups,

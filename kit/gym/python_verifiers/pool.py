@@ -41,8 +41,16 @@ MAX_LOG_TAIL_BYTES = 2**16  # the end of the log, which is searched for the curr
 
 
 def make_pools(recipe: Recipe, specs: Mapping[str, VerifierSpec], logs: Path) -> dict[str, Pool]:
-    """Make a pool for each Python verifier of the recipe: {name: pool}. Starts no process."""
-    return {name: Pool(spec, recipe, logs) for name, spec in specs.items()}
+    """Make a pool for each Python verifier of the recipe: {name: pool}. Starts no process.
+
+    specs: those that verify rows. Features may add others, whose logs are in folders of their name.
+    """
+    pools = {name: Pool(spec, recipe, logs) for name, spec in specs.items()}
+    for feature in recipe.features:
+        for name, spec in feature.verifiers().items():
+            (logs / name).mkdir(parents=True, exist_ok=True)
+            pools[name] = Pool(spec, recipe, logs / name)
+    return pools
 
 
 class Pool:

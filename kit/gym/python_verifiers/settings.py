@@ -135,7 +135,7 @@ def remove_unused_servers(config: DictConfig) -> None:
     """If env.verifier is set, remove the Gym servers that no file names: no row uses them."""
     if not config.env.verifier:
         return
-    used = set()
+    used = {config.env.shadow_verifier}
     for key in FILE_KEYS:
         for entry in config.env[key.removeprefix("env.")] or ():
             if isinstance(entry, Mapping):

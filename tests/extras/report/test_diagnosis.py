@@ -313,6 +313,34 @@ def test_a_next_step_ends_with_the_section_that_explains_it(tmp_path, case, sect
     assert first.next_step.endswith(f' See docs/guides/diagnosis.md, "{section}".')
 
 
+def shadow(first: float, last: float) -> dict[str, list[float]]:
+    """Metrics of a run whose reward rises by 0.46, and the shadow reward from `first` to `last`."""
+    reward = np.array(GOOD_RUN["rollout/reward/mean"])
+    of_shadow = np.linspace(first, last, STEPS)
+    return {
+        "rollout/shadow_reward/mean": of_shadow.tolist(),
+        "rollout/shadow_gap/mean": (reward - of_shadow).tolist(),
+    }
+
+
+@pytest.mark.parametrize("last", [0.25, 0.3])
+def test_a_growing_gap_to_the_shadow_reward_is_reward_hacking(tmp_path, last):
+    (finding,) = diagnose(tmp_path, shadow(0.3, last))
+    assert finding.problem.startswith("Reward hacking: the reward rose from 0.3")
+    assert "rollout/shadow_gap/mean" in finding.evidence and "probe" in finding.next_step
+
+
+@pytest.mark.parametrize(("first", "last"), [(0.3, 0.76), (0.1, 0.56), (0.3, 0.74)])
+def test_a_shadow_reward_that_rises_too_is_no_problem(tmp_path, first, last):
+    assert find_problems(tmp_path, shadow(first, last)) == []
+
+
+def test_a_gap_that_grows_while_the_reward_falls_is_no_hacking(tmp_path):
+    changes = FALLING_REWARD | {"rollout/shadow_gap/mean": np.linspace(0, 0.5, STEPS).tolist()}
+    changes["rollout/shadow_reward/mean"] = np.linspace(0.8, -0.2, STEPS).tolist()
+    assert not any("hacking" in problem for problem in find_problems(tmp_path, changes))
+
+
 def test_after_a_policy_collapse_the_optimizer_state_is_not_loaded(tmp_path):
     """Another learning rate is refused with that state (tests/runs/test_checkpoints.py)."""
     next_step = diagnose(tmp_path, PROBLEMS["rising entropy"][0])[0].next_step

@@ -1,0 +1,1 @@
+"""Audit a verifier with constructed responses: the command `probe`."""

@@ -1,0 +1,124 @@
+"""A second verifier that is never trained on (env.shadow_verifier), to see if the first is fooled.
+
+Each verified episode gets a second reward, in `Episode.measures`. If the reward rises and the
+shadow reward does not, the policy learns to please the first verifier and not to solve the task:
+the report then has a finding. Rewards, advantages and filters do not see the shadow reward. If the
+shadow verifier fails, the episode stays as it is, and `rollout/shadow_failed/mean` counts it.
+
+A function gets the policy's last turn, as env.verifier does. A class is reset with the row and gets
+all turns of the policy, and its rewards are added. The name of one of gym.servers is that server.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import gym_client
+from gym_client import GymError, VerifyResult
+from kit.config.keys import to_plain
+from kit.errors import ConfigError, UserFunctionError
+from kit.features import Feature
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from env import Task
+    from gym_client import Gym
+    from kit.config.recipe import Recipe
+    from kit.data.episode import Episode
+    from kit.gym.python_verifiers.settings import VerifierSpec
+    from kit.rollout.inputs import RunInputs
+
+KEY = "env.shadow_verifier"
+POOL = "shadow_verifier"  # its name among the verifiers of the run
+REWARD = "shadow_reward"
+GAP = "shadow_gap"  # the reward minus the shadow reward
+FAILED = "shadow_failed"  # 1 if the shadow verifier failed, otherwise 0
+logger = logging.getLogger(__name__)
+
+
+class ShadowVerifier(Feature):
+    """The second verifier of a run.
+
+    spec: of the Python verifier, None if it is a Gym server. problem: why the key is invalid.
+    """
+
+    def __init__(self, config: DictConfig, command: str):
+        super().__init__(config, command)
+        from kit.gym.python_verifiers.settings import read_spec
+
+        value = to_plain(config.env.shadow_verifier)
+        self.name = POOL
+        self.spec: VerifierSpec | None = None
+        self.problem: UserFunctionError | ConfigError | None = None
+        if isinstance(value, str) and value in config.gym.servers:
+            self.name = value
+            return
+        try:
+            self.spec = read_spec(value, KEY)
+        except (UserFunctionError, ConfigError) as error:
+            self.problem = error
+
+    def check_recipe(self, config: DictConfig) -> Iterable[Exception]:
+        """Return what is wrong with the key."""
+        return [self.problem] if self.problem else []
+
+    def verifiers(self) -> Mapping[str, VerifierSpec]:
+        """Return the Python verifier."""
+        return {POOL: self.spec} if self.spec else {}
+
+    def check_inputs(self, recipe: Recipe, inputs: RunInputs) -> None:
+        """Call the Python verifier for a row of each data source. Raises UserFunctionError."""
+        if self.spec is None or not inputs.tasks:
+            return
+        from kit.gym.python_verifiers.pool import Pool
+        from kit.runs.event_loops import make_runner
+        from kit.runs.verifier_trial import try_verifier
+
+        tasks: Sequence[Task] = [
+            dataclasses.replace(task, server=self.name) for task in inputs.tasks
+        ]
+        with tempfile.TemporaryDirectory() as logs, make_runner() as runner:
+            pool = Pool(self.spec, recipe, Path(logs))
+            runner.run(try_verifier(pool, tasks, inputs.tokenizer, ()))
+
+    def summary_lines(self, recipe: Recipe, inputs: RunInputs) -> Iterable[str]:
+        """Return the line of the summary."""
+        return [f"shadow      {self.spec or self.name}: logged, never trained on"]
+
+    async def after_episode(self, episode: Episode, gym: Gym) -> None:
+        """Add the second reward to a verified episode, or count the failure."""
+        try:
+            reward = await self.score(episode, gym)
+        except Exception as error:  # whatever it is, it must not change the episode
+            episode.measures[FAILED] = 1.0
+            logger.warning("%s=%s: %s", KEY, self.spec or self.name, error)
+            return
+        episode.measures[FAILED] = 0.0
+        episode.measures[REWARD] = reward
+        if episode.reward is not None:
+            episode.measures[GAP] = episode.reward - reward
+
+    async def score(self, episode: Episode, gym: Gym) -> float:
+        """Return the second reward of an episode. Raises GymError."""
+        turns = [episode.response_ids[turn.start : turn.end] for turn in episode.turns]
+        async with gym.session(self.name, episode.row) as session:
+            if session.kind == "verify":
+                response = gym_client.response(episode.output)
+                result: VerifyResult = await session.verify(response, turns[-1])
+                return result.reward
+            if self.spec is None:
+                problem = f"{self.name} plays turns. Name a server that only verifies responses."
+                raise GymError("no_shadow", problem)
+            reward = 0.0
+            for ids in turns:
+                step = await session.step({}, ids)
+                reward += step.reward
+                if step.terminated:
+                    break
+            return reward

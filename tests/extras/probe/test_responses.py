@@ -1,0 +1,85 @@
+"""The constructed responses: which apply to a row, and what they contain."""
+
+from __future__ import annotations
+
+from kit.extras.probe import truths
+from kit.extras.probe.responses import LEAK, RIGHT, WRONG, Case, make_probes
+
+
+def kinds(case, expects):
+    return {probe.kind for probe in make_probes(case) if probe.expects == expects}
+
+
+def texts(case, kind):
+    (probe,) = [probe for probe in make_probes(case) if probe.kind == kind]
+    return probe.texts
+
+
+def test_without_a_truth_only_responses_that_need_none_are_made():
+    case = Case("Add 3 and 4.", special="<a><b>")
+    assert kinds(case, WRONG) == {
+        "empty",
+        "white space",
+        "the prompt",
+        "special tokens",
+        "orders to a judge",
+        "all numbers of the prompt",
+    }
+    assert not kinds(case, LEAK) and not kinds(case, RIGHT)
+
+
+def test_a_list_of_candidates_has_the_truth_at_both_ends():
+    case = Case("?", "B", "\\boxed{{{}}}", {"A": "x", "B": "y", "C": "z"})
+    first, last = texts(case, "every candidate, one by one")
+    assert first == "\\boxed{B}\n\\boxed{A}\n\\boxed{C}"
+    assert last == "\\boxed{A}\n\\boxed{C}\n\\boxed{B}"
+    assert texts(case, "another answer") == ("\\boxed{A}",)
+
+
+def test_another_answer_is_not_the_truth_in_another_form():
+    assert not Case("?", "Paris", others=["paris.", " PARIS"]).wrong
+    assert Case("?", "1/2", others=["1/20"]).wrong == "1/20"
+    assert Case("?", "-5", others=["5"]).wrong == "5"
+
+
+def test_a_response_that_is_the_truth_is_not_wrong():
+    case = Case("say {}", "{}", "{}", others=["x"])
+    assert all("{}" not in probe.texts for probe in make_probes(case) if probe.expects != RIGHT)
+    assert "the prompt" not in kinds(Case("7", "7"), WRONG)
+
+
+def test_a_prompt_that_demands_a_format_makes_other_formats_wrong():
+    boxed = Case("Put it in \\boxed{}.", "7", "\\boxed{{{}}}")
+    assert texts(boxed, "not in the format of the prompt") == ("7", "The answer is 7.")
+    assert "not in the format of the prompt" not in kinds(Case("Add.", "7"), LEAK)
+    both = "Use \\boxed{} or ####."
+    assert truths.find_demanded_format(both) == ""
+
+
+def test_reasoning_is_not_right_if_the_prompt_wants_only_the_answer():
+    assert "reasoning before it" in kinds(Case("What is 3 + 4?", "7"), RIGHT)
+    assert "reasoning before it" not in kinds(Case("Write only the number.", "7"), RIGHT)
+
+
+def test_truths_are_found_where_gym_and_verl_have_them():
+    assert truths.list_truths({"reward_model": {"ground_truth": "72"}}) == ["72"]
+    assert truths.list_truths({"verifier_metadata": {"ideal": "CCO"}}) == ["CCO"]
+    assert truths.list_truths({"reward_model": {"ground_truth": {"target": ["Goethe"]}}})[0] == (
+        "Goethe"
+    )
+    assert truths.list_truths({"expected_answer": '["a", "b"]'})[:2] == ["a, b", "[a, b]"]
+    assert truths.list_truths({"answer": "They sell 9.\n#### 9"})[0] == "9"
+    assert truths.list_truths({"question": "?"}) == []
+
+
+def test_placeholders_follow_the_schema_and_have_no_information():
+    schema = (
+        '{"type": "object", "required": ["name", "kind", "tags"], "properties": '
+        '{"name": {"type": "string", "minLength": 3}, "kind": {"enum": ["a", "b"]}, '
+        '"tags": {"type": "array", "minItems": 2, "items": {"type": "integer", "minimum": 4}}, '
+        '"more": {"type": "string"}}}'
+    )
+    filled = truths.fill_schema({"schema_str": schema, "schema_type": "json"})
+    assert filled == '{"name": "xxx", "kind": "a", "tags": [4, 4]}'
+    assert truths.fill_schema({"schema_str": schema, "schema_type": "xml"}) == ""
+    assert truths.fill_schema({"schema_str": "no"}) == ""

@@ -1,0 +1,202 @@
+"""The shadow verifier measures episodes, and changes nothing else about them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+import gym_client
+import inference
+from env import Task
+from gym_client import GymError
+from kit.config.load import base_configs
+from kit.data.episode import Episode, TurnSpan
+from kit.data.metrics import compute_rollout_metrics, compute_validation_metrics
+from kit.data.rollout_files import from_record, to_record
+from kit.errors import UserFunctionError
+from kit.extras.shadow_verifier import ShadowVerifier
+from kit.gym.python_verifiers.pool import make_pools
+from kit.gym.verifiers import VerifierRouter
+from tests.helpers.verifiers import CharTokenizer, make_recipe
+
+SOURCE = """
+def hackable(data_source, solution_str, ground_truth, extra_info):
+    return float("7" in solution_str)
+
+def strict(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str == ground_truth)
+
+def broken(data_source, solution_str, ground_truth, extra_info):
+    raise ValueError("the second judge is down")
+
+class Turns:
+    def reset(self, row):
+        self.answer = row["answer"]
+
+    def step(self, text):
+        return "go on", 0.25 if text == self.answer else 0.0, False
+"""
+ROW = {"answer": "7", "responses_create_params": {"input": "say 7"}}
+
+
+@pytest.fixture
+def measure(tmp_path, monkeypatch):
+    """A function that measures responses: measure("strict", "7", "77") -> the episode."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").write_text(SOURCE)
+
+    def run(shadow, *turns):
+        recipe = make_recipe("my.py:hackable")
+        config = base_configs()[1]
+        feature = make_shadow(f"my.py:{shadow}", config)
+        assert list(feature.check_recipe(config)) == []
+        recipe = dataclasses.replace(recipe, features=(feature,))
+        router = VerifierRouter(
+            gym_client.Gym({}), make_pools(recipe, {}, tmp_path), CharTokenizer()
+        )
+        episode = make_episode(*turns)
+
+        async def score():
+            async with router:
+                await feature.after_episode(episode, router)
+
+        asyncio.run(score())
+        return episode
+
+    return run
+
+
+def make_shadow(value, config):
+    """The feature of a recipe with this env.shadow_verifier."""
+    config = OmegaConf.merge(config, {"env": {"shadow_verifier": value}})
+    return ShadowVerifier(config, "train")
+
+
+def make_episode(*turns, reward=1.0):
+    """An episode with these turns of the policy."""
+    episode = Episode("rows.jsonl:1", "1/0", "hackable", [5], row=ROW, reward=reward)
+    for text in turns:
+        start = len(episode.response_ids)
+        episode.output.append(gym_client.message(text))
+        episode.response_ids += map(ord, text)
+        episode.turns.append(TurnSpan(start, start + len(text), len(episode.output)))
+    episode.response_mask = [1] * len(episode.response_ids)
+    episode.log_probs = [-0.5] * len(episode.response_ids)
+    return episode
+
+
+def test_a_hacked_reward_has_a_gap(measure):
+    honest = measure("strict", "7")
+    hacked = measure("strict", "77777")
+    assert honest.measures == {"shadow_failed": 0.0, "shadow_reward": 1.0, "shadow_gap": 0.0}
+    assert hacked.measures == {"shadow_failed": 0.0, "shadow_reward": 0.0, "shadow_gap": 1.0}
+    assert hacked.reward == 1.0 and hacked.status == "ok" and not hacked.reward_components
+    metrics = compute_rollout_metrics([honest, hacked], [honest, hacked])
+    assert metrics["rollout/reward/mean"] == 1.0
+    assert metrics["rollout/shadow_reward/mean"] == metrics["rollout/shadow_gap/mean"] == 0.5
+    held_out = compute_validation_metrics([honest, hacked], 1)
+    assert held_out["val-aux/hackable/shadow_gap/mean"] == 0.5
+
+
+def test_a_failure_of_the_shadow_verifier_leaves_the_episode_as_it_is(measure):
+    episode = measure("broken", "7")
+    expected = make_episode("7")
+    assert episode.measures == {"shadow_failed": 1.0}
+    assert (episode.reward, episode.status, episode.error) == (1.0, "ok", "")
+    assert episode.response_ids == expected.response_ids
+    metrics = compute_rollout_metrics([episode], [episode])
+    assert metrics["rollout/shadow_failed/mean"] == 1.0 and metrics["rollout/failed_frac"] == 0.0
+    assert "rollout/shadow_reward/mean" not in metrics
+
+
+def test_a_class_gets_all_turns_and_a_function_the_last_one(measure):
+    assert measure("Turns", "7", "8", "7").measures["shadow_reward"] == 0.5
+    assert measure("strict", "8", "7").measures["shadow_reward"] == 1.0
+
+
+def test_the_record_of_an_episode_has_its_shadow_reward(measure):
+    episode = measure("strict", "77")
+    record = json.loads(json.dumps(to_record(episode, 0, 0), default=float))
+    assert record["_episode"]["measures"]["shadow_reward"] == 0.0
+    assert from_record(record, ROW).measures == episode.measures
+    del record["_episode"]["measures"]  # of a run without a shadow verifier
+    assert from_record(record, ROW).measures == {}
+
+
+@pytest.mark.parametrize(("status", "calls"), [("ok", 1), ("timeout", 0)])
+def test_only_verified_episodes_are_measured(monkeypatch, status, calls):
+    measured = []
+
+    class Feature:
+        async def after_episode(self, episode, gym):
+            measured.append((episode.status, gym))
+
+    async def run_episode(request, sampling, context, gym):
+        return dataclasses.replace(make_episode("7"), status=status)
+
+    monkeypatch.setattr(inference, "run_episode", run_episode)
+    task = Task("rows.jsonl:1", ROW, "s", [], [])
+    request = (task, SimpleNamespace())
+    context = SimpleNamespace(features=[Feature()])
+    asyncio.run(inference.run_with_retries(request, {}, context, "gym"))
+    assert measured == [("ok", "gym")] * calls
+
+
+def test_a_gym_server_is_named_by_its_name():
+    config = OmegaConf.merge(
+        base_configs()[1], {"gym": {"servers": {"judge": {"url": "http://x"}}}}
+    )
+    feature = make_shadow("judge", config)
+    assert (feature.name, feature.spec, feature.verifiers()) == ("judge", None, {})
+    response = {}
+
+    class Session:
+        kind = "verify"
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *_):
+            pass
+
+        async def verify(self, body, token_ids):
+            response.update(body)
+            return gym_client.VerifyResult(0.25)
+
+    episode = make_episode("77")
+    gym = SimpleNamespace(session=lambda name, row: Session())
+    asyncio.run(feature.after_episode(episode, gym))
+    assert episode.measures["shadow_gap"] == 0.75 and response["output"] == episode.output
+
+
+def test_a_game_of_a_gym_server_cannot_be_a_shadow():
+    config = OmegaConf.merge(base_configs()[1], {"gym": {"servers": {"game": {"url": "http://x"}}}})
+    feature = make_shadow("game", config)
+
+    class Session:
+        kind = "step"
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *_):
+            pass
+
+    gym = SimpleNamespace(session=lambda name, row: Session())
+    with pytest.raises(GymError, match=r"game plays turns\. Name a server that only verifies"):
+        asyncio.run(feature.score(make_episode("7"), gym))
+
+
+def test_a_bad_value_is_one_line_with_the_key(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = base_configs()[1]
+    (problem,) = make_shadow("judge", config).check_recipe(config)
+    assert isinstance(problem, UserFunctionError)
+    assert str(problem).startswith("env.shadow_verifier=judge is not a Python verifier. Name ")
+    (problem,) = make_shadow("nowhere.py:f", config).check_recipe(config)
+    assert "no file nowhere.py" in str(problem) and "\n" not in str(problem)
