@@ -177,3 +177,15 @@ def test_numbers_that_are_not_finite_become_null():
     content = {"a": [math.nan, {"b": math.inf}], "c": 1.5, "d": "nan"}
     text = json.dumps(command.make_finite(content), allow_nan=False)
     assert json.loads(text) == {"a": [None, {"b": None}], "c": 1.5, "d": "nan"}
+
+
+def test_a_runs_config_is_a_recipe_again_without_derived_keys():
+    values = {
+        "trainer": {"experiment_name": "a", "save_freq": 1},
+        "actor_rollout_ref": {"actor": {"rollout_n": 8, "ppo_epochs": 2, "optim": {}}},
+    }
+    expected = {
+        "trainer": {"experiment_name": "a", "save_freq": 1},
+        "actor_rollout_ref": {"actor": {"ppo_epochs": 2}},
+    }
+    assert command.select_used(values) == expected
