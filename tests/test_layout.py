@@ -69,7 +69,7 @@ VALUES = {  # other names of extras in a module, with another meaning
     "kit.config.load": {"megatron"},  # verl's name of a training engine
     "kit.config.numbers": {"megatron"},
     "kit.data.verl_rows": {"sft"},  # the command, in a hint
-    "kit.runs.cli": {"sft"},  # the command, in the help
+    "kit.runs.cli": {"sft", "explain"},  # commands, in the help
 }
 # Paths of one machine, or outside the repository. They are written so that they do not match here.
 FOREIGN_PATHS = [rf"(?<![\w.])/{name}/" for name in ("root", "work", "home", "mnt", "Users")]

@@ -106,7 +106,10 @@ class Replay:
     def note(self) -> str:
         """The line of the summary."""
         recording = self.recording
-        line = f"replay      {len(recording.files)} steps of {recording.folder}"
+        steps = f"steps {recording.first} to {recording.last}"
+        if len(recording.files) == 1:
+            steps = f"step {recording.first}"
+        line = f"replay      {steps} of {recording.folder}"
         if not self.changes:
             return f"{line}, with its recipe: the weights are those of the recorded run"
         shown = ", ".join(self.changes[:CHANGES_SHOWN])

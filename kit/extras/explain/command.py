@@ -12,13 +12,16 @@ import itertools
 import json
 import math
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
 from omegaconf import OmegaConf
 
 from env import Json
+from kit.config.keys import is_used
 from kit.data.episode import Episode
 from kit.errors import ConfigError, NonFiniteStep, SkippedStep
 from kit.extras.explain.explanation import (
@@ -68,7 +71,10 @@ def main(arguments: Sequence[str]) -> None:
         *find_start(folder, args.step),
     ]
     rollouts = str(rollouts_of(folder, args.step))
-    planned = plan([str(config)], [*args.words, *changes], "train", rollouts)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as recipe:
+        recipe.write(yaml.safe_dump(select_used(yaml.safe_load(config.read_text()))))
+        recipe.flush()
+        planned = plan([recipe.name], [*args.words, *changes], "train", rollouts)
     from algorithm import start_trainer
     from kit.runs.run import Run
 
@@ -129,6 +135,20 @@ def find_start(folder: Path, step: int) -> list[str]:
 def describe_steps(steps: Sequence[int]) -> str:
     """List the numbers of steps as text."""
     return ", ".join(map(str, steps)) or "of another run (this one has none)"
+
+
+def select_used(values: Json, parent: str = "") -> Json:
+    """Select the keys of a run's config.yaml that a recipe may set. verl derives the others."""
+    selected: Json = {}
+    for name, value in values.items():
+        key = f"{parent}.{name}" if parent else name
+        if isinstance(value, dict) and value:
+            inner = select_used(value, key)
+            if inner:
+                selected[name] = inner
+        elif is_used(key):
+            selected[name] = value
+    return selected
 
 
 # --- the step ------------------------------------------------------------------------------------

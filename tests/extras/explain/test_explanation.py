@@ -64,7 +64,7 @@ def test_one_group_has_no_noise():
 
 def test_cosines_and_shares_of_parts():
     g = np.array([3.0, 4.0])
-    parts = [Part(np.linalg.norm(v), v @ g) for v in (np.array([3.0, 0.0]), np.array([0.0, 4.0]))]
+    parts = [Part(float(np.linalg.norm(v)), float(v @ g)) for v in np.diag(g)]
     assert sum(part.share(5.0) for part in parts) == pytest.approx(1.0)
     assert parts[0].cosine(5.0) == pytest.approx(0.6)
     assert Part(0.0, 0.0).cosine(5.0) is None and Part(1.0, 0.0).share(0.0) == 0.0
@@ -73,7 +73,8 @@ def test_cosines_and_shares_of_parts():
 def test_shares_are_summed_by_server_length_and_reward():
     episodes = [make_episode([5], [7] * length) for length in (1, 2, 2, 9)]
     for episode, reward, server in zip(episodes, (0, 1, 0, 1), "aabb", strict=True):
-        episode.reward, episode.server = float(reward), server
+        episode.reward = float(reward)
+        episode.server = server
     shares = sum_shares(episodes, [Part(1.0, d) for d in (0.1, 0.2, 0.3, 0.4)], 1.0)
     assert shares["server"] == {"a": pytest.approx(0.3), "b": pytest.approx(0.7)}
     assert shares["reward"] == {"0": pytest.approx(0.4), "1": pytest.approx(0.6)}
@@ -176,3 +177,15 @@ def test_numbers_that_are_not_finite_become_null():
     content = {"a": [math.nan, {"b": math.inf}], "c": 1.5, "d": "nan"}
     text = json.dumps(command.make_finite(content), allow_nan=False)
     assert json.loads(text) == {"a": [None, {"b": None}], "c": 1.5, "d": "nan"}
+
+
+def test_a_runs_config_is_a_recipe_again_without_derived_keys():
+    values = {
+        "trainer": {"experiment_name": "a", "save_freq": 1},
+        "actor_rollout_ref": {"actor": {"rollout_n": 8, "ppo_epochs": 2, "optim": {}}},
+    }
+    expected = {
+        "trainer": {"experiment_name": "a", "save_freq": 1},
+        "actor_rollout_ref": {"actor": {"ppo_epochs": 2}},
+    }
+    assert command.select_used(values) == expected
