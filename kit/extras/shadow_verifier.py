@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 class ShadowVerifier(Feature):
     """The second verifier of a run.
 
-    spec: of the Python verifier, None if it is a Gym server. problem: why the key is invalid.
+    spec: of the Python verifier, None if it is a Gym server. problem: of the key, or empty.
     """
 
     def __init__(self, config: DictConfig, command: str):
@@ -55,17 +55,17 @@ class ShadowVerifier(Feature):
         value = to_plain(config.env.shadow_verifier)
         self.name = POOL
         self.spec: VerifierSpec | None = None
-        self.problem: UserFunctionError | ConfigError | None = None
+        self.problem = ""
         if isinstance(value, str) and value in config.gym.servers:
             self.name = value
             return
         try:
             self.spec = read_spec(value, KEY)
         except (UserFunctionError, ConfigError) as error:
-            self.problem = error
+            self.problem = str(error)
 
-    def check_recipe(self, config: DictConfig) -> Iterable[Exception]:
-        """Return what is wrong with the key."""
+    def check_recipe(self, config: DictConfig) -> Iterable[str]:
+        """Return the problem of the key, if there is one."""
         return [self.problem] if self.problem else []
 
     def verifiers(self) -> Mapping[str, VerifierSpec]:
@@ -94,7 +94,7 @@ class ShadowVerifier(Feature):
     async def after_episode(self, episode: Episode, gym: Gym) -> None:
         """Add the second reward to a verified episode, or count the failure."""
         try:
-            reward = await self.score(episode, gym)
+            reward = await score(self, episode, gym)
         except Exception as error:  # whatever it is, it must not change the episode
             episode.measures[FAILED] = 1.0
             logger.warning("%s=%s: %s", KEY, self.spec or self.name, error)
@@ -104,21 +104,22 @@ class ShadowVerifier(Feature):
         if episode.reward is not None:
             episode.measures[GAP] = episode.reward - reward
 
-    async def score(self, episode: Episode, gym: Gym) -> float:
-        """Return the second reward of an episode. Raises GymError."""
-        turns = [episode.response_ids[turn.start : turn.end] for turn in episode.turns]
-        async with gym.session(self.name, episode.row) as session:
-            if session.kind == "verify":
-                response = gym_client.response(episode.output)
-                result: VerifyResult = await session.verify(response, turns[-1])
-                return result.reward
-            if self.spec is None:
-                problem = f"{self.name} plays turns. Name a server that only verifies responses."
-                raise GymError("no_shadow", problem)
-            reward = 0.0
-            for ids in turns:
-                step = await session.step({}, ids)
-                reward += step.reward
-                if step.terminated:
-                    break
-            return reward
+
+async def score(feature: ShadowVerifier, episode: Episode, gym: Gym) -> float:
+    """Return the second reward of an episode. Raises GymError."""
+    turns = [episode.response_ids[turn.start : turn.end] for turn in episode.turns]
+    async with gym.session(feature.name, episode.row) as session:
+        if session.kind == "verify":
+            response = gym_client.response(episode.output)
+            result: VerifyResult = await session.verify(response, turns[-1])
+            return result.reward
+        if feature.spec is None:
+            problem = f"{feature.name} plays turns. Name a server that only verifies responses."
+            raise GymError("no_shadow", problem)
+        reward = 0.0
+        for ids in turns:
+            step = await session.step({}, ids)
+            reward += step.reward
+            if step.terminated:
+                break
+        return reward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 import json
 from types import SimpleNamespace
 
@@ -17,9 +18,8 @@ from gym_client import GymError
 from kit.config.load import base_configs
 from kit.data.episode import Episode, TurnSpan
 from kit.data.metrics import compute_rollout_metrics, compute_validation_metrics
-from kit.data.rollout_files import from_record, to_record
-from kit.errors import UserFunctionError
-from kit.extras.shadow_verifier import ShadowVerifier
+from kit.data.rollout_files import from_record, to_record, write_record
+from kit.extras.shadow_verifier import ShadowVerifier, score
 from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.verifiers import VerifierRouter
 from tests.helpers.verifiers import CharTokenizer, make_recipe
@@ -61,11 +61,11 @@ def measure(tmp_path, monkeypatch):
         )
         episode = make_episode(*turns)
 
-        async def score():
+        async def run_feature():
             async with router:
                 await feature.after_episode(episode, router)
 
-        asyncio.run(score())
+        asyncio.run(run_feature())
         return episode
 
     return run
@@ -121,7 +121,9 @@ def test_a_class_gets_all_turns_and_a_function_the_last_one(measure):
 
 def test_the_record_of_an_episode_has_its_shadow_reward(measure):
     episode = measure("strict", "77")
-    record = json.loads(json.dumps(to_record(episode, 0, 0), default=float))
+    line = io.BytesIO()
+    write_record(line, to_record(episode, 0, 0))
+    record = json.loads(line.getvalue())
     assert record["_episode"]["measures"]["shadow_reward"] == 0.0
     assert from_record(record, ROW).measures == episode.measures
     del record["_episode"]["measures"]  # of a run without a shadow verifier
@@ -189,14 +191,13 @@ def test_a_game_of_a_gym_server_cannot_be_a_shadow():
 
     gym = SimpleNamespace(session=lambda name, row: Session())
     with pytest.raises(GymError, match=r"game plays turns\. Name a server that only verifies"):
-        asyncio.run(feature.score(make_episode("7"), gym))
+        asyncio.run(score(feature, make_episode("7"), gym))
 
 
 def test_a_bad_value_is_one_line_with_the_key(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = base_configs()[1]
     (problem,) = make_shadow("judge", config).check_recipe(config)
-    assert isinstance(problem, UserFunctionError)
-    assert str(problem).startswith("env.shadow_verifier=judge is not a Python verifier. Name ")
+    assert problem.startswith("env.shadow_verifier=judge is not a Python verifier. Name ")
     (problem,) = make_shadow("nowhere.py:f", config).check_recipe(config)
-    assert "no file nowhere.py" in str(problem) and "\n" not in str(problem)
+    assert "no file nowhere.py" in problem and "\n" not in problem

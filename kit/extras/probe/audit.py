@@ -211,7 +211,8 @@ def choose_formats(rows: Sequence[RowAudit]) -> None:
         if not choices:
             continue
         demanded = truths.find_demanded_format(row.case.prompt)
-        best = max(choices, key=lambda one: (one.format == demanded, counts[one.format]))
+        best = max(choices, key=lambda one: counts[one.format])
+        best = next((one for one in choices if one.format == demanded), best)
         row.case = replace(row.case, truth=best.text, format=best.format)
         row.full = best.reward
 
@@ -305,9 +306,13 @@ def find_weaknesses(
         weak = [each for each in outcomes if is_wrong(each, threshold)]
         if weak and kind not in ignored and expects not in ignored:
             found.append(Weakness(kind, expects, len(outcomes), weak))
-    order = (WRONG, LEAK, RIGHT)
-    found.sort(key=lambda one: (order.index(one.expects), -len(one.weak) / one.applied))
-    return found
+    return sorted(found, key=rank)
+
+
+def rank(weakness: Weakness) -> tuple[int, float]:
+    """Return the sort key of a weakness."""
+    share = len(weakness.weak) / weakness.applied
+    return ((WRONG, LEAK, RIGHT).index(weakness.expects), -share)
 
 
 def is_wrong(outcome: Outcome, threshold: float) -> bool:

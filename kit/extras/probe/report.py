@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -120,7 +121,7 @@ def describe_truths(audit: ServerAudit) -> Iterator[str]:
 
 def describe_changes(audit: ServerAudit) -> Iterator[str]:
     """Yield a line if the same response got two rewards."""
-    changes = [change for row in audit.rows for change in row.changes]
+    changes = list(itertools.chain.from_iterable(row.changes for row in audit.rows))
     if changes:
         first = changes[0]
         yield (

@@ -67,7 +67,8 @@ def rewrite_number(truth: str, prompt: str) -> Iterator[Rewrite]:
 def rewrite_fraction(truth: str, value: Fraction, prompt: str) -> Iterator[Rewrite]:
     """Yield the rewrites of a number that is not whole."""
     sign = "-" if value < 0 else ""
-    numerator, denominator = abs(value.numerator), value.denominator
+    numerator = abs(value.numerator)
+    denominator = value.denominator
     is_short = denominator <= 100
     if is_short and not FRACTION.fullmatch(truth):
         yield Rewrite("as a fraction", f"{sign}{numerator}/{denominator}")

@@ -213,4 +213,4 @@ def make_placeholder(schema: Json) -> object:
     if kind in ("integer", "number"):
         return schema.get("minimum", 0)
     fixed: dict[object, object] = {"boolean": False, "null": None}
-    return fixed.get(kind, "x" * max(1, int(schema.get("minLength") or 0)))
+    return fixed.get(kind, "x".ljust(int(schema.get("minLength") or 0), "x"))
