@@ -42,6 +42,7 @@ CHANGES = {
     "images.py": ["actor_rollout_ref.model.path={reads_images}"],
     "sft.py": ["sft"],
     "one_step_off": ["trainer.one_step_off=1"],
+    "shadow_verifier.py": ["env.shadow_verifier=templates/reward.py:compute_score"],
     "rollout_workers": ["actor_rollout_ref.rollout.agent.num_workers=2"],
 }
 # The command, the model's files and the engine's section decide about these.
@@ -237,9 +238,11 @@ def test_every_feature_that_a_recipe_turns_on_is_tested():
     assert needed - tested == {"kit.cpu.preload"}  # the last test deletes it
 
 
-def test_the_command_show_without_the_report_is_one_error(bare, driver):
-    status, output = driver.run(bare, ["show", "runs/none"])
-    assert status == 1 and "the command show needs kit/extras/report/show" in output, output[-3000:]
+@pytest.mark.parametrize(("name", "module"), features.TOOLS.items())
+def test_a_command_without_its_module_is_one_error(bare, driver, name, module):
+    status, output = driver.run(bare, [name, "runs/none"])
+    expected = f"the command {name} needs {module.replace('.', '/')}"
+    assert status == 1 and expected in output, output[-3000:]
     assert "Traceback" not in output
 
 
