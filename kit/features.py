@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import asyncio
     from types import TracebackType
 
+    import numpy as np
+    from numpy.typing import NDArray
     from omegaconf import DictConfig
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -314,7 +316,7 @@ ENTRIES = (
     Entry("kit.extras.preflight", "Preflight", "every run", always, True),
     Entry("kit.extras.supervisor", "Supervisor", "every run", always, True),
     Entry("kit.extras.report", "Report", "every run", always, True),
-    Entry("kit.extras.price", "Price", "every run", trains, True),
+    Entry("kit.extras.run_price", "Price", "every run", trains, True),
     Entry("kit.extras.run_card", "RunCard", "every run", trains, True),
     Entry("kit.extras.judges", "ServerJudges", "a Gym server", starts_servers, True),
     Entry("kit.extras.judges", "Judges", "gym.judges", uses_judges),
@@ -399,6 +401,19 @@ def is_installed(module: str) -> bool:
 # --- parts that a command, a model or rows need. All raise ConfigError if the part was deleted ---
 
 
+class Interval(Protocol):
+    """An estimate with the ends of its interval."""
+
+    @property
+    def estimate(self) -> float: ...
+
+    @property
+    def low(self) -> float: ...
+
+    @property
+    def high(self) -> float: ...
+
+
 class Tool(Protocol):
     """A module with a command that reads no recipe, or starts runs of its own."""
 
@@ -438,8 +453,8 @@ TOOLS: Mapping[str, str] = {
     "compare": "kit.extras.evidence.compare",
     "sweep": "kit.extras.evidence.sweep",
     "explain": "kit.extras.explain.command",
-    "price": "kit.extras.price.command",
     "probe": "kit.extras.probe.command",
+    "price": "kit.extras.run_price.command",
 }
 
 
@@ -464,6 +479,15 @@ def convert_rows() -> None:
     from kit.extras.convert import main
 
     main()
+
+
+def compute_mean_interval(scores: NDArray[np.float64]) -> Interval | None:
+    """Return the 0.95 interval of the mean of [runs, rows] scores, None if the part was deleted."""
+    if not is_installed("kit.extras.evidence"):
+        return None
+    from kit.extras.evidence import intervals
+
+    return intervals.compute_mean_interval(scores)
 
 
 def make_image_processor(

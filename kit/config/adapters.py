@@ -272,10 +272,9 @@ def check_base(path: str, adapter: LoraConfig, model: str, name: str) -> None:
     base = str(adapter.base_model_name_or_path or "")
     folder = Path(path)
     if folder.name == ADAPTER_FOLDER and folder.parent == Path(model):
-        fix = f"Set {MODEL}.path={base}" if base else f"Set {MODEL}.path to its base model"
         raise ConfigError(
             f"{PATH}={path} is merged into {MODEL}.path={model} already, and would be added "
-            f"twice. {fix}, or remove lora_adapter_path."
+            f"twice. Set {MODEL}.path={base or 'its base model'}, or remove lora_adapter_path."
         )
     if not (Path(base).is_dir() and Path(model).is_dir()):
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,11 +12,8 @@ from kit import features
 from kit.data.json_lines import read_metrics
 from kit.data.metrics import name_test_set, read_test_set
 from kit.data.rollout_files import read_records
+from kit.features import Interval
 
-if TYPE_CHECKING:
-    from kit.extras.evidence.intervals import Interval
-
-EVIDENCE = "kit.extras.evidence"  # if it was deleted, scores have no intervals
 MAX_EVALUATIONS = 12  # rows of the table for each test set
 
 
@@ -77,11 +74,7 @@ def make_score(
 
 def compute_interval(means: list[float]) -> Interval | None:
     """Return the interval of the mean of rows' mean scores, None for fewer than two rows."""
-    if len(means) < 2 or not features.is_installed(EVIDENCE):
-        return None
-    from kit.extras.evidence.intervals import compute_mean_interval
-
-    return compute_mean_interval(np.array([means]))
+    return features.compute_mean_interval(np.array([means])) if len(means) > 1 else None
 
 
 def read_tables(path: Path) -> dict[tuple[str, str], list[float]]:

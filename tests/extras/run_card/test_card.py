@@ -25,7 +25,7 @@ from tests.helpers.recipes import CPU, RECIPE, row, tiny, write_task
 SECRET = "sk-planted-123456789"
 PASSWORD = "hunter2hunter2"
 REWARDS = {0: [0, 0, 0, 1.0, 0.5, 0, 0, 0], 5: [1.0, 1.0, 0, 1.0, 1.0, 0.5, 1.0, 1.0]}
-COMMAND = ["/opt/kit/algorithm.py", "--config", "/home/ann/my_recipe.yaml", "data.seed=4"]
+COMMAND = ["/data/kit/algorithm.py", "--config", "/data/ann/my_recipe.yaml", "data.seed=4"]
 VERIFIER = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
 )
@@ -136,7 +136,7 @@ def test_no_secret_and_no_path_of_the_machine_is_in_the_card(tmp_path, monkeypat
     for secret in (SECRET, PASSWORD, "replaced", "short"):
         assert secret not in text
     assert "model: m" in text and "data.seed=4" in text and "my_recipe.yaml" in text
-    for path in (str(tmp_path), "/home/ann", "/opt/kit"):
+    for path in (str(tmp_path), "/data/ann", "/data/kit"):
         assert path not in text
 
 

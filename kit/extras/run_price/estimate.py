@@ -26,8 +26,11 @@ from kit.errors import ConfigError
 
 MIN_STEPS = 3
 QUARTILES = (25, 50, 75)
-STEP, UPDATE = "timing_s/step", "timing_s/update_actor"  # `sft` has only the second
-SAVE, TEST, START = "timing_s/save_checkpoint", "timing_s/testing", "timing_s/start"
+STEP = "timing_s/step"
+UPDATE = "timing_s/update_actor"  # `sft` has this and no STEP
+SAVE = "timing_s/save_checkpoint"
+TEST = "timing_s/testing"
+START = "timing_s/start"
 TOKENS = "perf/total_num_tokens"
 # Keys that decide how much work a step, an evaluation or a checkpoint is.
 WORK_KEYS = (

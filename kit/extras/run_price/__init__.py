@@ -24,7 +24,7 @@ class Price(Feature):
 
     def dry_run_lines(self, recipe: Recipe, inputs: RunInputs) -> Iterable[str]:
         """Return the estimate of an earlier run in runs/ with the same work in a step."""
-        from kit.extras.price import estimate
+        from kit.extras.run_price import estimate
 
         return estimate.describe_earlier(recipe.verl, self.command, Path("runs"))
 
@@ -42,7 +42,7 @@ class StepCounter:
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take a line of metrics.jsonl, which is written already."""
-        from kit.extras.price import estimate
+        from kit.extras.run_price import estimate
         from kit.runs.console import say
 
         if not estimate.is_step(metrics):

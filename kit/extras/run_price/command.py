@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kit.errors import ConfigError
-from kit.extras.price import estimate, waste
-from kit.extras.price.estimate import Devices, Estimate, Measured, Schedule
+from kit.extras.run_price import estimate, waste
+from kit.extras.run_price.estimate import Devices, Estimate, Measured, Schedule
 from kit.runs.console import say
 
 

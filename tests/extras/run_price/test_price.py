@@ -20,8 +20,8 @@ from kit.config.redaction import redacted
 from kit.data.episode import Episode, append_tokens
 from kit.data.rollout_files import to_record, write_record
 from kit.errors import ConfigError
-from kit.extras.price import Price, StepCounter, command, estimate, waste
-from kit.extras.price.estimate import Range, Schedule
+from kit.extras.run_price import Price, StepCounter, command, estimate, waste
+from kit.extras.run_price.estimate import Range, Schedule
 from tests.helpers.recipes import row
 
 START = {"step": 0, "timing_s/start": 24.0}
