@@ -369,7 +369,7 @@ def test_component_means_are_by_server_and_name():
 
 def test_a_score_is_shown_with_its_interval():
     """Of 4 right answers in 8, Wilson's interval is 0.215 to 0.785 (scipy's binomtest)."""
-    episodes = [episode("s", str(i), float(i < 4)) for i in range(8)]
+    episodes = make_verified({row: [float(row < 4)] for row in range(8)})
     metrics = compute_validation_metrics(episodes, 1)
     assert describe_score("val-core/s/acc/mean@1", metrics) == "0.500 [0.215, 0.785]"
     assert describe_score("x", {"x": 0.5}) == "0.500"

@@ -83,7 +83,7 @@ def test_a_notebook_trains_and_the_command_resumes_its_run(workspace, monkeypatc
     result = run(arguments, workspace)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert "resume      from" in result.stdout
-    assert re.search(r"mean@1: \S+ -> \S+ \(step 2 -> 3\)", result.stdout)
+    assert re.search(r"mean@1: \S+ \[.*\] -> \S+ \[.*\] \(step 2 -> 3\)", result.stdout)
     check_outputs(folder, result.stdout)
     again = run(arguments, workspace, timeout=120)
     assert again.returncode == 1 and "Nothing is left to train" in again.stderr.splitlines()[-1]
