@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gym_client
-from gym_client import GymError, VerifyResult
+from gym_client import VerifyResult
 from kit.config.keys import to_plain
-from kit.errors import ConfigError, UserFunctionError
+from kit.errors import ConfigError, RunError, UserFunctionError
 from kit.features import Feature
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class ShadowVerifier(Feature):
 
 
 async def score(feature: ShadowVerifier, episode: Episode, gym: Gym) -> float:
-    """Return the second reward of an episode. Raises GymError."""
+    """Return the second reward of an episode. Raises GymError, RunError."""
     turns = [episode.response_ids[turn.start : turn.end] for turn in episode.turns]
     async with gym.session(feature.name, episode.row) as session:
         if session.kind == "verify":
@@ -115,7 +115,7 @@ async def score(feature: ShadowVerifier, episode: Episode, gym: Gym) -> float:
             return result.reward
         if feature.spec is None:
             problem = f"{feature.name} plays turns. Name a server that only verifies responses."
-            raise GymError("no_shadow", problem)
+            raise RunError(problem)
         reward = 0.0
         for ids in turns:
             step = await session.step({}, ids)

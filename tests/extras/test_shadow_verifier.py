@@ -14,11 +14,11 @@ from omegaconf import OmegaConf
 import gym_client
 import inference
 from env import Task
-from gym_client import GymError
 from kit.config.load import base_configs
 from kit.data.episode import Episode, TurnSpan
 from kit.data.metrics import compute_rollout_metrics, compute_validation_metrics
 from kit.data.rollout_files import from_record, to_record, write_record
+from kit.errors import RunError
 from kit.extras.shadow_verifier import ShadowVerifier, score
 from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.verifiers import VerifierRouter
@@ -190,7 +190,7 @@ def test_a_game_of_a_gym_server_cannot_be_a_shadow():
             pass
 
     gym = SimpleNamespace(session=lambda name, row: Session())
-    with pytest.raises(GymError, match=r"game plays turns\. Name a server that only verifies"):
+    with pytest.raises(RunError, match=r"game plays turns\. Name a server that only verifies"):
         asyncio.run(score(feature, make_episode("7"), gym))
 
 
