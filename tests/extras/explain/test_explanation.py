@@ -186,6 +186,6 @@ def test_a_runs_config_is_a_recipe_again_without_derived_keys():
     }
     expected = {
         "trainer": {"experiment_name": "a", "save_freq": 1},
-        "actor_rollout_ref": {"actor": {"ppo_epochs": 2}},
+        "actor_rollout_ref": {"actor": {"ppo_epochs": 2, "optim": {}}},
     }
     assert command.select_used(values) == expected
