@@ -170,7 +170,7 @@ def make_arguments(name: str, server: str, workspace: Path) -> list[str]:
 
 
 def test_a_dry_run_of_math_imports_few_features(workspace, driver):
-    """Only kit/extras/preflight, which estimates memory and disk, is loaded by every run."""
+    """Only the estimates are loaded by every dry run: of memory and disk, and of the time."""
     arguments = make_arguments("math", "math_with_judge", workspace)
     status, output = driver.run(ROOT, arguments)
     assert status == 0 and "nothing was started" in output, output[-3000:]
@@ -178,7 +178,8 @@ def test_a_dry_run_of_math_imports_few_features(workspace, driver):
     files = [name for name in modules if not (ROOT / name.replace(".", "/")).is_dir()]
     features = [name for name in files if name.startswith(("kit.extras.", "kit.cpu."))]
     assert len(files) > 20
-    assert [name for name in features if not name.startswith("kit.extras.preflight.")] == []
+    estimates = ("kit.extras.preflight.", "kit.extras.run_price.")
+    assert [name for name in features if not name.startswith(estimates)] == []
 
 
 def test_without_any_feature_other_recipes_pass_their_dry_run(bare, workspace, driver):
