@@ -8,9 +8,10 @@
 
 The recorded log-probs are those of the behavior policy, which sampled the episodes. With the recipe
 of the recorded run, each step starts from the weights that sampled its episodes. So the step is
-computed as in that run, and on a CPU the new weights are the same bit for bit. With another loss or
-advantage, the weights are the recorded ones only at the first step. From then on the episodes are
-off-policy: the loss gets the recorded log-probs as the old ones.
+computed as in that run. With configs/machines/deterministic.yaml, the new weights are the same on a
+CPU bit for bit. With another loss or advantage, the weights are the recorded ones only at the first
+step. From then on the episodes are off-policy: the loss gets the recorded log-probs as the old
+ones.
 """
 
 from __future__ import annotations

@@ -344,5 +344,5 @@ def describe_noise(noise: Json) -> str:
     if not noise or noise["signal_to_noise"] is None:
         return "no signal-to-noise ratio"
     scale = noise["noise_scale"]
-    groups = "more groups than can be told" if scale is None else f"{scale:.3g} groups"
+    groups = "unknown, the signal is lost in it" if scale is None else f"{scale:.3g} groups"
     return f"signal-to-noise {noise['signal_to_noise']:.2f} (noise scale: {groups})"

@@ -17,6 +17,7 @@ from kit.data.importance import measure_shift
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ROUNDING = 1e-6  # relative
 OUTLIER = 10.0  # a group explodes if its gradient norm is this many times the median of the groups
 TOKENS_SHOWN = 20
 BLAMED_SHOWN = 8
@@ -44,7 +45,7 @@ class Noise(NamedTuple):
     """How much of the batch's gradient is signal."""
 
     signal_to_noise: float | None  # |G| / standard error of G; None: fewer than two groups
-    noise_scale: float | None  # groups; None: no signal can be told from the noise
+    noise_scale: float | None  # groups; None: the signal is lost in the noise
 
 
 @dataclasses.dataclass
@@ -83,7 +84,8 @@ def measure_noise(norms: Sequence[float], batch_norm: float) -> Noise:
     if not trace:
         return Noise(None, 0.0 if batch_norm else None)
     signal = batch_norm**2 - trace / n
-    return Noise(batch_norm / math.sqrt(trace / n), trace / signal if signal > 0 else None)
+    is_known = signal > ROUNDING * batch_norm**2  # one group alone has the signal 0, up to rounding
+    return Noise(batch_norm / math.sqrt(trace / n), trace / signal if is_known else None)
 
 
 def find_bad(rows: Sequence[int], is_bad: Callable[[Sequence[int]], bool]) -> list[int]:
