@@ -119,7 +119,7 @@ def sum_shares(
 ) -> dict[str, dict[str, float]]:
     """Sum the shares of the update by server, by quartile of the response length, and by reward."""
     lengths = [len(episode.response_ids) for episode in episodes]
-    rewards = [float(episode.reward or 0.0) for episode in episodes]
+    rewards = [round(float(episode.reward or 0.0), 3) for episode in episodes]
     labels = {
         "server": [episode.server for episode in episodes],
         "length": label_quartiles(lengths, "tokens"),
@@ -141,7 +141,10 @@ def label_quartiles(values: Sequence[float], unit: str) -> list[str]:
     labels = {}
     for number in set(numbers.tolist()):
         members = [value for value, k in zip(values, numbers, strict=True) if k == number]
-        labels[number] = f"{number + 1}: {min(members):g} to {max(members):g} {unit}"
+        low = min(members)
+        high = max(members)
+        interval = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        labels[number] = f"{number + 1}: {interval} {unit}"
     return [labels[number] for number in numbers.tolist()]
 
 

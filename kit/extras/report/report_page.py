@@ -37,6 +37,10 @@ from kit.runs import files
 EPISODES_PER_CHUNK = 100  # unpacked together when one of them is opened
 
 
+# the keys of explain_<N>.json that the page reads
+EXPLAINED = {"step", "reason", "importance", "noise", "groups", "shares", "tokens", "blame"}
+
+
 class Chart(NamedTuple):
     """A chart of metrics over steps. patterns: names of metrics, where * stands for any text."""
 
@@ -213,7 +217,7 @@ def list_explanations(runs: Sequence[RunData]) -> list[dict[str, Any]]:
             except ValueError:
                 run.unreadable.append(f"{path.name} is no JSON")
                 continue
-            if isinstance(content, dict) and {"step", "groups", "tokens"} <= content.keys():
+            if isinstance(content, dict) and content.keys() >= EXPLAINED:
                 explanations.append(content | {"run": run.name})
     return explanations
 

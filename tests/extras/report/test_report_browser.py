@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 from kit.extras.report import report_page
 from tests.helpers.models import make_model
 from tests.helpers.recipes import ROOT, run
-from tests.helpers.runs import write_synthetic_run
+from tests.helpers.runs import SCRIPT, write_synthetic_run
 
 pytestmark = pytest.mark.soak
 # JavaScript: the texts of the cells of each row in the table
@@ -166,3 +167,30 @@ def test_the_page_of_two_runs_compares_them_and_lists_the_keys_that_differ(
         chart = page.locator(".chart", has_text="Reward").first.locator(".plot")
         assert chart.evaluate("node => node.data.map(d => d.name)") == ["one", "two"]
         assert {cells[0] for cells in wait_for_rows(page)} <= {"one", "two"}
+
+
+def test_an_explained_step_is_a_section_with_its_blame(chromium, model, tmp_path):
+    """Its texts come from the policy and the rows, so they may contain a script."""
+    folder = write_synthetic_run(tmp_path / "runs" / "one", 2, 20, model)
+    group = {"group": "2/0", "row": "a:1", "prompt": SCRIPT, "episodes": 4, "reward": 0.5}
+    token = {"token": SCRIPT, "before": "=", "after": "", "probability": 0.5, "advantage": -1.0}
+    content = {
+        "step": 2,
+        "reason": "",
+        "gradient_norm": None,
+        "importance": {"kl": 0.01, "ess": 0.75},
+        "noise": {},
+        "groups": [group | {"norm": 2.0, "cosine": None, "share": 1.0}],
+        "shares": {"server": {SCRIPT: 1.0}},
+        "tokens": [token | {"row": "a:1"}],
+        "blame": [{"row": "a:1", "episode": 3, "reasons": ["its reward is nan"]}],
+    }
+    (folder / "explain_2.json").write_text(json.dumps(content))
+    path = report_page.write_page([folder], tmp_path / "report.html")
+    with open_page(chromium, path) as page:
+        section = page.locator("#explained")
+        section.locator("summary").click()
+        text = section.inner_text()
+        assert "step 2: gradient norm not finite" in text and "its reward is nan" in text
+        assert "Episode 3 of a:1" in text and "100%" in text
+        assert section.locator("img").count() == 0

@@ -59,7 +59,8 @@ def test_the_page_of_two_runs_lists_the_keys_that_differ(tmp_path, model):
 
 def test_explained_steps_are_on_the_page_and_other_files_are_not(tmp_path, model):
     folder = write_synthetic_run(tmp_path / "run", 1, 10, model)
-    content = {"step": 3, "groups": [], "tokens": [{"token": "</script>"}]}
+    content: dict[str, object] = dict.fromkeys(report_page.EXPLAINED)
+    content |= {"step": 3, "tokens": [{"token": "</script>"}]}
     (folder / "explain_3.json").write_text(json.dumps(content))
     (folder / "explain_4.json").write_text("[1]")
     (folder / "explain_5.json").write_text("{")
