@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     import asyncio
     from types import TracebackType
 
-    import numpy as np
-    from numpy.typing import NDArray
     from omegaconf import DictConfig
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -401,21 +399,8 @@ def is_installed(module: str) -> bool:
 # --- parts that a command, a model or rows need. All raise ConfigError if the part was deleted ---
 
 
-class Interval(Protocol):
-    """An estimate with the ends of its interval."""
-
-    @property
-    def estimate(self) -> float: ...
-
-    @property
-    def low(self) -> float: ...
-
-    @property
-    def high(self) -> float: ...
-
-
 class Tool(Protocol):
-    """A module with a command that reads no recipe, or starts runs of its own."""
+    """A module with a command that starts no run, or several."""
 
     def main(self, arguments: Sequence[str]) -> None:
         """Run the command with the arguments after its name."""
@@ -479,15 +464,6 @@ def convert_rows() -> None:
     from kit.extras.convert import main
 
     main()
-
-
-def compute_mean_interval(scores: NDArray[np.float64]) -> Interval | None:
-    """Return the 0.95 interval of the mean of [runs, rows] scores, None if the part was deleted."""
-    if not is_installed("kit.extras.evidence"):
-        return None
-    from kit.extras.evidence import intervals
-
-    return intervals.compute_mean_interval(scores)
 
 
 def make_image_processor(

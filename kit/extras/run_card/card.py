@@ -23,6 +23,7 @@ from kit.config.keys import diff, find_changes, is_below, is_kit_key
 from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
 from kit.data.json_lines import read_metrics
+from kit.data.metrics import HIGH, LOW
 from kit.extras.run_card import provenance, scores
 from kit.extras.run_card.privacy import Cleaner
 from kit.extras.run_card.provenance import HashedFile
@@ -200,7 +201,7 @@ def describe_curve(found: Sequence[scores.Score]) -> Iterator[str]:
     for score in found:
         value = f"{score.value:.3f}"
         if score.interval:
-            value += f" ({score.interval.low:.3f} to {score.interval.high:.3f})"
+            value += f" ({score.interval[LOW]:.3f} to {score.interval[HIGH]:.3f})"
         count = str(score.rows) if score.rows else ""
         rows.append([str(score.step), escape(score.test_set), score.name, value, count])
     yield from table(["step", "test set", "score", "value", "rows"], rows)

@@ -8,11 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from env import Json
-from kit import features
 from kit.data.json_lines import read_metrics
-from kit.data.metrics import name_test_set, read_test_set
+from kit.data.metrics import compute_score_interval, name_test_set, read_test_set
 from kit.data.rollout_files import read_records
-from kit.features import Interval
 
 MAX_EVALUATIONS = 12  # rows of the table for each test set
 
@@ -20,7 +18,7 @@ MAX_EVALUATIONS = 12  # rows of the table for each test set
 class Score(NamedTuple):
     """A score of an evaluation, such as acc/mean@4.
 
-    interval: of the mean over rows of this kind; None if it cannot be computed.
+    interval: of the mean over rows of this kind, as of compute_score_interval; None for one row.
     """
 
     step: int
@@ -28,7 +26,7 @@ class Score(NamedTuple):
     name: str
     value: float
     rows: int
-    interval: Interval | None
+    interval: dict[str, float] | None
 
 
 def read_evaluations(folder: Path) -> dict[int, Json]:
@@ -72,9 +70,9 @@ def make_score(
     return Score(step, test_set, name, value, len(means), compute_interval(means))
 
 
-def compute_interval(means: list[float]) -> Interval | None:
+def compute_interval(means: list[float]) -> dict[str, float] | None:
     """Return the interval of the mean of rows' mean scores, None for fewer than two rows."""
-    return features.compute_mean_interval(np.array([means])) if len(means) > 1 else None
+    return compute_score_interval([[mean] for mean in means]) if len(means) > 1 else None
 
 
 def read_tables(path: Path) -> dict[tuple[str, str], list[float]]:
