@@ -163,11 +163,13 @@ class RunLog:
         minutes = (time.monotonic() - self.stages.started_at) / 60
         say(f"\nFinished in {minutes:.1f} min. The run is in {self.folder}/")
         first = self.read_first_scores()
-        for name in select_scores(scores):
+        names = select_scores(scores)
+        for name in names:
             before = describe_score(name, first) if name in first else "not measured"
             steps = f"(step {first['step']} -> {self.last})"
             say(f"    {name}: {before} -> {describe_score(name, scores)} {steps}")
-        say("    In brackets: 95% intervals over other rows. Another seed can differ by more.")
+        if names:
+            say("    In brackets: 95% intervals over other rows. Another seed can differ by more.")
         say(f"    checkpoint {self.files.checkpoint}, Hugging Face folder {self.folder}/export")
         if is_replay:
             say("Next: score the held-out rows, with the recipe of this run:")

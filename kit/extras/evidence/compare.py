@@ -31,6 +31,7 @@ from kit.extras.evidence.curves import (
     read_curve,
     tabulate,
 )
+from kit.runs import files
 from kit.runs.console import say
 
 BUDGETS = ("steps", "tokens", "seconds")
@@ -89,7 +90,8 @@ def main(arguments: Sequence[str]) -> None:
         say(line)
     if args.json:
         values = [to_json(one) for one in comparisons]
-        args.json.write_text(json.dumps(values, indent=1) + "\n")
+        with files.explain_write_errors(args.json):
+            args.json.write_text(json.dumps(values, indent=1) + "\n")
     if args.report:
         write_report(args.report, {"A": some, "B": others}, lines)
 

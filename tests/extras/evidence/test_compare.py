@@ -14,7 +14,7 @@ import yaml
 
 from kit.data.episode import Episode
 from kit.data.rollout_files import to_record, write_record
-from kit.errors import ConfigError
+from kit.errors import ConfigError, RunError
 from kit.extras.evidence import compare
 from kit.extras.evidence.curves import (
     SCORES,
@@ -166,3 +166,11 @@ def test_the_report_has_the_comparison_and_a_band_for_each_set(tmp_path, capsys)
         assert band["x"] == list(STEPS)
         assert (np.array(band["low"]) <= band["y"]).all()
         assert (np.array(band["y"]) <= band["high"]).all()
+
+
+def test_numbers_that_cannot_be_written_are_one_line(tmp_path):
+    plant_both(tmp_path, 0.7, 0.4, seeds=1)
+    out = tmp_path / "missing" / "out.json"
+    with pytest.raises(RunError, match=r"out\.json cannot be written") as caught:
+        compare.main([f"{tmp_path}/a*", "--with", f"{tmp_path}/b*", "--json", str(out)])
+    assert "\n" not in str(caught.value)

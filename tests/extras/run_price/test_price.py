@@ -230,7 +230,7 @@ def write_step(
 
 
 def test_each_episode_counts_for_the_first_reason_that_holds(tmp_path):
-    """Group 0 learns, but for a masked one; 1 is constant; 2 was dropped, but for its failure."""
+    """Group 0 learns, except one masked; 1 is constant; 2 was dropped, except its failure."""
     lines = [step(1, 1, rollout__filtered__drop=2.0)]
     folder = plant(tmp_path / "r", lines)
     groups = [[0.0, 1.0, 1.0, 0.5], [1.0, 1.0], [0.0, None, 1.0]]
