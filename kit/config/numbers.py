@@ -212,6 +212,7 @@ NUMBERS: dict[str, Number] = {
     "actor_rollout_ref.actor.policy_loss.dro_beta": POSITIVE.with_words({None: "not set"}),
     "**.loss_scale_factor": POSITIVE.with_words({None: "the longest response"}),
     "critic.cliprange_value": AT_LEAST_ZERO,
+    "critic.model.override_config.initializer_range": POSITIVE,  # 0 would mean 0.02
     # the optimizer
     "**.optim.lr": AT_LEAST_ZERO,
     "**.optim.betas": DECAY._replace(is_list=True),

@@ -135,11 +135,15 @@ def compute_wilson_interval(
 
 def describe_score(name: str, scores: Mapping[str, float]) -> str:
     """Return a score with its interval: 0.680 [0.595, 0.754]. name: one of `scores`."""
+    return f"{scores[name]:.3f}{describe_interval(name, scores)}"
+
+
+def describe_interval(name: str, scores: Mapping[str, float]) -> str:
+    """Return the interval of a score, with a space before it, or "". name: one of `scores`."""
     other = name.replace("val-core/", "val-aux/", 1)
-    text = f"{scores[name]:.3f}"
-    if other + LOW in scores:
-        text += f" [{scores[other + LOW]:.3f}, {scores[other + HIGH]:.3f}]"
-    return text
+    if other + LOW not in scores:
+        return ""
+    return f" [{scores[other + LOW]:.3f}, {scores[other + HIGH]:.3f}]"
 
 
 def compute_pass_at_k(rewards: Sequence[float], k: int) -> float:

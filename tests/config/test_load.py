@@ -12,10 +12,17 @@ import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
+from transformers import (
+    AutoConfig,
+    AutoModelForTokenClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from verl.utils.model import update_model_config
 
 import env
 from kit.config import checks
-from kit.config.keys import diff
+from kit.config.keys import diff, to_plain
 from kit.config.load import MICRO_BATCH_TOKENS, load_config
 from kit.errors import ConfigError
 from kit.gym import network
@@ -397,6 +404,20 @@ def test_every_recipe_merges(path):
     config, defaults = load_config([str(path)], [])
     assert diff(config, defaults)
     assert config.trainer.device == ("cpu" if path == CPU else "cuda")
+
+
+def test_a_new_value_head_predicts_0(tmp_path):
+    """Of the critic that verl makes from the recipe's model. The model's own 0.02 gives noise."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 50}
+    policy = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    policy.save_pretrained(tmp_path)
+    hf_config = AutoConfig.from_pretrained(tmp_path, num_labels=1)
+    config, _ = load_config([str(CPU)], [])
+    update_model_config(hf_config, to_plain(config.critic.model.override_config))
+    hf_config._attn_implementation = "sdpa"  # the recipe's is of kit/cpu, which is not imported
+    critic = AutoModelForTokenClassification.from_pretrained(tmp_path, config=hf_config)
+    assert critic.score.weight.abs().max() < 1e-5
+    assert torch.equal(critic.model.embed_tokens.weight, policy.model.embed_tokens.weight)
 
 
 class HeadServer(BaseHTTPRequestHandler):

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from kit.config.neutral_sampling import find_distortions
-from kit.data.metrics import read_test_set
+from kit.data.metrics import describe_interval, read_test_set
 from kit.extras.report.metric_docs import find_status
 from kit.extras.report.run_data import RunData, is_accuracy
 from kit.runs.drift import METRIC, WINDOW, find_drift
@@ -638,7 +638,8 @@ def summarize_score(run: RunData, name: str) -> list[str]:
     scores = run.steps[name].dropna()
     if not len(scores):
         return []
-    change = f"{scores.iloc[-1]:.3g}"
+    last = run.steps.loc[scores.index[-1]].dropna().to_dict()
+    change = f"{last[name]:.3g}{describe_interval(name, last)}"
     if len(scores) > 1:
         change = f"{scores.iloc[0]:.3g} -> {change}"
     kind, _, short_name = name.partition("/")

@@ -109,6 +109,19 @@ def test_the_summary_omits_a_score_that_counts_failures_as_0(tmp_path):
     assert diagnosis.summarize(run) == expected
 
 
+def test_the_summary_has_the_interval_of_the_last_score(tmp_path):
+    columns = {
+        "time": [0.0, 60.0, 120.0],
+        "rollout/episodes": [8.0] * 3,
+        "val-core/s/acc/mean@1": [0.25, 0.75, None],
+        "val-aux/s/acc/mean@1_low95": [0.1, 0.6, None],
+        "val-aux/s/acc/mean@1_high95": [0.4, 0.85, None],
+    }
+    run = write_run(tmp_path, {}, columns)
+    expected = "held-out s/acc/mean@1 0.25 -> 0.75 [0.600, 0.850]"
+    assert diagnosis.summarize(run).endswith(expected)
+
+
 def test_the_summary_counts_the_recorded_steps_if_some_are_missing(tmp_path):
     columns = {"time": [0.0, 60.0, 120.0], "rollout/episodes": [None, 8.0, 8.0]}
     run = write_run(tmp_path, {"trainer": {"total_training_steps": 3}}, columns)
