@@ -15,6 +15,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def run_bash_block(text: str, folder: Path, monkeypatch) -> None:
         elif words[:4] == ["python", "-m", "pytest", "-q"]:
             run_tests(folder / words[4], folder, monkeypatch)
         elif words[:1] == ["python"] and words[1] != "env.py" and words[1].endswith(".py"):
-            run_file(folder / words[1], "__main__", monkeypatch)
+            run_file(folder / words[1], "__main__", monkeypatch, words[2:])
         elif words:
             run_in_shell(line, folder)
 
@@ -184,12 +185,12 @@ def run_tests(path: Path, folder: Path, monkeypatch) -> None:
                 function(*[folder / "logs"] if needs_folder else [])
 
 
-def run_file(path: Path, name: str, monkeypatch) -> dict[str, Any]:
+def run_file(path: Path, name: str, monkeypatch, arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Run a Python file, which may import others of its folder -> its globals."""
     before = set(sys.modules)
     with monkeypatch.context() as patch:
         patch.syspath_prepend(str(path.parent))
-        patch.setattr(sys, "argv", [str(path)])
+        patch.setattr(sys, "argv", [str(path), *arguments])
         try:
             return runpy.run_path(str(path), run_name=name)
         finally:

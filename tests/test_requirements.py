@@ -17,10 +17,11 @@ from tests.helpers.recipes import ROOT
 PRODUCT = ["*.py", "kit/**/*.py", "templates/**/*.py"]
 CODE = {
     "requirements.txt": PRODUCT,
-    "requirements-cpu.in": [*PRODUCT, "tests/**/*.py", "benchmarks/*.py"],
+    "requirements-cpu.in": [*PRODUCT, "tests/**/*.py", "benchmarks/*.py", "configs/**/*.py"],
 }
-# In other environments: .venv-gym runs templates/verifier/app.py, .venv-trl benchmarks/trl_grpo.py.
-ELSEWHERE = {"nemo_gym", "trl"}
+# In other environments: .venv-gym runs templates/verifier/app.py and
+# configs/tasks/reasoning_gym_rows.py, .venv-trl benchmarks/trl_grpo.py.
+ELSEWHERE = {"nemo_gym", "reasoning_gym", "trl"}
 
 
 def list_packages(name):
@@ -47,7 +48,7 @@ def normalize(package: str) -> str:
 def test_the_requirements_name_every_package_that_the_code_imports(name):
     paths = {path for pattern in CODE[name] for path in ROOT.glob(pattern)}
     imported = {package for path in paths for package in list_imports(ast.parse(path.read_text()))}
-    own = {"kit", "tests", "templates", *(path.stem for path in paths)}
+    own = {"kit", "tests", "templates", "configs", *(path.stem for path in paths)}
     packages = imported - own - sys.stdlib_module_names - ELSEWHERE
     assert len(packages) > 30
     distributions = packages_distributions()

@@ -58,6 +58,7 @@ UNCHECKED_KEYS = re.compile(
     r"_target_$"  # Hydra creates a dataclass from it
     r"|^model_engine$"  # Hydra's defaults list uses it; tests/extras/test_backends.py
     r"|engine_kwargs\.vllm\."  # passed to vLLM
+    r"|\.override_config\."  # for the config of the model, which transformers reads
     rf"|^({'|'.join(map(re.escape, KEYS.free_form))})\."  # passed to ray.init
 )
 

@@ -1,0 +1,83 @@
+"""Write rows of reasoning-gym's generators, which Gym's reasoning_gym server scores.
+
+    .venv-gym/bin/python configs/tasks/reasoning_gym_rows.py NAME NAME ... [--out data]
+
+reasoning-gym is installed in the environment of the Gym servers. The files are NAME_train.jsonl,
+NAME_validation.jsonl, and NAME_warm.jsonl with right answers for a supervised warm-up. No question
+is in two files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import reasoning_gym
+
+SIZES = {"warm": 64, "validation": 128, "train": 512}
+SETTINGS: dict[
+    str, dict[str, Any]
+] = {  # of the generator: the smallest difficulty that still has enough questions
+    "basic_arithmetic": {
+        "min_terms": 3,
+        "max_terms": 3,
+        "min_digits": 1,
+        "max_digits": 1,
+        "operators": ("+", "-"),
+        "allow_parentheses": False,
+        "allow_negation": False,
+    },
+    "word_sequence_reversal": {"min_words": 3, "max_words": 3},
+    "letter_counting": {"min_words": 3, "max_words": 4},
+    "number_filtering": {
+        "min_numbers": 3,
+        "max_numbers": 3,
+        "min_decimals": 0,
+        "max_decimals": 0,
+        "min_value": 0,
+        "max_value": 99,
+    },
+    "syllogism": {},
+}
+
+
+def make_rows(name: str) -> dict[str, list[dict[str, object]]]:
+    """Return the rows of each split. Questions do not repeat."""
+    size = 20 * sum(SIZES.values())
+    dataset = reasoning_gym.create_dataset(name, size=size, seed=1, **SETTINGS[name])
+    entries = iter({entry["question"]: entry for entry in dataset}.values())
+    return {
+        split: [make_row(split, next(entries)) for _ in range(size)]
+        for split, size in SIZES.items()
+    }
+
+
+def make_row(split: str, entry: dict[str, object]) -> dict[str, object]:
+    """Return a row of Gym, or of the command `sft`."""
+    if split == "warm":
+        return {"prompt": entry["question"], "response": entry["answer"]}
+    return {
+        "responses_create_params": {"input": [{"role": "user", "content": entry["question"]}]},
+        "question": entry["question"],
+        "answer": entry["answer"],
+        "metadata": entry["metadata"],
+        "agent_ref": {"type": "responses_api_agents", "name": "reasoning_gym_simple_agent"},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="+", choices=SETTINGS, metavar="name")
+    parser.add_argument("--out", type=Path, default=Path("data"), help="folder (default: data)")
+    args = parser.parse_args()
+    for name in args.names:
+        for split, rows in make_rows(name).items():
+            path = args.out / f"{name}_{split}.jsonl"
+            path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
+            print(f"{path}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()

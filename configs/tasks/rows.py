@@ -1,0 +1,170 @@
+"""Write the rows of the small tasks in configs/tasks, except those of reasoning-gym.
+
+    python configs/tasks/rows.py people instructions apples guess [--out data]
+
+The files are NAME_train and NAME_validation, as JSON lines or Parquet, and NAME_warm.jsonl with
+answers for a supervised warm-up. No prompt of `people`, `instructions` and `apples` is in two
+files. In `guess` the prompt is always the same: the hidden number differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from configs.tasks.game import NUMBERS, Guess
+from env import Json, make_row
+
+VALIDATION = 128  # rows
+WARM = 64
+NAMES = "Anna Ben Carla David Emma Felix Grace Hugo Ida Jack Karen Leo Mia Noah Olga Paul"
+CITIES = "Rome Paris Berlin Madrid Oslo Tokyo Lima Cairo Delhi Boston"
+TOPICS = "rivers horses bread winter music clouds trees ships coffee books gardens stars"
+WORDS = "old green quiet fast warm small early deep bright soft"
+
+
+class Rule(NamedTuple):
+    """A rule for the form of a sentence."""
+
+    pattern: str  # a regular expression that matches at the beginning of the sentence
+    apply: Callable[[str], str]
+
+
+RULES = {
+    "Use capital letters only.": Rule("(?!.*[a-z])", str.upper),
+    "Begin with the word Note and a colon.": Rule("(?=(?i:note): )", "Note: {}".format),
+    "End with the word done.": Rule('(?=.* (?i:done)[."]*$)', "{} done".format),
+    "Put it into double quotes.": Rule('(?=[^"]*"[^"]+"$)', '"{}"'.format),
+}
+
+
+class Pair(NamedTuple):
+    """A row to train on with RL, and one for the command `sft`."""
+
+    row: Json
+    chat: Json
+
+
+def people() -> list[Pair]:
+    """Facts to write as nested JSON. The schema has the right values, and is not in the prompt."""
+    pairs: list[Pair] = []
+    for name, city, age in itertools.product(NAMES.split(), CITIES.split(), range(20, 70, 5)):
+        person = {"name": name, "age": age}
+        schema = json.dumps(make_schema({"city": city, "person": person}))
+        prompt = (
+            f"{name} is {age} years old and lives in {city}. Write this as a JSON object with the "
+            "keys city and person. The person is an object with the keys name and age."
+        )
+        row = make_row("structured_outputs", prompt, schema_str=schema, schema_type="json")
+        answer = json.dumps({"city": city, "person": person})
+        pairs.append(Pair(row, {"prompt": prompt, "response": answer}))
+    return pairs
+
+
+def make_schema(value: Any) -> Json:
+    """Return a JSON schema that only `value` follows."""
+    if isinstance(value, dict):
+        return {"type": "object", "properties": {key: make_schema(value[key]) for key in value}}
+    return {"type": "integer" if isinstance(value, int) else "string", "enum": [value]}
+
+
+def instructions() -> list[Pair]:
+    """One sentence that follows two rules. The answers for the warm-up follow one rule."""
+    pairs: list[Pair] = []
+    sentences = itertools.product(WORDS.split(), TOPICS.split())
+    for (word, topic), rules in itertools.product(sentences, itertools.combinations(RULES, 2)):
+        start = f"Write one sentence about {word} {topic}."
+        verifier = {
+            "type": "regex",
+            "verify_regex": [f"^{RULES[rules[0]].pattern}{RULES[rules[1]].pattern}.*(?i:{topic})"],
+            "verify_min_matches": 1,
+        }
+        row = make_row("format_verification", f"{start} {' '.join(rules)}", verifier=verifier)
+        rule = rules[len(pairs) % 2]
+        answer = RULES[rule].apply(f"I like {word} {topic}.")
+        pairs.append(Pair(row, {"prompt": f"{start} {rule}", "response": answer}))
+    return pairs
+
+
+def apples() -> list[Pair]:
+    """Sums as words, in verl's columns. verl's function reads the number after ####."""
+    pairs: list[Pair] = []
+    for name, a, b in itertools.product(NAMES.split()[:4], range(2, 15), range(2, 15)):
+        prompt = (
+            f"{name} has {a} apples and gets {b} more. How many apples does {name} have now? "
+            "Write #### and the number."
+        )
+        row = {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": prompt}],
+            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "extra_info": {"index": len(pairs)},
+        }
+        pairs.append(Pair(row, {"prompt": prompt, "response": f"#### {a + b}"}))
+    return pairs
+
+
+def guess() -> list[Pair]:
+    """A hidden number for the environment in game.py."""
+    prompt = "Guess my number from 1 to 15. Answer only with a number."
+    rng = random.Random("guess")
+    pairs: list[Pair] = []
+    for number in list(NUMBERS) * 40:
+        row = {"responses_create_params": {"input": prompt}, "number": number}
+        pairs.append(Pair(row, {"messages": play(prompt, number, rng)}))
+    return pairs
+
+
+def play(prompt: str, number: int, rng: random.Random) -> list[Json]:
+    """Return the messages of a game in which the guesses ignore the hints."""
+    game = Guess()
+    game.reset({"number": number})
+    messages = []
+    observation: str | None = prompt
+    while observation is not None:
+        answer = str(rng.choice(NUMBERS))
+        messages.append({"role": "user", "content": observation})
+        messages.append({"role": "assistant", "content": answer})
+        observation, _, _ = game.step(answer)
+    return messages
+
+
+TASKS = {task.__name__: task for task in (people, instructions, apples, guess)}
+
+
+def write(path: Path, rows: list[Json]) -> None:
+    """Write rows: those with verl's columns as Parquet, others as JSON lines."""
+    if "data_source" in rows[0]:
+        path = path.with_suffix(".parquet")
+        pd.DataFrame(rows).to_parquet(path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{path}: {len(rows)} rows")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="+", choices=TASKS, metavar="name")
+    parser.add_argument("--out", type=Path, default=Path("data"), help="folder (default: data)")
+    args = parser.parse_args()
+    for name in args.names:
+        pairs = TASKS[name]()
+        random.Random(name).shuffle(pairs)
+        write(args.out / f"{name}_warm.jsonl", [pair.chat for pair in pairs[:WARM]])
+        rows = [pair.row for pair in pairs[WARM:]]
+        write(args.out / f"{name}_validation.jsonl", rows[:VALIDATION])
+        write(args.out / f"{name}_train.jsonl", rows[VALIDATION:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The small tasks of configs/tasks: what earns a reward, and that no prompt is in two files."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+from verl.utils.reward_score import default_compute_score
+
+from configs.tasks import rows
+from configs.tasks.game import NUMBERS, Guess
+from tests.helpers.recipes import ROOT
+
+SPLITS = ("train", "validation")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The files of all tasks but those of reasoning-gym."""
+    folder = tmp_path_factory.mktemp("tasks")
+    command = [sys.executable, "configs/tasks/rows.py", *rows.TASKS, "--out", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return folder
+
+
+def read(folder, name: str) -> list[dict]:
+    path = folder / f"{name}.jsonl"
+    if path.is_file():
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    return pd.read_parquet(path.with_suffix(".parquet")).to_dict("records")
+
+
+@pytest.mark.parametrize("name", ["people", "instructions", "apples"])
+def test_no_prompt_is_in_two_files(folder, name):
+    prompts = []
+    for split in SPLITS:
+        for row in read(folder, f"{name}_{split}"):
+            chat = row["prompt"] if name == "apples" else row["responses_create_params"]["input"]
+            prompts.append(chat[0]["content"])
+    prompts += [row["prompt"] for row in read(folder, f"{name}_warm")]
+    assert len(prompts) > 600
+    assert len(set(prompts)) >= len(prompts) - (30 if name == "instructions" else 0)
+
+
+def test_a_sentence_earns_a_reward_if_it_follows_both_rules(folder):
+    order = ("done", "quotes", "Note", "capital")  # in which the rules can be applied
+    for row in read(folder, "instructions_train"):
+        prompt = row["responses_create_params"]["input"][0]["content"]
+        asked = [text for text in rows.RULES if text in prompt]
+        first, second = sorted(
+            asked, key=lambda text: [word in text for word in order], reverse=True
+        )
+        word, topic = re.match(r"Write one sentence about (\w+) (\w+)\.", prompt).groups()
+        pattern = re.compile(*row["verifier"]["verify_regex"])
+        sentence = f"I like {word} {topic}."
+        one = rows.RULES[first].apply(sentence)
+        assert not pattern.search(sentence) and not pattern.search(one)
+        assert pattern.search(rows.RULES[second].apply(one)), prompt
+
+
+def test_verls_function_scores_the_answers_of_apples(folder):
+    for row, chat in rows.apples():
+        truth = row["reward_model"]["ground_truth"]
+        arguments = (row["data_source"], chat["response"], truth)
+        assert default_compute_score(*arguments) == 1
+        assert default_compute_score(row["data_source"], truth, truth) == 0  # without ####
+
+
+def test_halving_the_range_finds_every_number():
+    for number in NUMBERS:
+        game = Guess()
+        game.reset({"number": number})
+        low, high, reward, done = NUMBERS[0], NUMBERS[-1], 0.0, False
+        while not done:
+            middle = (low + high) // 2
+            observation, reward, done = game.step(f" {middle}\n")
+            if observation and "larger" in observation:
+                low = middle + 1
+            else:
+                high = middle - 1
+        assert reward == 1
+
+
+def test_a_text_is_not_a_guess():
+    game = Guess()
+    game.reset({"number": 5})
+    assert game.step("I guess 5") == ("Answer only with a number.", 0.0, False)
+    assert game.step("9") == ("My number is smaller.", 0.0, False)
+    assert game.step("4.") == ("My number is larger.", 0.0, False)
+    assert game.step("6") == (None, 0.0, True)
