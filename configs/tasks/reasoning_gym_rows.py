@@ -10,11 +10,15 @@ is in two files.
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import reasoning_gym
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from env import Json, make_row, write_rows
 
 SIZES = {"warm": 64, "validation": 128, "train": 512}
 SETTINGS: dict[
@@ -43,28 +47,24 @@ SETTINGS: dict[
 }
 
 
-def make_rows(name: str) -> dict[str, list[dict[str, object]]]:
+def make_rows(name: str) -> dict[str, list[Json]]:
     """Return the rows of each split. Questions do not repeat."""
     size = 20 * sum(SIZES.values())
     dataset = reasoning_gym.create_dataset(name, size=size, seed=1, **SETTINGS[name])
     entries = iter({entry["question"]: entry for entry in dataset}.values())
     return {
-        split: [make_row(split, next(entries)) for _ in range(size)]
-        for split, size in SIZES.items()
+        split: [convert(split, next(entries)) for _ in range(size)] for split, size in SIZES.items()
     }
 
 
-def make_row(split: str, entry: dict[str, object]) -> dict[str, object]:
+def convert(split: str, entry: Json) -> Json:
     """Return a row of Gym, or of the command `sft`."""
+    question = entry["question"]
+    answer = entry["answer"]
     if split == "warm":
-        return {"prompt": entry["question"], "response": entry["answer"]}
-    return {
-        "responses_create_params": {"input": [{"role": "user", "content": entry["question"]}]},
-        "question": entry["question"],
-        "answer": entry["answer"],
-        "metadata": entry["metadata"],
-        "agent_ref": {"type": "responses_api_agents", "name": "reasoning_gym_simple_agent"},
-    }
+        return {"prompt": question, "response": answer}
+    fields = {"question": question, "answer": answer, "metadata": entry["metadata"]}
+    return make_row("reasoning_gym", question, **fields)
 
 
 def main() -> None:
@@ -75,8 +75,7 @@ def main() -> None:
     for name in args.names:
         for split, rows in make_rows(name).items():
             path = args.out / f"{name}_{split}.jsonl"
-            path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
-            print(f"{path}: {len(rows)} rows")
+            print(f"{path}: {write_rows(path, rows)} rows")
 
 
 if __name__ == "__main__":

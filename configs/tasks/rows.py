@@ -23,7 +23,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from configs.tasks.game import NUMBERS, Guess
-from env import Json, make_row
+from env import Json, make_row, write_rows
 
 VALIDATION = 128  # rows
 WARM = 64
@@ -148,7 +148,7 @@ def write(path: Path, rows: list[Json]) -> None:
         path = path.with_suffix(".parquet")
         pd.DataFrame(rows).to_parquet(path)
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, rows)
     print(f"{path}: {len(rows)} rows")
 
 
