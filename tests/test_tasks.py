@@ -34,14 +34,15 @@ def read(folder, name: str) -> list[dict]:
     return pd.read_parquet(path.with_suffix(".parquet")).to_dict("records")
 
 
-@pytest.mark.parametrize("name", ["people", "instructions", "apples"])
+@pytest.mark.parametrize("name", ["people", "instructions", "apples", "increment"])
 def test_no_prompt_is_in_two_files(folder, name):
     prompts = []
     for split in SPLITS:
         for row in read(folder, f"{name}_{split}"):
             chat = row["prompt"] if name == "apples" else row["responses_create_params"]["input"]
-            prompts.append(chat[0]["content"])
-    prompts += [row["prompt"] for row in read(folder, f"{name}_warm")]
+            prompts.append(chat[-1]["content"])
+    for row in read(folder, f"{name}_warm"):
+        prompts.append(row["messages"][-2]["content"] if "messages" in row else row["prompt"])
     assert len(prompts) > 600
     assert len(set(prompts)) >= len(prompts) - (30 if name == "instructions" else 0)
 
@@ -92,3 +93,11 @@ def test_a_text_is_not_a_guess():
     assert game.step("9") == ("My number is smaller.", 0.0, False)
     assert game.step("4.") == ("My number is larger.", 0.0, False)
     assert game.step("6") == (None, 0.0, True)
+
+
+def test_the_warm_up_of_increment_shows_the_right_call(folder):
+    for row in read(folder, "increment_warm"):
+        *_, question, answer = row["messages"]
+        call = answer["tool_calls"][0]["function"]
+        assert question["content"] == f"Add {call['arguments']['count']} to the counter."
+        assert call["name"] == row["tools"][0]["function"]["name"]

@@ -1,10 +1,10 @@
 """Write the rows of the small tasks in configs/tasks, except those of reasoning-gym.
 
-    python configs/tasks/rows.py people instructions apples guess [--out data]
+    python configs/tasks/rows.py people instructions apples guess increment [--out data]
 
 The files are NAME_train and NAME_validation, as JSON lines or Parquet, and NAME_warm.jsonl with
-answers for a supervised warm-up. No prompt of `people`, `instructions` and `apples` is in two
-files. In `guess` the prompt is always the same: the hidden number differs.
+answers for a supervised warm-up. No prompt is in two files. But in `guess` the prompt is always the
+same: the hidden number differs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from configs.tasks.game import NUMBERS, Guess
-from env import Json, make_row, write_rows
+from env import Json, make_increment, make_row, render_row, write_rows
 
 VALIDATION = 128  # rows
 WARM = 64
@@ -139,7 +139,19 @@ def play(prompt: str, number: int, rng: random.Random) -> list[Json]:
     return messages
 
 
-TASKS = {task.__name__: task for task in (people, instructions, apples, guess)}
+def increment() -> list[Pair]:
+    """Numbers to add to a counter with a tool: the rows of `env.py counter`, with more numbers."""
+    pairs: list[Pair] = []
+    for number in range(100, 1000):
+        row = make_increment(number)
+        messages, tools = render_row(row, "increment")
+        function = {"name": "increment_counter", "arguments": {"count": number}}
+        call = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+        pairs.append(Pair(row, {"messages": [*messages, call], "tools": tools}))
+    return pairs
+
+
+TASKS = {task.__name__: task for task in (people, instructions, apples, guess, increment)}
 
 
 def write(path: Path, rows: list[Json]) -> None:

@@ -5,8 +5,9 @@ seeds differ, and so would two test sets. An interval over rows alone is too sho
 one over the means of the seeds alone would need many seeds. So the variance of a difference is the
 sum of two parts, as in an analysis of variance with two crossed random effects (Searle et al. 1992,
 chapter 5): one from the means of the seeds, one from the means of the rows. The degrees of freedom
-are Satterthwaite's (1946). tests/extras/test_intervals.py checks by simulation that intervals of
-0.95 cover 0.93 to 0.97 at 3, 5 and 10 seeds. A bootstrap over three seeds covers 0.8 there.
+are Satterthwaite's (1946). tests/extras/evidence/test_intervals.py checks by simulation that
+intervals of 0.95 cover 0.93 to 0.97 at 3, 5 and 10 seeds. A bootstrap over three seeds covers 0.8
+there.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Difference(NamedTuple):
     """The difference of the mean scores of two variants.
 
     interval, p_value: None if a variant has one run. Then nothing can be said about other seeds.
+    If all scores are between 0 and 1, the interval is between -1 and 1.
     over_rows: the interval of these very runs on other rows of the same kind.
     seed_variance: of a run's score by its seed. row_variance: of the difference by its rows.
     """
@@ -101,7 +103,14 @@ def compare_scores(some: Scores, others: Scores) -> Difference:
     interval = compute_interval(estimate, parts)
     seed_variance = (len(some) * first.seeds + len(others) * second.seeds) / 2
     p_value = compute_p_value(interval)
+    if is_fraction(some) and is_fraction(others):
+        interval = interval._replace(low=max(interval.low, -1.0), high=min(interval.high, 1.0))
     return Difference(interval, p_value, over_rows, seed_variance, pure_row_variance, rows)
+
+
+def is_fraction(scores: Scores) -> bool:
+    """Whether all scores are between 0 and 1, as those of most verifiers are."""
+    return bool(scores.min() >= 0 and scores.max() <= 1)
 
 
 def compute_p_value(interval: Interval) -> float:
@@ -165,7 +174,7 @@ def compute_mean_interval(scores: Scores) -> Interval:
         pure_row_variance = max(row_variance - split.residual, 0.0)
         parts = [(split.seeds, runs - 1), (pure_row_variance, rows - 1)]
     interval = compute_interval(estimate, parts)
-    if scores.min() < 0 or scores.max() > 1:
+    if not is_fraction(scores):
         return interval
     variance = sum(part for part, _ in parts)
     quantile = float(stats.t.ppf((1 + LEVEL) / 2, interval.df))

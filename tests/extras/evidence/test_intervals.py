@@ -158,3 +158,14 @@ def test_the_interval_of_one_run_is_that_of_its_metrics():
     interval = intervals.compute_mean_interval(right.mean(axis=1)[None, :])
     ends = compute_score_interval(right.tolist())
     assert (ends[LOW], ends[HIGH]) == pytest.approx((interval.low, interval.high))
+
+
+def test_a_difference_of_fractions_is_between_minus_1_and_1():
+    # Two seeds that differ this much have a t distribution with one degree of freedom.
+    some = np.array([[0.0] * 8, [1.0] * 8])
+    others = np.full((2, 8), 0.5)
+    clipped = intervals.compare_scores(some, others)
+    free = intervals.compare_scores(2 * some, 2 * others)
+    assert (clipped.interval.low, clipped.interval.high) == (-1, 1)
+    assert free.interval.high > 2
+    assert clipped.p_value == pytest.approx(free.p_value)
