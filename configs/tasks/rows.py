@@ -102,7 +102,7 @@ def apples() -> list[Pair]:
     for name, a, b in itertools.product(NAMES.split()[:4], range(2, 15), range(2, 15)):
         prompt = (
             f"{name} has {a} apples and gets {b} more. How many apples does {name} have now? "
-            "Write #### and the number."
+            "Write the sum, then #### and the number."
         )
         row = {
             "data_source": "openai/gsm8k",
@@ -110,7 +110,8 @@ def apples() -> list[Pair]:
             "reward_model": {"style": "rule", "ground_truth": str(a + b)},
             "extra_info": {"index": len(pairs)},
         }
-        pairs.append(Pair(row, {"prompt": prompt, "response": f"#### {a + b}"}))
+        answer = f"{a} + {b} = {a + b} #### {a + b}"
+        pairs.append(Pair(row, {"prompt": prompt, "response": answer}))
     return pairs
 
 

@@ -75,13 +75,16 @@ def describe_times(measured: Measured, schedule: Schedule) -> Iterator[str]:
     note = ""
     if measured.warm_up:
         note = f", without first steps of {estimate.format_duration(measured.warm_up)}"
-    yield f"step        {estimate.format_times(measured.step)}, of {measured.counted} steps{note}"
+    times = estimate.format_times(measured.step.typical)
+    yield f"step        {times}, of {measured.step.count} steps{note}"
     if measured.test:
-        yield f"evaluation  {estimate.format_times(measured.test)}, {say_freq(schedule.test_freq)}"
+        times = estimate.format_times(measured.test.typical)
+        yield f"evaluation  {times}, {say_freq(schedule.test_freq)}"
     if measured.save:
-        yield f"checkpoint  {estimate.format_times(measured.save)}, {say_freq(schedule.save_freq)}"
+        times = estimate.format_times(measured.save.typical)
+        yield f"checkpoint  {times}, {say_freq(schedule.save_freq)}"
     if measured.tokens:
-        low, median, high = measured.tokens
+        low, median, high = measured.tokens.typical
         yield (
             f"tokens      {median:,.0f} ({low:,.0f} to {high:,.0f}) a step, prompts included; "
             f"{measured.tokens_per_s:,.0f} a second"
@@ -105,11 +108,11 @@ def describe_rest(rest: Estimate, devices: Devices, rate: float | None) -> str:
     """The time, tokens and money of the remaining steps."""
     text = estimate.format_rest(rest, devices)
     if rest.tokens:
-        text += f", {rest.tokens.median:,.0f} tokens"
+        text += f", {rest.tokens:,.0f} tokens"
     if rate is None:
         return text
-    low, median, high = (seconds / 3600 * devices.number * rate for seconds in rest.seconds)
-    return f"{text}, money {median:.2f} ({low:.2f} to {high:.2f})"
+    low, middle, high = (seconds / 3600 * devices.number * rate for seconds in rest.seconds)
+    return f"{text}, money {middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def describe_waste(folder: Path) -> Iterator[str]:

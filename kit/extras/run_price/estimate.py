@@ -3,7 +3,9 @@
 A step's time is that of the stages in it, without a checkpoint. Checkpoints and evaluations have
 their own times and frequencies. The first step after each start compiles and fills caches, so it
 does not count if it is slower than the median of the others. All other steps count, skipped ones
-too. The estimate takes the median; its range takes the quartiles for every step.
+too. A single step is shown as the median, with quartiles. The estimate is the mean step times the
+steps left, because a few slow steps count, too. Its range is twice the standard error: of the steps
+left, which vary, and of the mean, which was measured on a few.
 
 Not counted: the start, pauses between a stop and a resume, the report, the export.
 """
@@ -63,22 +65,37 @@ WORK_KEYS = (
 
 
 class Range(NamedTuple):
-    """A median with the lower and upper quartile."""
+    """A value with a lower and an upper limit."""
 
     low: float
-    median: float
+    middle: float
     high: float
 
-    def times(self, count: float) -> Range:
-        """Return the range of `count` such values, all of them at the same place of the range."""
-        return Range(*(value * count for value in self))
 
-    def plus(self, other: Range) -> Range:
-        """Return the range of a sum."""
-        return Range(*(a + b for a, b in zip(self, other, strict=True)))
+class Sample(NamedTuple):
+    """Measured values of one kind. typical: their median, with the quartiles."""
+
+    typical: Range
+    mean: float
+    variance: float
+    count: int
 
 
-NOTHING = Range(0.0, 0.0, 0.0)
+class Sum(NamedTuple):
+    """The expected sum of values that are not measured yet, with its variance."""
+
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def plus(self, sample: Sample, count: int) -> Sum:
+        """Add `count` more values like those of a sample."""
+        variance = sample.variance * (count + count**2 / sample.count)
+        return Sum(self.mean + count * sample.mean, self.variance + variance)
+
+    def to_range(self) -> Range:
+        """Return the sum with twice its standard error. No part of it is negative."""
+        margin = 2 * self.variance**0.5
+        return Range(max(0.0, self.mean - margin), self.mean, self.mean + margin)
 
 
 class Schedule(NamedTuple):
@@ -107,18 +124,17 @@ class Devices(NamedTuple):
 class Measured(NamedTuple):
     """The times of a run, in seconds.
 
-    steps: done. counted: steps that the ranges are of. warm_up: seconds of steps that are not.
-    test, save: None if there was none. tokens: of a step, prompts included; None if not measured.
-    spent: of all steps, evaluations and checkpoints. start: of all starts.
+    steps: done. step: without warm-up. warm_up: seconds of these steps. test, save: None if there
+    was none. tokens: of a step, prompts included; None if not measured. spent: of all steps,
+    evaluations and checkpoints. start: of all starts.
     """
 
     steps: int
-    counted: int
     warm_up: float
-    step: Range
-    test: Range | None
-    save: Range | None
-    tokens: Range | None
+    step: Sample
+    test: Sample | None
+    save: Sample | None
+    tokens: Sample | None
     tokens_per_s: float
     spent: float
     start: float
@@ -131,7 +147,7 @@ class Estimate(NamedTuple):
     evaluations: int
     checkpoints: int
     seconds: Range
-    tokens: Range | None
+    tokens: float | None
     missing: tuple[str, ...]
 
 
@@ -178,12 +194,11 @@ def measure_lines(lines: Sequence[Json], name: str) -> Measured:
     trained = sum(measure_step(line) for line in lines if is_step(line) and line.get(TOKENS))
     return Measured(
         steps=int(lines[-1]["step"]),
-        counted=len(warm),
         warm_up=sum(seconds) - sum(warm),
-        step=find_range(warm) or NOTHING,
-        test=find_range(list(tests.values())),
-        save=find_range(saves),
-        tokens=find_range(tokens),
+        step=describe_sample(warm),
+        test=describe_sample(list(tests.values())) if tests else None,
+        save=describe_sample(saves) if saves else None,
+        tokens=describe_sample(tokens) if tokens else None,
         tokens_per_s=sum(tokens) / trained if trained else 0.0,
         spent=sum(seconds) + sum(tests.values()) + sum(saves),
         start=sum(line[START] for line in lines if line.get(START)),
@@ -206,9 +221,11 @@ def find_warm_steps(seconds: Sequence[float], firsts: Sequence[int]) -> list[flo
     return [value for place, value in enumerate(seconds) if place not in firsts or value <= usual]
 
 
-def find_range(values: Sequence[float]) -> Range | None:
-    """Return the median and quartiles of values, None if there is none."""
-    return Range(*map(float, np.percentile(values, QUARTILES))) if values else None
+def describe_sample(values: Sequence[float]) -> Sample:
+    """Return what the estimate needs of at least one value."""
+    typical = Range(*map(float, np.percentile(values, QUARTILES)))
+    variance = float(np.var(values, ddof=1)) if len(values) > 1 else 0.0
+    return Sample(typical, float(np.mean(values)), variance, len(values))
 
 
 # --- estimate ------------------------------------------------------------------------------------
@@ -253,18 +270,18 @@ def estimate_rest(measured: Measured, schedule: Schedule, done: int) -> Estimate
     if done == 0 and schedule.evaluates and schedule.evaluates_first:
         evaluations += 1
     checkpoints = schedule.count_due(schedule.save_freq, done)
-    seconds = measured.step.times(steps)
+    seconds = Sum().plus(measured.step, steps)
     missing = []
     for name, count, time in (
         ("evaluation", evaluations, measured.test),
         ("checkpoint", checkpoints, measured.save),
     ):
         if time:
-            seconds = seconds.plus(time.times(count))
+            seconds = seconds.plus(time, count)
         elif count:
             missing.append(f"{count} {name}{'' if count == 1 else 's'}")
-    tokens = measured.tokens.times(steps) if measured.tokens else None
-    return Estimate(steps, evaluations, checkpoints, seconds, tokens, tuple(missing))
+    tokens = steps * measured.tokens.mean if measured.tokens else None
+    return Estimate(steps, evaluations, checkpoints, seconds.to_range(), tokens, tuple(missing))
 
 
 # --- lines of a run ------------------------------------------------------------------------------
@@ -286,14 +303,14 @@ def format_duration(seconds: float) -> str:
 
 
 def format_times(times: Range) -> str:
-    """Return a median with its quartiles."""
-    low, median, high = map(format_duration, times)
-    return f"{median} ({low} to {high})"
+    """Return a time with its limits."""
+    low, middle, high = map(format_duration, times)
+    return f"{middle} ({low} to {high})"
 
 
 def format_rest(rest: Estimate, devices: Devices) -> str:
     """Return the time and the device-hours of what remains."""
-    hours = rest.seconds.median / 3600 * devices.number
+    hours = rest.seconds.middle / 3600 * devices.number
     text = f"{format_times(rest.seconds)}, {hours:.3g} {devices.unit} on {devices.name}"
     if rest.missing:
         text += f", without {' and '.join(rest.missing)}, not measured yet"
@@ -318,13 +335,14 @@ def describe_earlier(config: DictConfig, command: str, runs: Path) -> list[str]:
     folder, measured = found
     rest = estimate_rest(measured, read_schedule(config), 0)
     text = format_rest(rest, read_devices(config, command))
-    return [f"price       {text}, by {measured.counted} steps of {folder}, without the start"]
+    return [f"price       {text}, by {measured.step.count} steps of {folder}, without the start"]
 
 
 def find_earlier(config: DictConfig, runs: Path) -> tuple[Path, Measured] | None:
     """Find the newest run that did the same work in each step; the folder's own run comes first."""
     own = str(config.trainer.experiment_name)
-    paths = sorted(runs.glob("*/metrics.jsonl"), key=lambda path: -path.stat().st_mtime)
+    found = [*runs.glob("*/metrics.jsonl"), *runs.glob("*/*/metrics.jsonl")]  # also of a sweep
+    paths = sorted(found, key=lambda path: -path.stat().st_mtime)
     folders = sorted((path.parent for path in paths), key=lambda folder: folder.name != own)
     for folder in folders:
         try:
