@@ -125,7 +125,8 @@ def compute_wilson_interval(
     variance: of the estimate. It gives the number of independent right or wrong answers that would
     be as precise. If it is 0, each of the rows counts as one answer, so the interval has a width.
     """
-    size = estimate * (1 - estimate) / variance if variance > 0 else float(rows)
+    is_zero = variance < 1e-20  # sums of equal scores such as 0.1 are not exact
+    size = float(rows) if is_zero else estimate * (1 - estimate) / variance
     shrink = 1 + quantile**2 / size
     center = (estimate + quantile**2 / (2 * size)) / shrink
     half = math.sqrt(max(estimate * (1 - estimate), 0.0) / size + (quantile / 2 / size) ** 2)

@@ -282,8 +282,14 @@ def find_resume_point(recipe: Recipe) -> tuple[Path | None, list[str]]:
 
 def is_exported(run: str, step: int) -> bool:
     """Whether the export of a run holds the weights of a step. run: its experiment_name."""
-    path = Path("runs") / run / "export" / EXPORTED
-    return path.is_file() and path.read_text().strip() == str(step)
+    return read_exported_step(Path("runs") / run / "export") == step
+
+
+def read_exported_step(export: Path) -> int | None:
+    """Return the step of the weights in an export, None if the folder is none."""
+    path = export / EXPORTED
+    text = path.read_text().strip() if path.is_file() else ""
+    return int(text) if text.isdigit() else None
 
 
 # --- check ---------------------------------------------------------------------------------------

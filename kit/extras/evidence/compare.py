@@ -23,11 +23,13 @@ from kit import features
 from kit.errors import ConfigError
 from kit.extras.evidence import intervals
 from kit.extras.evidence.curves import (
+    CONFIGS,
     SCORES,
     Evaluation,
     RunCurve,
     find_runs,
     pick_evaluations,
+    pick_step,
     read_curve,
     tabulate,
 )
@@ -53,7 +55,7 @@ class Comparison(NamedTuple):
     """Two sets of runs at an equal budget, by one score.
 
     amount: of the budget. steps: of the picked evaluations, of the first and of the second set.
-    rows: held-out rows that all runs verified. means: of both sets.
+    rows: held-out rows that all runs verified. all_rows: that any run has. means: of both sets.
     """
 
     budget: str
@@ -61,6 +63,7 @@ class Comparison(NamedTuple):
     score: str
     steps: tuple[list[int], list[int]]
     rows: int
+    all_rows: int
     means: tuple[intervals.Interval, intervals.Interval]
     difference: intervals.Difference
     signs: SignFlips | None
@@ -85,7 +88,7 @@ def main(arguments: Sequence[str]) -> None:
     some = find_runs(args.runs)
     others = find_runs(args.others)
     comparisons = compare_runs(some, others)
-    lines = describe(comparisons)
+    lines = [*warn_of_repeated_seeds({"A": some, "B": others}), *describe(comparisons)]
     for line in lines:
         say(line)
     if args.json:
@@ -99,7 +102,8 @@ def main(arguments: Sequence[str]) -> None:
 def compare_runs(some: Sequence[Path], others: Sequence[Path]) -> list[Comparison]:
     """Compare two sets of runs at equal steps, tokens and seconds. Raises ConfigError.
 
-    A budget that picks the evaluations of an earlier one is left out.
+    A budget is left out if it picks the evaluations of an earlier one, or if some run has none near
+    it.
     """
     both = sorted(set(some) & set(others))
     if both:
@@ -109,8 +113,9 @@ def compare_runs(some: Sequence[Path], others: Sequence[Path]) -> list[Compariso
     comparisons = []
     seen: list[list[Evaluation]] = []
     for budget in BUDGETS:
-        amount, picked = pick_evaluations(curves, budget)
-        if picked not in seen:
+        found = pick_evaluations(curves, budget)
+        if found and found[1] not in seen:
+            amount, picked = found
             seen.append(picked)
             comparisons += [
                 compare_at(budget, amount, score, picked, len(some), pairs) for score in SCORES
@@ -127,7 +132,7 @@ def compare_at(
     pairs: Sequence[tuple[int, int]],
 ) -> Comparison:
     """Compare the first `count` evaluations with the others. pairs: of runs with the same seed."""
-    table, rows = tabulate(picked, SCORES[score])
+    table, all_rows = tabulate(picked, SCORES[score])
     some = table[:count]
     others = table[count:]
     signs = None
@@ -140,7 +145,8 @@ def compare_at(
         amount,
         score,
         steps=([one.steps for one in picked[:count]], [one.steps for one in picked[count:]]),
-        rows=len(rows),
+        rows=table.shape[1],
+        all_rows=all_rows,
         means=(intervals.compute_mean_interval(some), intervals.compute_mean_interval(others)),
         difference=intervals.compare_scores(some, others),
         signs=signs,
@@ -160,8 +166,23 @@ def pair_seeds(some: Sequence[Path], others: Sequence[Path]) -> list[tuple[int, 
 
 def read_seed(folder: Path) -> object:
     """Return data.seed of a run."""
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    return (config.get("data") or {}).get("seed")
+    (path, *_) = (folder / name for name in CONFIGS if (folder / name).is_file())
+    config = yaml.safe_load(path.read_text())
+    data = config.get("data") if isinstance(config, dict) else None
+    return data.get("seed") if isinstance(data, dict) else None
+
+
+def warn_of_repeated_seeds(sets: Mapping[str, Sequence[Path]]) -> list[str]:
+    """Return a line for each set in which runs have the same seed. sets: {name: runs}."""
+    lines = []
+    for name, folders in sets.items():
+        seeds = [read_seed(folder) for folder in folders]
+        if len(set(seeds)) < len(seeds):
+            lines.append(
+                f"WARNING     {len(seeds)} runs of {name} have {len(set(seeds))} values of "
+                "data.seed. Runs of one seed are alike, so the intervals may be too short."
+            )
+    return lines
 
 
 # --- text and JSON --------------------------------------------------------------------------------
@@ -172,8 +193,8 @@ def describe(comparisons: Sequence[Comparison]) -> list[str]:
     first = comparisons[0]
     counts = [len(steps) for steps in first.steps]
     lines = [
-        f"A: {counts[0]} runs, B: {counts[1]} runs, {first.rows} held-out rows. Brackets: "
-        f"{intervals.LEVEL:.0%} intervals over seeds and rows."
+        f"A: {counts[0]} runs, B: {counts[1]} runs, {describe_rows(first.rows, first.all_rows)}. "
+        f"Brackets: {intervals.LEVEL:.0%} intervals over seeds and rows."
     ]
     budget = ""
     for one in comparisons:
@@ -183,10 +204,19 @@ def describe(comparisons: Sequence[Comparison]) -> list[str]:
         lines += describe_score(one)
     missing = [budget for budget in BUDGETS if budget not in {one.budget for one in comparisons}]
     if missing:
-        lines.append(f"At equal {' and equal '.join(missing)}, the evaluations are the same.")
+        lines.append(
+            f"At equal {' and equal '.join(missing)}, the evaluations are the same, or a run has "
+            "none near it (trainer.test_freq)."
+        )
     if first.difference.interval is None:
         lines.append(ONE_RUN)
     return lines
+
+
+def describe_rows(shared: int, total: int) -> str:
+    """Say how many rows are compared."""
+    lost = "" if shared == total else f" of {total}, which all runs have verified"
+    return f"{shared} held-out rows{lost}"
 
 
 def describe_budget(one: Comparison) -> str:
@@ -207,7 +237,8 @@ def describe_score(one: Comparison) -> list[str]:
         text = format_interval(difference.over_rows, "+")
         return [*lines, f"           A - B {text}, over rows only"]
     text = f"           A - B {format_interval(difference.interval, '+')}"
-    text += f", p = {difference.p_value:.2g}"
+    if difference.p_value is not None:
+        text += f", p = {difference.p_value:.2g}"
     if one.signs:
         text += f" (sign flips of {one.signs.pairs} seeds: {one.signs.p_value:.2g}"
         text += f", not below {one.signs.smallest:.2g})"
@@ -223,14 +254,13 @@ def describe_score(one: Comparison) -> list[str]:
 
 def describe_runs(folders: Sequence[Path]) -> list[str]:
     """Return a line for each score of a single set of runs, at its last common step."""
-    step, picked = pick_evaluations([read_curve(folder) for folder in folders], "steps")
+    step, picked = pick_step([read_curve(folder) for folder in folders])
     lines = []
     for score, function in SCORES.items():
-        table, rows = tabulate(picked, function)
+        table, total = tabulate(picked, function)
         text = format_interval(intervals.compute_mean_interval(table))
-        lines.append(
-            f"{score} at step {step:.0f}: {text}, {len(table)} runs, {len(rows)} held-out rows"
-        )
+        rows = describe_rows(table.shape[1], total)
+        lines.append(f"{score} at step {step:.0f}: {text}, {len(table)} runs, {rows}")
     return lines
 
 
@@ -245,15 +275,20 @@ def to_json(one: Comparison) -> dict[str, object]:
     difference = one.difference
     return {
         **one._asdict(),
-        "means": [mean._asdict() for mean in one.means],
+        "means": [interval_to_json(mean) for mean in one.means],
         "signs": one.signs and one.signs._asdict(),
         "difference": {
             **difference._asdict(),
-            "interval": difference.interval and difference.interval._asdict(),
-            "over_rows": difference.over_rows._asdict(),
+            "interval": difference.interval and interval_to_json(difference.interval),
+            "over_rows": interval_to_json(difference.over_rows),
             "needed_seeds": intervals.find_needed_seeds(difference),
         },
     }
+
+
+def interval_to_json(interval: intervals.Interval) -> dict[str, float]:
+    """Return an interval without its degrees of freedom, which may be infinite."""
+    return {name: value for name, value in interval._asdict().items() if name != "df"}
 
 
 # --- curves of variants ---------------------------------------------------------------------------
@@ -274,7 +309,7 @@ def compute_band(name: str, curves: Sequence[RunCurve], score: str) -> Band:
     by_step = [{one.steps: one for one in curve.evaluations} for curve in curves]
     band = Band(name, [], [], [], [])
     for step in sorted(set(by_step[0]).intersection(*by_step[1:])):
-        table, _ = tabulate([evaluations[step] for evaluations in by_step], SCORES[score])
+        table = tabulate([evaluations[step] for evaluations in by_step], SCORES[score]).scores
         interval = intervals.compute_mean_interval(table)
         band.x.append(step)
         band.y.append(interval.estimate)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,11 +18,14 @@ from kit.data.json_lines import read_metrics
 from kit.data.rollout_files import read_records
 from kit.errors import ConfigError
 from kit.extras.evidence.intervals import Scores
+from kit.runs.checkpoints import read_exported_step
 
-SCORES: Mapping[str, Callable[[Json], float]] = {  # of a record whose episode did not fail
-    "acc": lambda record: float(record["reward"] >= 1),
-    "reward": lambda record: float(record["reward"]),
+SCORES: Mapping[str, Callable[[float], float]] = {  # of the reward of a verified response
+    "acc": lambda reward: float(reward >= 1),
+    "reward": float,
 }
+CONFIGS = ("config.yaml", "evaluate.yaml")  # of a training run, of the command `evaluate`
+MIN_SPENT = 0.75  # of a common budget that each run must have spent at its evaluation
 
 
 class Evaluation(NamedTuple):
@@ -37,7 +42,7 @@ class Evaluation(NamedTuple):
 
 
 class RunCurve(NamedTuple):
-    """The evaluations of a run, in the order of their steps. That of `evaluate` has step 0."""
+    """The evaluations of a run, in the order of their steps."""
 
     folder: Path
     evaluations: list[Evaluation]
@@ -48,7 +53,7 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
     folders: list[Path] = []
     for pattern in patterns:
         paths = [Path(name) for name in sorted(glob.glob(str(Path(pattern).expanduser())))]
-        found = [path for path in paths if (path / "config.yaml").is_file()]
+        found = [path for path in paths if any((path / name).is_file() for name in CONFIGS)]
         if not found:
             raise ConfigError(f"{pattern} matches no run. Name folders such as 'runs/math-*'.")
         folders += found
@@ -68,8 +73,10 @@ def read_curve(folder: Path) -> RunCurve:
         number = path.stem.removeprefix("val_")
         if number.isdigit() and int(number) in spent:
             evaluations.append(Evaluation(int(number), *spent[int(number)], path))
-    if (folder / "evaluation.jsonl").is_file():
-        evaluations.append(Evaluation(0, 0.0, 0.0, folder / "evaluation.jsonl"))
+    path = folder / "evaluation.jsonl"
+    if path.is_file():
+        step = read_evaluated_step(path)
+        evaluations.append(Evaluation(step, *spent.get(step, (0.0, 0.0)), path))
     if not evaluations:
         raise ConfigError(
             f"{folder} has no evaluation. Set env.val_files and trainer.test_freq, or run "
@@ -78,14 +85,24 @@ def read_curve(folder: Path) -> RunCurve:
     return RunCurve(folder, sorted(evaluations))
 
 
-def read_scores(path: Path, score: Callable[[Json], float]) -> dict[str, list[float]]:
-    """Return the scores of an evaluation: {hash of a row: a score for each verified response}."""
-    scores: dict[str, list[float]] = {}
+def read_evaluated_step(path: Path) -> int:
+    """Return the step of the export that the command `evaluate` scored, 0 for another model."""
+    settings_path = path.with_suffix(".settings.json")
+    if not settings_path.is_file():
+        return 0
+    model = json.loads(settings_path.read_text()).get("actor_rollout_ref.model.path")
+    return read_exported_step(Path(model or "")) or 0
+
+
+@functools.cache
+def read_rewards(path: Path) -> Mapping[str, list[float]]:
+    """Return the rewards of an evaluation: {hash of a row: those of its verified responses}."""
+    rewards: dict[str, list[float]] = {}
     for _, record in read_records(path):
-        values = scores.setdefault(hash_row(record), [])
+        values = rewards.setdefault(hash_row(record), [])
         if record["_episode"].get("status") == "ok" and record.get("reward") is not None:
-            values.append(score(record))
-    return scores
+            values.append(float(record["reward"]))
+    return rewards
 
 
 def hash_row(record: Json) -> str:
@@ -97,33 +114,71 @@ def hash_row(record: Json) -> str:
     return hashlib.sha1(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-def pick_evaluations(curves: Sequence[RunCurve], budget: str) -> tuple[float, list[Evaluation]]:
-    """Return a common budget, and the last evaluation of each run within it.
+def pick_evaluations(
+    curves: Sequence[RunCurve], budget: str
+) -> tuple[float, list[Evaluation]] | None:
+    """Return a common budget, and an evaluation of each run at it.
 
-    budget: steps, tokens or seconds. It is the most that all runs have spent at an evaluation.
+    budget: steps: the last step at which all runs have an evaluation. tokens, seconds: what the
+    cheapest run had spent at its last evaluation; each run has its last evaluation within it. None
+    if a run had spent much less. Raises ConfigError if no step is common.
     """
-    common = min(getattr(curve.evaluations[-1], budget) for curve in curves)
+    if budget == "steps":
+        return pick_step(curves)
+    common: float = min(getattr(curve.evaluations[-1], budget) for curve in curves)
     picked = []
     for curve in curves:
-        paid = [e for e in curve.evaluations if getattr(e, budget) <= common]
-        picked.append(paid[-1] if paid else curve.evaluations[0])
+        spent = [one for one in curve.evaluations if getattr(one, budget) <= common]
+        if not spent or getattr(spent[-1], budget) < MIN_SPENT * common:
+            return None
+        picked.append(spent[-1])
     return common, picked
 
 
-def tabulate(
-    evaluations: Sequence[Evaluation], score: Callable[[Json], float]
-) -> tuple[Scores, list[str]]:
-    """Return [runs, rows] mean scores of the rows that every evaluation verified, and the rows.
+def pick_step(curves: Sequence[RunCurve]) -> tuple[float, list[Evaluation]]:
+    """Return the last step at which all runs have an evaluation. Raises ConfigError."""
+    by_step = [{one.steps: one for one in curve.evaluations} for curve in curves]
+    common = max(set(by_step[0]).intersection(*by_step), default=0)
+    is_trained = all(max(steps) > 0 for steps in by_step)
+    if any(common not in steps for steps in by_step) or (is_trained and common == 0):
+        found = "; ".join(
+            f"{curve.folder}: {', '.join(map(str, steps))}"
+            for curve, steps in zip(curves, by_step, strict=True)
+        )
+        raise ConfigError(
+            f"The runs have no evaluation after the same step: {found}. Set the same "
+            "trainer.test_freq, or score exports of the same step with `evaluate`."
+        )
+    return common, [steps[common] for steps in by_step]
+
+
+class Table(NamedTuple):
+    """Mean scores [runs, rows] of the rows that each run verified. total: rows of any run."""
+
+    scores: Scores
+    total: int
+
+
+def tabulate(evaluations: Sequence[Evaluation], score: Callable[[float], float]) -> Table:
+    """Make the table of some evaluations, one for each run.
 
     Raises ConfigError if the evaluations share fewer than two rows.
     """
-    tables = [read_scores(evaluation.path, score) for evaluation in evaluations]
-    shared = [row for row in tables[0] if all(table.get(row) for table in tables)]
+    tables = [read_rewards(evaluation.path) for evaluation in evaluations]
+    total = len(set().union(*tables))
+    in_all = set(tables[0]).intersection(*tables)
+    shared = [row for row in tables[0] if row in in_all and all(table[row] for table in tables)]
     if len(shared) < 2:
         folders = sorted({str(evaluation.path.parent.parent) for evaluation in evaluations})
-        raise ConfigError(
-            f"{', '.join(folders)} share {len(shared)} held-out rows, and a comparison needs two. "
-            "Set the same env.val_files in both recipes."
+        cause = (
+            "Set the same env.val_files in both recipes. Rows of a function must not depend on "
+            "data.seed."
         )
-    means = [[float(np.mean(table[row])) for row in shared] for table in tables]
-    return np.array(means), shared
+        if len(in_all) > 1:
+            cause = "In the others, some run has no verified response: repeat its evaluation."
+        raise ConfigError(
+            f"{', '.join(folders)} share {len(in_all)} held-out rows, {len(shared)} of them with "
+            f"a reward in each run, and a comparison needs two. {cause}"
+        )
+    means = [[np.mean([score(one) for one in table[row]]) for row in shared] for table in tables]
+    return Table(np.array(means, dtype=np.float64), total)

@@ -42,7 +42,8 @@ class Difference(NamedTuple):
     """The difference of the mean scores of two variants.
 
     interval, p_value: None if a variant has one run. Then nothing can be said about other seeds.
-    If all scores are between 0 and 1, the interval is between -1 and 1.
+    If all scores are between 0 and 1, the interval is between -1 and 1. p_value is None, too, if no
+    score varies.
     over_rows: the interval of these very runs on other rows of the same kind.
     seed_variance: of a run's score by its seed. row_variance: of the difference by its rows.
     """
@@ -68,7 +69,7 @@ def split_variance(scores: Scores) -> Parts:
     by_run = scores.mean(axis=1)
     residuals = scores - by_run[:, None] - scores.mean(axis=0)[None, :] + scores.mean()
     mean_square = float((residuals**2).sum()) / ((runs - 1) * (rows - 1))
-    return Parts(float(by_run.var(ddof=1)) / runs, mean_square / (runs * rows))
+    return Parts(compute_variance(by_run) / runs, mean_square / (runs * rows))
 
 
 def compute_interval(estimate: float, parts: list[tuple[float, float]]) -> Interval:
@@ -88,12 +89,15 @@ def compare_scores(some: Scores, others: Scores) -> Difference:
     rows = some.shape[1]
     estimate = float(some.mean() - others.mean())
     by_row = some.mean(axis=0) - others.mean(axis=0)
-    row_variance = float(by_row.var(ddof=1)) / rows
+    row_variance = compute_variance(by_row) / rows
     over_rows = compute_interval(estimate, [(row_variance, rows - 1)])
     if min(len(some), len(others)) < 2:
         return Difference(None, None, over_rows, 0.0, row_variance, rows)
     first = split_variance(some)
     second = split_variance(others)
+    if is_fraction(some) and is_fraction(others) and row_variance + first.seeds + second.seeds == 0:
+        interval = combine(compute_mean_interval(some), compute_mean_interval(others))
+        return Difference(interval, None, over_rows, 0.0, 0.0, rows)
     pure_row_variance = max(row_variance - first.residual - second.residual, 0.0)
     parts = [
         (first.seeds, len(some) - 1),
@@ -106,6 +110,20 @@ def compare_scores(some: Scores, others: Scores) -> Difference:
     if is_fraction(some) and is_fraction(others):
         interval = interval._replace(low=max(interval.low, -1.0), high=min(interval.high, 1.0))
     return Difference(interval, p_value, over_rows, seed_variance, pure_row_variance, rows)
+
+
+def combine(some: Interval, others: Interval) -> Interval:
+    """The interval of the difference of two independent means, from theirs (Newcombe 1998)."""
+    estimate = some.estimate - others.estimate
+    down = math.hypot(some.estimate - some.low, others.high - others.estimate)
+    up = math.hypot(some.high - some.estimate, others.estimate - others.low)
+    return Interval(estimate, estimate - down, estimate + up, min(some.df, others.df))
+
+
+def compute_variance(values: NDArray[np.float64], ddof: int = 1) -> float:
+    """The variance, 0 if it comes from rounding alone."""
+    variance = float(values.var(ddof=ddof))
+    return variance if variance > 1e-20 * max(1.0, float(np.abs(values).max()) ** 2) else 0.0
 
 
 def is_fraction(scores: Scores) -> bool:
@@ -167,7 +185,7 @@ def compute_mean_interval(scores: Scores) -> Interval:
     """
     runs, rows = scores.shape
     estimate = float(scores.mean())
-    row_variance = float(scores.mean(axis=0).var()) / rows
+    row_variance = compute_variance(scores.mean(axis=0), ddof=0) / rows
     parts = [(row_variance, math.inf)]
     if runs > 1 and rows > 1:
         split = split_variance(scores)

@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 import yaml
 
+from kit.config import resources
 from kit.config.keys import ROOT
 from kit.config.recipe import Recipe
 from kit.errors import ConfigError
 from kit.extras.evidence import compare
-from kit.extras.evidence.curves import find_runs
 from kit.runs import cli
 from kit.runs.checkpoints import is_exported
 from kit.runs.console import say
@@ -54,6 +54,8 @@ class SweepRun(NamedTuple):
     """A run of a sweep: its command, and the folder in which it is called."""
 
     name: str
+    variant: str
+    steps: int  # of the whole run
     command: tuple[str, ...]
     folder: Path
 
@@ -62,25 +64,25 @@ def main(arguments: Sequence[str]) -> None:
     """Run the command. Raises ConfigError if the sweep cannot start, or if runs failed."""
     args = parse_arguments(arguments)
     variants = list_variants(args.vary)
-    recipe = check_variants(args, variants)
-    name = recipe.trainer.experiment_name
-    runs = list(list_runs(name, args, variants))
-    total = recipe.trainer.total_training_steps
-    left = [run for run in runs if not is_exported(run.name, total)]
+    recipes = check_variants(args, variants)
+    name = recipes[0].trainer.experiment_name
+    steps = [recipe.trainer.total_training_steps for recipe in recipes]
+    runs = list(list_runs(name, args, variants, steps))
+    left = [run for run in runs if not is_exported(run.name, run.steps)]
     say(f"{len(runs)} runs in runs/{name}, {len(runs) - len(left)} of them finished")
     for run in left:
         say(f"    {run.name}")
     if args.dry_run:
         return
     keep_settings(Path("runs") / name, args)
-    statuses = run_through_ray(left, recipe) if args.parallel else [start(run) for run in left]
+    statuses = run_through_ray(left, recipes) if args.parallel else [start(run) for run in left]
     failed = [run.name for run, status in zip(left, statuses, strict=True) if status]
     if failed:
         raise ConfigError(
             f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}. Read runs/<name>.log "
             "of each, then repeat the command to continue."
         )
-    compare_variants(Path("runs") / name, variants)
+    compare_variants(Path("runs") / name, runs)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -112,6 +114,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(
             f"--seeds {args.seeds} is no number of seeds, and no list such as 4,5,6. Change it."
         )
+    for text in (*args.words, *args.vary):
+        if text.partition("=")[0].lstrip("+") in SEED_KEYS:
+            raise ConfigError(f"{text}: a sweep sets this key for each run. Use --seeds.")
     return args
 
 
@@ -140,13 +145,21 @@ def list_variants(vary: Sequence[str]) -> list[Variant]:
         configs = itertools.chain.from_iterable(one.configs for one in combination)
         changes = itertools.chain.from_iterable(one.changes for one in combination)
         variants.append(Variant(name, tuple(configs), tuple(changes)))
+    names = [one.name for one in variants]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"Two variants would have the folder {twice[0]}. Rename the recipes or values of "
+            f"--vary: {', '.join(vary)}."
+        )
     return variants
 
 
 def make_variant(key: str, value: str) -> Variant:
     """Return the variant with one value. Its name can be the name of a folder."""
     if key == "config":
-        return Variant(Path(value).stem, () if value == "base" else (value,), ())
+        name = re.sub(r"\.ya?ml$", "", Path(value).name)
+        return Variant(name, () if value == "base" else (value,), ())
     name = f"{key.rpartition('.')[2]}={value}"
     return Variant(re.sub(r"[^\w.=+-]+", "_", name), (), (f"{key}={value}",))
 
@@ -156,30 +169,36 @@ def split_values(text: str) -> list[str]:
     return re.findall(r"""(?:\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""", text) or [""]
 
 
-def check_variants(args: argparse.Namespace, variants: Sequence[Variant]) -> Recipe:
-    """Check the recipe of each variant, and return that of the first. Raises EXPECTED_ERRORS."""
+def check_variants(args: argparse.Namespace, variants: Sequence[Variant]) -> list[Recipe]:
+    """Check the recipe of each variant, and return all of them. Raises EXPECTED_ERRORS."""
     recipes = []
     for variant in variants:
         files = [*args.config, *variant.configs]
+        words = [*args.words, *variant.changes, "trainer.resume_mode=disable"]
         try:
-            planned = cli.plan(files, [*args.words, *variant.changes], is_dry_run=True)
+            planned = cli.plan(files, words, is_dry_run=True)
         except ConfigError as error:
             raise ConfigError(f"variant {variant.name}: {error}") from error
         recipes.append(planned.recipe)
-    return recipes[0]
+    return recipes
 
 
 def list_runs(
-    name: str, args: argparse.Namespace, variants: Sequence[Variant]
+    name: str, args: argparse.Namespace, variants: Sequence[Variant], steps: Sequence[int]
 ) -> Iterator[SweepRun]:
-    """Yield the runs of a sweep: all variants of the first seed, then of the next."""
-    for seed, variant in itertools.product(list_seeds(args.seeds), variants):
+    """Yield the runs of a sweep: all variants of the first seed, then of the next.
+
+    steps: of each variant.
+    """
+    pairs = list(zip(variants, steps, strict=True))
+    for seed, (variant, total) in itertools.product(list_seeds(args.seeds), pairs):
         run_name = f"{name}/{variant.name}-seed{seed}"
         files = [*args.config, *variant.configs]
         words = [sys.executable, str(ALGORITHM), "--quiet"]
         words += itertools.chain(*(("--config", file) for file in files))
         words += [*args.words, *variant.changes, *(f"{key}={seed}" for key in SEED_KEYS)]
-        yield SweepRun(run_name, (*words, f"trainer.experiment_name={run_name}"), Path.cwd())
+        command = (*words, f"trainer.experiment_name={run_name}")
+        yield SweepRun(run_name, variant.name, total, command, Path.cwd())
 
 
 def keep_settings(folder: Path, args: argparse.Namespace) -> None:
@@ -199,45 +218,64 @@ def keep_settings(folder: Path, args: argparse.Namespace) -> None:
 
 
 def start(run: SweepRun) -> int:
-    """Run one run to its end, and return its exit status. Its output is in runs/<name>.log."""
+    """Run one run to its end, and return its exit status. Its output is in runs/<name>.log.
+
+    If the sweep is stopped, so is the run: it gets the time to save.
+    """
     log = run.folder / "runs" / f"{run.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     # a task of Ray has variables with which the run would join the Ray of the sweep
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     begin = time.monotonic()
     with log.open("ab") as out:
-        status = subprocess.run(
+        process = subprocess.Popen(
             run.command,
             stdout=out,
             stderr=subprocess.STDOUT,
             cwd=run.folder,
             env=environment,
-        ).returncode
+        )
+        try:
+            status = process.wait()
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt):  # Ctrl-C has reached the run, too
+                process.terminate()
+            process.wait()
+            raise
     minutes = (time.monotonic() - begin) / 60
     say(f"{run.name}: {'finished' if status == 0 else f'status {status}'} after {minutes:.1f} min")
     return status
 
 
-def run_through_ray(runs: Sequence[SweepRun], recipe: Recipe) -> list[int]:
+def run_through_ray(runs: Sequence[SweepRun], recipes: Sequence[Recipe]) -> list[int]:
     """Run as many runs at the same time as GPUs are free, and return their exit statuses.
 
     Ray queues them, on the cluster of ray_kwargs.ray_init.address or on this machine. A run starts
-    a Ray of its node with the GPUs that it got. Raises ConfigError if a run needs several nodes.
+    a Ray of its node with the GPUs that it got. recipes: of the variants. Raises ConfigError if a
+    run needs several nodes, or more GPUs than a node has.
     """
     import ray
 
-    if recipe.trainer.nnodes > 1:
+    nodes = max(recipe.trainer.nnodes for recipe in recipes)
+    if nodes > 1:
         raise ConfigError(
-            f"--parallel is for runs on one node, and trainer.nnodes={recipe.trainer.nnodes}. "
-            "Remove --parallel."
+            f"--parallel is for runs on one node, and trainer.nnodes={nodes}. Remove --parallel."
         )
-    is_cpu = recipe.trainer.device == "cpu"
-    address = recipe.get("ray_kwargs.ray_init.address")
+    is_cpu = recipes[0].trainer.device == "cpu"
+    gpus = 0 if is_cpu else max(resources.all_gpus(one.verl, one.command) for one in recipes)
+    address = recipes[0].get("ray_kwargs.ray_init.address")
     environment = {"env_vars": {"PYTHONPATH": str(ROOT)}}
     ray.init(address=address, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    largest = max(node["Resources"].get("GPU", 0) for node in ray.nodes())
+    if gpus > largest:
+        ray.shutdown()
+        raise ConfigError(
+            f"A run takes {gpus} GPUs, and the largest node has {largest:.0f}. Lower "
+            "trainer.n_gpus_per_node, or remove --parallel."
+        )
     cpus = ray.cluster_resources().get("CPU", 1.0) / max(len(ray.nodes()), 1)
     task = ray.remote(start).options(
-        num_gpus=0 if is_cpu else recipe.trainer.n_gpus_per_node,
+        num_gpus=gpus,
         num_cpus=cpus if is_cpu else 0,  # a run on a CPU uses all cores
         max_retries=0,
     )
@@ -254,13 +292,15 @@ def run_through_ray(runs: Sequence[SweepRun], recipe: Recipe) -> list[int]:
     return statuses
 
 
-def compare_variants(folder: Path, variants: Sequence[Variant]) -> None:
+def compare_variants(folder: Path, runs: Sequence[SweepRun]) -> None:
     """Print the scores of the variants, and the comparison of each with the first one.
 
     Also write them to report.html of the sweep.
     """
-    runs = {one.name: find_runs([f"{folder}/{one.name}-seed*/"]) for one in variants}
-    (first, baselines), *others = runs.items()
+    folders: dict[str, list[Path]] = {}
+    for run in runs:
+        folders.setdefault(run.variant, []).append(Path("runs") / run.name)
+    (first, baselines), *others = folders.items()
     lines: list[str] = []
     for name, some in others:
         lines += [f"A = {name}, B = {first}"]
@@ -269,4 +309,4 @@ def compare_variants(folder: Path, variants: Sequence[Variant]) -> None:
         lines = compare.describe_runs(baselines)
     for line in lines:
         say(line)
-    compare.write_report(folder / "report.html", runs, lines)
+    compare.write_report(folder / "report.html", folders, lines)

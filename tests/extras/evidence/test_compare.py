@@ -17,11 +17,10 @@ from kit.data.rollout_files import to_record, write_record
 from kit.errors import ConfigError, RunError
 from kit.extras.evidence import compare
 from kit.extras.evidence.curves import (
-    SCORES,
     find_runs,
     pick_evaluations,
     read_curve,
-    read_scores,
+    read_rewards,
 )
 from tests.helpers.recipes import row
 
@@ -104,6 +103,53 @@ def test_an_equal_budget_is_what_all_runs_have_spent(tmp_path):
     amount, picked = pick_evaluations(curves, "tokens")
     assert amount == 2000 and [one.steps for one in picked] == [20, 10]
     assert pick_evaluations(curves, "steps")[0] == 20
+    curves[1].evaluations.pop(1)  # nothing between the start and the end, which costs twice
+    assert pick_evaluations(curves, "tokens") is None
+
+
+def test_equal_steps_are_steps_that_all_runs_evaluated(tmp_path):
+    curves = [read_curve(plant(tmp_path / name, 0.5, 1)) for name in ("a1", "b1")]
+    curves[1].evaluations.pop()
+    amount, picked = pick_evaluations(curves, "steps")
+    assert amount == 10 and [one.steps for one in picked] == [10, 10]
+    curves[1].evaluations.pop()
+    curves[1].evaluations.append(curves[1].evaluations[0]._replace(steps=15))
+    with pytest.raises(ConfigError, match=r"b1: 0, 15. Set the same trainer.test_freq"):
+        pick_evaluations(curves, "steps")
+
+
+def test_an_evaluated_export_has_the_step_of_its_weights(tmp_path, capsys):
+    """`evaluate` of a replay's export, in a folder of its own, against the recorded run."""
+    plant(tmp_path / "a1", 0.5, 1)
+    source = plant(tmp_path / "source", 0.9, 2)
+    export = source / "export"
+    export.mkdir()
+    (export / "step.txt").write_text("20")
+    scores = tmp_path / "b1"
+    scores.mkdir()
+    (scores / "evaluate.yaml").write_text("data: {seed: 2}\n")
+    (source / "rollouts" / "val_20.jsonl").rename(scores / "evaluation.jsonl")
+    settings = {"actor_rollout_ref.model.path": str(export)}
+    (scores / "evaluation.settings.json").write_text(json.dumps(settings))
+    assert "At equal steps (20):" in run(tmp_path, capsys)
+    (export / "step.txt").unlink()  # the model of another folder counts as untrained
+    assert "At equal steps (0):" in run(tmp_path, capsys)
+
+
+def test_runs_of_one_seed_are_named(tmp_path, capsys):
+    for seed in (1, 2):
+        plant(tmp_path / f"a{seed}", 0.8, 1)
+        plant(tmp_path / f"b{seed}", 0.3, seed)
+    assert "2 runs of A have 1 values of data.seed" in run(tmp_path, capsys)
+
+
+def test_rows_that_some_run_did_not_verify_are_counted(tmp_path, capsys):
+    plant_both(tmp_path, 0.8, 0.3, seeds=2)
+    path = tmp_path / "a1" / "rollouts" / "val_20.jsonl"
+    lines = path.read_text().splitlines()
+    lines[0] = json.dumps(json.loads(lines[0]) | {"reward": None})
+    path.write_text("\n".join(lines) + "\n")
+    assert "63 held-out rows of 64, which all runs have verified" in run(tmp_path, capsys)
 
 
 def test_failed_episodes_do_not_count(tmp_path):
@@ -112,8 +158,8 @@ def test_failed_episodes_do_not_count(tmp_path):
     episode = Episode("r:0", "0/0", "s", [5], row=row("question 0"), status="http_500")
     with path.open("ab") as out:
         write_record(out, to_record(episode, 0, 1))
-    scores = read_scores(path, SCORES["acc"])
-    assert len(scores) == ROWS and sum(map(len, scores.values())) == ROWS
+    rewards = read_rewards(path)
+    assert len(rewards) == ROWS and sum(map(len, rewards.values())) == ROWS
 
 
 @pytest.mark.parametrize(
@@ -141,16 +187,16 @@ def test_runs_that_cannot_be_compared_are_one_line(tmp_path, names, message):
 
 
 def test_at_equal_tokens_the_dearer_runs_have_fewer_steps(tmp_path, capsys):
-    """B is better at equal steps, and needs four times the tokens for it."""
+    """B is better at equal steps, and needs twice the tokens for it."""
     for seed in (1, 2, 3):
         plant(tmp_path / f"a{seed}", 0.6, seed)
-        plant(tmp_path / f"b{seed}", 0.9, seed, tokens=400)
+        plant(tmp_path / f"b{seed}", 0.9, seed, tokens=200)
     output = run(tmp_path, capsys, "--json", str(tmp_path / "out.json"))
     assert "At equal tokens (2,000), the last evaluations within them: A after step 20" in output
     first, _, second, _ = json.loads((tmp_path / "out.json").read_text())
     assert first["budget"] == "steps" and first["difference"]["interval"]["high"] < 0
-    assert second["budget"] == "tokens" and second["difference"]["interval"]["low"] > 0
-    assert second["steps"] == [[20] * 3, [0] * 3]
+    assert second["budget"] == "tokens" and second["steps"] == [[20] * 3, [10] * 3]
+    assert second["difference"]["interval"]["high"] > first["difference"]["interval"]["high"]
 
 
 def test_the_report_has_the_comparison_and_a_band_for_each_set(tmp_path, capsys):

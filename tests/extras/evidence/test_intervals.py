@@ -169,3 +169,20 @@ def test_a_difference_of_fractions_is_between_minus_1_and_1():
     assert (clipped.interval.low, clipped.interval.high) == (-1, 1)
     assert free.interval.high > 2
     assert clipped.p_value == pytest.approx(free.p_value)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.7, 1.0])
+def test_equal_scores_have_an_interval_with_a_width(value):
+    """0.1 is no binary fraction, so its sums differ from it by rounding."""
+    scores = np.full((3, 100), value)
+    interval = intervals.compute_mean_interval(scores)
+    assert interval.low < value + 1e-9 and interval.high - interval.low > 0.03
+    found = compute_score_interval([[value] for _ in range(100)])
+    assert found[HIGH] - found[LOW] > 0.03
+
+
+def test_scores_that_never_vary_have_an_interval_and_no_p_value():
+    difference = intervals.compare_scores(np.full((2, 100), 0.9), np.full((2, 100), 0.1))
+    assert difference.p_value is None and difference.interval.estimate == pytest.approx(0.8)
+    assert 0.6 < difference.interval.low < 0.8 < difference.interval.high < 0.9
+    assert intervals.find_needed_seeds(difference) == 2

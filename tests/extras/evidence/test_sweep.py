@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.config.keys import ROOT
 from kit.errors import ConfigError
 from kit.extras.evidence import sweep
 
@@ -34,7 +38,7 @@ def make_recipe() -> SimpleNamespace:
     trainer = SimpleNamespace(
         experiment_name="sums", total_training_steps=12, device="cpu", nnodes=1
     )
-    return SimpleNamespace(trainer=trainer, get=lambda key: None)
+    return SimpleNamespace(trainer=trainer, get=lambda key: None, verl=None, command="train")
 
 
 @pytest.fixture
@@ -42,8 +46,10 @@ def place(tmp_path, monkeypatch) -> Path:
     """A folder with rows, a model and the stand-in, as the current folder."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setattr(sweep, "ALGORITHM", tmp_path / "stand_in.py")
-    monkeypatch.setattr(sweep, "check_variants", lambda args, variants: make_recipe())
-    monkeypatch.setattr(sweep, "compare_variants", lambda folder, variants: None)
+    monkeypatch.setattr(
+        sweep, "check_variants", lambda args, variants: [make_recipe() for _ in variants]
+    )
+    monkeypatch.setattr(sweep, "compare_variants", lambda folder, runs: None)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -109,7 +115,11 @@ def test_a_dry_run_starts_nothing(place, capsys):
         (["--seeds", "x"], "--seeds x is no number of seeds"),
         (["--vary", "actor.optim.lr"], "is not KEY=A,B"),
         (["--vary", "=1,2"], "is not KEY=A,B"),
-        (["--vary", "data.seed=1,1"], "with different values"),
+        (["--vary", "rollout.n=1,1"], "with different values"),
+        (["--vary", "data.seed=1,2"], "data.seed=1,2: a sweep sets this key for each run"),
+        (["+data.seed=7"], "Use --seeds"),
+        (["--vary", "config=a/x.yaml,b/x.yaml"], "Two variants would have the folder x"),
+        (["--vary", "model.path=a/b,a:b"], "Two variants would have the folder path=a_b"),
     ],
 )
 def test_bad_arguments_are_one_line(place, arguments, message):
@@ -134,6 +144,7 @@ def test_several_vary_give_all_combinations():
     assert [one.name for one in variants] == ["base-n=4", "base-n=8", "dapo-n=4", "dapo-n=8"]
     assert variants[2].configs == ("dapo",)
     assert variants[2].changes == ("actor_rollout_ref.rollout.n=4",)
+    assert [one.name for one in sweep.list_variants(["config=v1.5,v1.6.yaml"])] == ["v1.5", "v1.6"]
 
 
 @given(st.lists(st.sampled_from(["1e-5", "[a,b]", "{x: 1, y: 2}", "'a,b'", "null"]), min_size=1))
@@ -154,15 +165,78 @@ def test_each_variant_is_compared_with_the_first(tmp_path, monkeypatch, capsys):
     for seed in (1, 2):
         for name, accuracy in (("a", 0.3), ("b", 0.6), ("b2", 0.9)):
             plant(tmp_path / "runs" / "s" / f"{name}-seed{seed}", accuracy, seed)
-    variants = [sweep.Variant(name, (), ()) for name in ("a", "b", "b2")]
-    sweep.compare_variants(Path("runs/s"), variants)
+    # an unfinished run of an earlier command, with more seeds, is no part of the comparison
+    (tmp_path / "runs" / "s" / "a-seed3").mkdir()
+    runs = [
+        sweep.SweepRun(f"s/{name}-seed{seed}", name, 20, (), tmp_path)
+        for seed in (1, 2)
+        for name in ("a", "b", "b2")
+    ]
+    sweep.compare_variants(Path("runs/s"), runs)
     output = capsys.readouterr().out
     assert output.count("A: 2 runs, B: 2 runs, 64 held-out rows") == 2
     assert "A = b, B = a" in output and "A = b2, B = a" in output
     assert (tmp_path / "runs" / "s" / "report.html").is_file()
-    shutil.rmtree(tmp_path / "runs" / "s" / "b-seed1")
-    sweep.compare_variants(Path("runs/s"), variants[:1])
+    sweep.compare_variants(Path("runs/s"), [run for run in runs if run.variant == "a"])
     assert "acc at step 20: 0." in capsys.readouterr().out
+
+
+def test_variants_may_have_different_steps(place, monkeypatch, capsys):
+    recipes = [make_recipe(), make_recipe()]
+    recipes[1].trainer.total_training_steps = 24
+    monkeypatch.setattr(sweep, "check_variants", lambda args, variants: recipes)
+    vary = ["--vary", "trainer.total_training_steps=12,24"]
+    sweep.main([*RECIPE, "--seeds", "1", *vary])
+    path = place / "runs" / "sums" / "total_training_steps=24-seed1" / "export" / "step.txt"
+    path.write_text("24")  # the stand-in has written 12
+    sweep.main([*RECIPE, "--seeds", "1", *vary])
+    assert "2 runs in runs/sums, 2 of them finished" in capsys.readouterr().out
+
+
+# A run that takes a moment to save when it is told to stop.
+SAVES = """
+import pathlib, signal, sys, time
+
+def save(*_):
+    time.sleep(1)
+    pathlib.Path("saved").touch()
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGINT, save)
+pathlib.Path("started").touch()
+time.sleep(60)
+"""
+SWEEP_OF_ONE = """
+import pathlib, signal, sys
+from kit.extras.evidence import sweep
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as `algorithm.py` does
+folder = pathlib.Path.cwd()
+sweep.start(sweep.SweepRun("r", "base", 1, (sys.executable, "saves.py"), folder))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_saves_before_a_stopped_sweep_ends(tmp_path, number):
+    (tmp_path / "saves.py").write_text(SAVES)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SWEEP_OF_ONE],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "started").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    if number == signal.SIGINT:  # a terminal sends it to the sweep and to the run
+        os.killpg(process.pid, number)
+    else:
+        process.terminate()
+    assert process.wait(30) != 0
+    assert (tmp_path / "saved").exists()
 
 
 @pytest.mark.soak
@@ -170,6 +244,6 @@ def test_ray_queues_the_runs(place):
     """On a CPU, a run uses all cores, so they run one after the other."""
     names = [f"sums/base-seed{n}" for n in (1, 2, 3)]
     command = (sys.executable, str(place / "stand_in.py"))
-    runs = [sweep.SweepRun(name, (*command, f"x={name}"), place) for name in names]
-    assert sweep.run_through_ray(runs, make_recipe()) == [0, 0, 0]
+    runs = [sweep.SweepRun(name, "base", 12, (*command, f"x={name}"), place) for name in names]
+    assert sweep.run_through_ray(runs, [make_recipe()]) == [0, 0, 0]
     assert len(read_calls(place)) == 3
