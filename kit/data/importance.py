@@ -20,12 +20,12 @@ def effective_sample_size(log_weights: Tensor) -> float:
     """Return Kish's effective sample size of n weights as a fraction: (sum w)^2 / (n sum w^2).
 
     It is 1 if all weights are equal, and 1/n if one weight has the whole sum. log_weights: [n], in
-    logarithms, since the ratio of a long response overflows. NaN counts as no sample: the result
-    is 0. Source: Kish 1965, Survey Sampling, section 11.7.
+    logarithms, since the ratio of a long response overflows. Without a finite largest weight, the
+    result is 0. Source: Kish 1965, Survey Sampling, section 11.7.
     """
-    if not len(log_weights) or bool(log_weights.isnan().any()):
-        return 0.0
     logs = log_weights.double()
+    if not len(logs) or not bool(logs.max().isfinite()):  # the maximum with NaN is NaN
+        return 0.0
     logs = logs - logs.max()  # the result does not depend on the scale of the weights
     share = 2 * logs.logsumexp(0) - (2 * logs).logsumexp(0)
     return float(share.exp()) / len(logs)

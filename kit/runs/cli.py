@@ -110,7 +110,7 @@ def plan(
     if resume_from:
         notes += checkpoints.check(resume_from, recipe)
         notes.append(f"resume      from {resume_from}")
-    loaded = recorded.load(recording, recipe, inputs) if recording else None
+    loaded = recorded.load(recording, recipe, inputs, resume_from) if recording else None
     if loaded:
         notes.append(loaded.note)
     if command == "train":

@@ -165,6 +165,11 @@ def prepare(config: DictConfig, recording: Recording) -> Path | None:
     Returns the checkpoint before the first step, or None for step 1. Raises ConfigError. No engine
     samples, so no held-out row is evaluated: `evaluate` does that with the export of the replay.
     """
+    if config.env.shadow_verifier is not None:
+        raise ConfigError(
+            "env.shadow_verifier scores new episodes, and --replay has recorded ones. Set it to "
+            "null."
+        )
     checkpoint = find_checkpoint(config, recording)
     if checkpoint:
         before = recording.first - 1
@@ -196,17 +201,32 @@ def find_checkpoint(config: DictConfig, recording: Recording) -> Path | None:
     return next((path for path in candidates if path.is_dir()), candidates[0])
 
 
-def load(recording: Recording, recipe: Recipe, inputs: RunInputs) -> Replay:
+def load(
+    recording: Recording, recipe: Recipe, inputs: RunInputs, start: Path | None = None
+) -> Replay:
     """Read every file once, and check it against the model and the rows. Raises ConfigError.
 
-    Each step reads its file again, so that memory does not grow with the number of steps.
+    start: the checkpoint before the first step. Each step reads its file again, so that memory does
+    not grow with the number of steps.
     """
     for path in recording.files.values():
         batches = load_replay(path, inputs.train)
         episodes = list(itertools.chain.from_iterable(batches))
         check_vocabulary(path, episodes, inputs)
         check_tokenizer(path, episodes, inputs)
-    return Replay(recording, inputs.train, list_changes(recording, recipe))
+    changes = list_changes(recording, recipe)
+    if start and recipe.trainer.resume_mode == "resume_path" and not is_own(start, recording):
+        changes.append(f"start from {start}")
+    return Replay(recording, inputs.train, changes)
+
+
+def is_own(checkpoint: Path, recording: Recording) -> bool:
+    """Whether a checkpoint is of the recorded run."""
+    folders = [recording.folder / "checkpoints"]
+    path = recording.folder / "config.yaml"
+    if path.is_file():
+        folders.append(Path(str(OmegaConf.load(path).trainer.default_local_dir)))
+    return checkpoint.resolve().parent in [folder.resolve() for folder in folders]
 
 
 def check_vocabulary(path: Path, episodes: Sequence[Episode], inputs: RunInputs) -> None:

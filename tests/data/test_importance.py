@@ -28,6 +28,9 @@ def test_the_effective_sample_size_at_its_limits():
     assert effective_sample_size(torch.tensor([1e5, 0.0, 0.0, 0.0])) == pytest.approx(0.25)
     assert effective_sample_size(torch.tensor([0.0, math.nan])) == 0.0
     assert effective_sample_size(torch.tensor([])) == 0.0
+    assert effective_sample_size(torch.tensor([math.inf, 0.0])) == 0.0
+    assert effective_sample_size(torch.tensor([-math.inf] * 2)) == 0.0
+    assert effective_sample_size(torch.tensor([-math.inf, 0.0])) == pytest.approx(0.5)
 
 
 def test_the_shift_counts_sampled_tokens_only():

@@ -50,7 +50,7 @@ def make_config(name: str = "again", **trainer) -> DictConfig:
             "val_before_train": True,
             **trainer,
         },
-        "env": {"val_files": ["x"]},
+        "env": {"val_files": ["x"], "shadow_verifier": None},
     }
     return OmegaConf.create(sections)
 
@@ -121,6 +121,10 @@ def test_a_replay_starts_from_the_step_before_its_first(tmp_path):
     touch(tmp_path, "step_1.jsonl")
     first = replay.find_recording(f"{tmp_path}/rollouts/step_1.jsonl")
     assert replay.prepare(make_config(), first) is None
+    config = make_config()
+    config.env.shadow_verifier = "my.py:score"
+    with pytest.raises(ConfigError, match=r"env\.shadow_verifier scores new episodes"):
+        replay.prepare(config, first)
 
 
 # --- the checks of the episodes and of the recipe ------------------------------------------------
@@ -152,6 +156,13 @@ def test_only_keys_that_change_the_update_make_a_replay_off_policy(workspace, tm
     other = recipe.change("trainer.save_freq=1", "env.keep_rollouts=3", "trainer.logger=[console]")
     same = replay.load(recording, other, inputs)
     assert same.changes == [] and "the weights are those of the recorded run" in same.note
+    named = recipe.change("trainer.resume_mode=resume_path")
+    own = write_checkpoint(tmp_path, 3)
+    assert replay.load(recording, named, inputs, own).changes == []
+    other_start = write_checkpoint(tmp_path / "other", 3)
+    assert replay.load(recording, named, inputs, other_start).changes == [
+        f"start from {other_start}"
+    ]
     changed = replay.load(recording, recipe.change("algorithm.adv_estimator=rloo"), inputs)
     assert changed.changes == ["algorithm.adv_estimator grpo -> rloo"]
     assert "off-policy, since the recipe differs: algorithm.adv_estimator grpo -> rloo" in (

@@ -150,8 +150,8 @@ class Recorder:
     def compare(self, shards: Sequence[Tensor]) -> Measured:
         """Measure a gradient, with a sum over the ranks."""
         squares = sum(float(shard.double().square().sum()) for shard in shards)
-        dot = math.nan
-        if self.batch:
+        dot = 0.0 if self.batch else math.nan
+        if self.batch and shards:  # none, if no token of the rows is trained on
             pairs = zip(shards, self.batch, strict=True)
             dot = sum(float((a.double() * b.double()).sum()) for a, b in pairs)
         totals = torch.tensor([squares, dot], dtype=torch.float64, device=self.device)

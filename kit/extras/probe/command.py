@@ -50,13 +50,14 @@ def main(arguments: Sequence[str]) -> None:
     chosen = choose_rows(tasks, args.rows)
     with running_verifiers(planned.recipe, planned.inputs) as started:
         audits = audit_all(chosen, tasks, started, planned.inputs)
+    check_ignored(args.ignore, audits)
     judged = [report.judge(audit, args.threshold, args.ignore) for audit in audits]
     for each in judged:
         console.print(report.build_report(each), highlight=False)
-    found = sum(len(each.weaknesses) for each in judged)
-    seconds = time.monotonic() - began
-    say(f"\n{found} kinds of weakness in {len(judged)} verifiers ({seconds:.0f} s)")
+    say(f"\n{report.summarize(judged)} ({time.monotonic() - began:.0f} s)")
     write_files(args, judged)
+    if not any(audit.rows for audit in audits):
+        raise ConfigError("No verifier of this recipe can be probed. Name rows of others.")
     if any(each.is_weak for each in judged):
         sys.exit(WEAK)
 
@@ -92,6 +93,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     if not 0 < args.threshold <= 1:
         raise ConfigError(f"--threshold {args.threshold:g} is no share. Set a number up to 1.")
     return args
+
+
+def check_ignored(ignored: Sequence[str], audits: Sequence[ServerAudit]) -> None:
+    """Check that --ignore names kinds of responses that were sent. Raises ConfigError."""
+    kinds = {outcome.probe.kind for audit in audits for outcome in audit.outcomes}
+    for name in ignored:
+        if name not in {*kinds, *report.TITLES}:
+            raise ConfigError(
+                f"--ignore {name} is none of {', '.join([*report.TITLES, *sorted(kinds)])}."
+            )
 
 
 def write_files(args: argparse.Namespace, judged: Sequence[report.Judged]) -> None:

@@ -48,6 +48,19 @@ class Judged(NamedTuple):
         return bool(self.weaknesses or self.unsatisfied or changes)
 
 
+def summarize(judged: Sequence[Judged]) -> str:
+    """Return the last line: all that makes the exit status 3."""
+    count = sum(len(each.weaknesses) for each in judged)
+    text = f"{count} kinds of weakness in {len(judged)} verifiers"
+    rows = sum(len(each.unsatisfied) for each in judged)
+    if rows:
+        text += f", {rows} rows whose truth earns nothing"
+    changes = sum(len(row.changes) for each in judged for row in each.audit.rows)
+    if changes:
+        text += f", {changes} responses with two rewards"
+    return text
+
+
 def judge(audit: ServerAudit, threshold: float, ignored: Sequence[str]) -> Judged:
     """Find the weaknesses of a verifier. ignored: kinds that do not count."""
     return Judged(audit, find_weaknesses(audit, threshold, ignored), find_unsatisfied(audit))

@@ -13,7 +13,11 @@ WITH_COMMAS = re.compile(r"-?\d{1,3}(,\d{3})+")
 DECIMAL = re.compile(r"-?\d*\.\d+")
 FRACTION = re.compile(r"(-?)(\d+)/(\d+)")
 PLAIN_WORDS = re.compile(r"[A-Z][a-z]+( [A-Za-z][a-z]+)*")  # no formula, no code
-COUNTED = re.compile(r"\bhow many ([a-z]{3,})", re.IGNORECASE)
+COUNTED = re.compile(  # the noun after `how many`
+    r"\bhow many (?!(?:are|can|did|does|do|different|had|has|have|is|more|of|other|the|times|total|"
+    r"was|were|will|would)\b)([a-z]{3,})",
+    re.IGNORECASE,
+)
 SHARES = re.compile(r"probab|chance|percent|fraction|%", re.IGNORECASE)
 # Prompts that forbid other text than the answer.
 ONLY = re.compile(

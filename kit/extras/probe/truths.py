@@ -192,8 +192,10 @@ def fill_schema(row: Json) -> str:
     return json.dumps(make_placeholder(schema)) if is_object else ""
 
 
-def make_placeholder(schema: Json) -> object:
+def make_placeholder(schema: Json | bool) -> object:
     """Return the emptiest value that follows a JSON schema without references."""
+    if not isinstance(schema, dict):  # true: any value
+        return "x"
     if "const" in schema:
         return schema["const"]
     if schema.get("enum"):

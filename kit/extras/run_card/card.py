@@ -61,7 +61,7 @@ def compose(recipe: Recipe, folder: Path, arguments: Sequence[str]) -> str:
     cleaner = Cleaner(recipe.verl)
     base = read_base(recipe, cleaner)
     name = cleaner.clean(recipe.trainer.experiment_name)
-    lines = [f"# {escape(name)}", "", describe(recipe, folder, base), ""]
+    lines = [f"# {escape(name)}", "", describe(recipe, folder, base, cleaner), ""]
     lines += ["## Scores", "", *describe_scores(recipe, folder), ""]
     lines += ["## Data and verifiers", "", *describe_sources(recipe, folder, cleaner), ""]
     lines += ["## Run", "", *describe_run(recipe, folder), ""]
@@ -143,7 +143,7 @@ def front_matter(recipe: Recipe, base: Base) -> str:
     return str(data.to_yaml())
 
 
-def describe(recipe: Recipe, folder: Path, base: Base) -> str:
+def describe(recipe: Recipe, folder: Path, base: Base, cleaner: Cleaner) -> str:
     """Return the first paragraph: the model, the method, and the size of the training."""
     step = read_step(folder)
     size = recipe.data.train_batch_size
@@ -163,7 +163,7 @@ def describe(recipe: Recipe, folder: Path, base: Base) -> str:
             "`lora_adapter/`, to be used with the base model."
         )
     if recipe.model.lora_adapter_path:
-        path = escape(recipe.model.lora_adapter_path)
+        path = escape(cleaner.clean(recipe.model.lora_adapter_path))
         sentences.append(f"The adapter started from {path}.")
     return " ".join(sentences)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,16 +10,17 @@ import numpy as np
 
 from env import Json
 from kit.data.json_lines import read_metrics
-from kit.data.metrics import compute_score_interval, name_test_set, read_test_set
+from kit.data.metrics import HIGH, LOW, name_test_set, read_test_set
 from kit.data.rollout_files import read_records
 
 MAX_EVALUATIONS = 12  # rows of the table for each test set
+ENDS = (LOW, HIGH)
 
 
 class Score(NamedTuple):
     """A score of an evaluation, such as acc/mean@4.
 
-    interval: of the mean over rows of this kind, as of compute_score_interval; None for one row.
+    interval: {LOW, HIGH} of the same evaluation; None if it has none. rows: that were verified.
     """
 
     step: int
@@ -53,43 +55,34 @@ def read_scores(folder: Path) -> list[Score]:
     scores = []
     for step in pick_steps(list(evaluations)):
         path = folder / "rollouts" / f"val_{step}.jsonl"
-        tables = read_tables(path) if path.is_file() else {}
+        counts = count_rows(path) if path.is_file() else {}
         for metric, value in evaluations[step].items():
             if metric.startswith("val-core/") and "/mean@" in metric and value is not None:
-                scores.append(make_score(step, metric, value, tables))
+                scores.append(make_score(step, metric, evaluations[step], counts))
     return sorted(scores, key=lambda score: (score.test_set, score.step))
 
 
 def make_score(
-    step: int, metric: str, value: float, tables: dict[tuple[str, str], list[float]]
+    step: int, metric: str, values: Mapping[str, float], counts: Mapping[str, int]
 ) -> Score:
-    """Make a score of a metric, with the interval of its rows."""
+    """Make a score of a metric. values: all metrics of the evaluation. counts: of its rows."""
     test_set = read_test_set(metric)
     name = "/".join(metric.rsplit("/", 2)[1:])
-    means = tables.get((test_set, name.partition("/")[0]), [])
-    return Score(step, test_set, name, value, len(means), compute_interval(means))
+    limits = {end: values.get(metric.replace("val-core/", "val-aux/", 1) + end) for end in ENDS}
+    found = {end: limit for end, limit in limits.items() if limit is not None}
+    interval = found if len(found) == len(ENDS) else None
+    return Score(step, test_set, name, values[metric], counts.get(test_set, 0), interval)
 
 
-def compute_interval(means: list[float]) -> dict[str, float] | None:
-    """Return the interval of the mean of rows' mean scores, None for fewer than two rows."""
-    return compute_score_interval([[mean] for mean in means]) if len(means) > 1 else None
-
-
-def read_tables(path: Path) -> dict[tuple[str, str], list[float]]:
-    """Return {(test set, acc or reward): the mean score of each verified row} of an evaluation."""
-    by_row: dict[tuple[str, int], list[float]] = {}
+def count_rows(path: Path) -> dict[str, int]:
+    """Return {test set: the number of rows with a verified response} of an evaluation."""
+    rows: dict[str, set[int]] = {}
     for _, record in read_records(path):
         episode = record["_episode"]
         if episode.get("status") == "ok" and record.get("reward") is not None:
             test_set = name_test_set(record, episode.get("server", ""))
-            row = (test_set, int(record["_ng_task_index"]))
-            by_row.setdefault(row, []).append(float(record["reward"]))
-    tables: dict[tuple[str, str], list[float]] = {}
-    for (test_set, _), rewards in by_row.items():
-        accuracies = [reward >= 1 for reward in rewards]
-        tables.setdefault((test_set, "acc"), []).append(float(np.mean(accuracies)))
-        tables.setdefault((test_set, "reward"), []).append(float(np.mean(rewards)))
-    return tables
+            rows.setdefault(test_set, set()).add(int(record["_ng_task_index"]))
+    return {test_set: len(found) for test_set, found in rows.items()}
 
 
 class Failures(NamedTuple):

@@ -49,6 +49,9 @@ class StepCounter:
             return
         self.count += 1
         if self.count == estimate.MIN_STEPS:
-            recipe = self.run.recipe
-            for line in estimate.describe_running(self.run.folder, recipe.verl, recipe.command):
+            run = self.run
+            recipe = run.recipe
+            for line in estimate.describe_running(
+                run.folder, recipe.verl, recipe.command, run.last
+            ):
                 say(line)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kit.data.json_lines import read_metrics
 from kit.errors import ConfigError
 from kit.extras.run_price import estimate, waste
 from kit.extras.run_price.estimate import Devices, Estimate, Measured, Schedule
@@ -67,7 +68,7 @@ def describe(folder: Path, rate: float | None = None, steps: int | None = None) 
 
 def is_of_train(folder: Path) -> bool:
     """Whether a run sampled episodes, which `sft` does not."""
-    return any((folder / "rollouts").glob("step_*.jsonl"))
+    return any("rollout/episodes" in line for line in read_metrics(folder / "metrics.jsonl"))
 
 
 def describe_times(measured: Measured, schedule: Schedule) -> Iterator[str]:
@@ -76,7 +77,7 @@ def describe_times(measured: Measured, schedule: Schedule) -> Iterator[str]:
     if measured.warm_up:
         note = f", without first steps of {estimate.format_duration(measured.warm_up)}"
     times = estimate.format_times(measured.step.typical)
-    yield f"step        {times}, of {measured.step.count} steps{note}"
+    yield f"step        {times}, of {measured.step.size} steps{note}"
     if measured.test:
         times = estimate.format_times(measured.test.typical)
         yield f"evaluation  {times}, {say_freq(schedule.test_freq)}"

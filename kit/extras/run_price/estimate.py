@@ -78,7 +78,7 @@ class Sample(NamedTuple):
     typical: Range
     mean: float
     variance: float
-    count: int
+    size: int
 
 
 class Sum(NamedTuple):
@@ -89,7 +89,7 @@ class Sum(NamedTuple):
 
     def plus(self, sample: Sample, count: int) -> Sum:
         """Add `count` more values like those of a sample."""
-        variance = sample.variance * (count + count**2 / sample.count)
+        variance = sample.variance * (count + count**2 / sample.size)
         return Sum(self.mean + count * sample.mean, self.variance + variance)
 
     def to_range(self) -> Range:
@@ -317,10 +317,10 @@ def format_rest(rest: Estimate, devices: Devices) -> str:
     return text
 
 
-def describe_running(folder: Path, config: DictConfig, command: str) -> list[str]:
-    """Return a line about the rest of a run that trains now, none after its last step."""
+def describe_running(folder: Path, config: DictConfig, command: str, total: int) -> list[str]:
+    """Return a line about the rest of a run that trains now, none after its last step, `total`."""
     measured = measure(folder)
-    rest = estimate_rest(measured, read_schedule(config), measured.steps)
+    rest = estimate_rest(measured, read_schedule(config, total), measured.steps)
     if not rest.steps:
         return []
     end = measured.steps + rest.steps
@@ -335,18 +335,21 @@ def describe_earlier(config: DictConfig, command: str, runs: Path) -> list[str]:
     folder, measured = found
     rest = estimate_rest(measured, read_schedule(config), 0)
     text = format_rest(rest, read_devices(config, command))
-    return [f"price       {text}, by {measured.step.count} steps of {folder}, without the start"]
+    return [f"price       {text}, by {measured.step.size} steps of {folder}, without the start"]
 
 
 def find_earlier(config: DictConfig, runs: Path) -> tuple[Path, Measured] | None:
     """Find the newest run that did the same work in each step; the folder's own run comes first."""
-    own = str(config.trainer.experiment_name)
+    own = Path(str(config.trainer.experiment_name))
+    work = list_work(config)
     found = [*runs.glob("*/metrics.jsonl"), *runs.glob("*/*/metrics.jsonl")]  # also of a sweep
     paths = sorted(found, key=lambda path: -path.stat().st_mtime)
-    folders = sorted((path.parent for path in paths), key=lambda folder: folder.name != own)
+    folders = sorted(
+        (path.parent for path in paths), key=lambda folder: folder.relative_to(runs) != own
+    )
     for folder in folders:
         try:
-            if list_work(read_config(folder)) == list_work(config):
+            if list_work(read_config(folder)) == work:
                 return folder, measure(folder)
         except (ConfigError, OmegaConfBaseException, KeyError, TypeError):
             continue  # a folder of another kind, an old run, or one of two steps

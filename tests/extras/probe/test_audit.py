@@ -165,12 +165,14 @@ def test_a_truth_that_earns_nothing_is_said_first(probe):
     assert status == 3 and len(result["rows_with_an_unrewarded_truth"]) == 3
     assert console.partition("unreachable The")[2].startswith(" verifier cannot be satisfied")
     assert not result["weaknesses"]
+    assert "0 kinds of weakness in 1 verifiers, 3 rows whose truth earns nothing (" in console
 
 
 def test_two_rewards_for_one_response_are_a_weakness(probe):
     status, result, console = probe("alternates")
     assert status == 3 and result["changed_rewards"] > 0
     assert "got another reward the second time" in console
+    assert f"{result['changed_rewards']} responses with two rewards (" in console
 
 
 def test_a_failure_is_no_finding(probe):
@@ -197,6 +199,8 @@ def test_bad_arguments_and_lost_verifiers_are_one_line(probe):
         probe("strict", "--rows", "0")
     with pytest.raises(ConfigError, match=r"^--threshold 2 is no share\. Set a number up to 1\.$"):
         probe("strict", "--threshold", "2")
+    with pytest.raises(ConfigError, match="--ignore negatd is none of wrong, leak, right, "):
+        probe("contains", "--ignore", "negatd")
     with pytest.raises(RunError) as error:
         probe("always_fails")
     assert str(error.value).startswith("The verifier always_fails gave no reward to any of ")

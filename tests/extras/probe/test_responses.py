@@ -83,3 +83,5 @@ def test_placeholders_follow_the_schema_and_have_no_information():
     assert filled == '{"name": "xxx", "kind": "a", "tags": [4, 4]}'
     assert truths.fill_schema({"schema_str": schema, "schema_type": "xml"}) == ""
     assert truths.fill_schema({"schema_str": "no"}) == ""
+    anything = '{"type": "object", "required": ["x"], "properties": {"x": true}}'
+    assert truths.fill_schema({"schema_str": anything, "schema_type": "json"}) == '{"x": "x"}'

@@ -52,6 +52,8 @@ def test_each_kind_of_rewrite(truth, kind, text):
 def test_a_unit_and_a_percentage_need_a_prompt_that_asks_for_them():
     assert rewrites("7", "How many apples are left?")["with its unit"] == "7 apples"
     assert "with its unit" not in rewrites("7", "Compute 3 + 4.")
+    for question in ("How many are left?", "How many more apples?", "How many did he eat?"):
+        assert "with its unit" not in rewrites("7", question)
     assert rewrites("0.25", "What is the probability?")["as a percentage"] == "25%"
     assert "as a percentage" not in rewrites("0.25", "What is the length?")
 

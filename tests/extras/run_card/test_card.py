@@ -12,10 +12,10 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from kit import features
 from kit.config.load import load_config
 from kit.config.recipe import Recipe, freeze
 from kit.data.episode import Episode
+from kit.data.metrics import compute_score_interval
 from kit.data.rollout_files import to_record, write_record
 from kit.extras.evidence.intervals import compute_mean_interval
 from kit.extras.run_card import card, scores
@@ -45,9 +45,12 @@ def plant(folder: Path, *changes: str, command: str = "train") -> Recipe:
             line |= {"rollout/episodes": 64, "rollout/failed/timeout": step % 2}
             line |= {"timing_s/step": 60.0}
         if step in REWARDS:
-            name = "val-core/reasoning_gym"
-            line[f"{name}/acc/mean@1"] = float(np.mean([r >= 1 for r in REWARDS[step]]))
-            line[f"{name}/reward/mean@1"] = float(np.mean(REWARDS[step]))
+            rewards = REWARDS[step]
+            for name, values in (("acc", [r >= 1 for r in rewards]), ("reward", rewards)):
+                metric = f"reasoning_gym/{name}/mean@1"
+                line[f"val-core/{metric}"] = float(np.mean(values))
+                interval = compute_score_interval([[float(value)] for value in values])
+                line |= {f"val-aux/{metric}{end}": limit for end, limit in interval.items()}
             line |= {"val-aux/failed_frac": 0.125, "timing_s/testing": 15.0}
             write_evaluation(run / "rollouts" / f"val_{step}.jsonl", REWARDS[step])
         lines.append(json.dumps(line) + "\n")
@@ -174,15 +177,6 @@ def test_an_export_of_an_export_names_the_first_model_and_its_license(tmp_path, 
     data = card.read_front_matter(write(tmp_path / "card.md", text))
     assert (data["base_model"], data["license"]) == ("someone/small", "apache-2.0")
     assert r"The run started from runs/before/export." in text
-
-
-def test_the_scores_have_their_interval_without_the_evidence(tmp_path, monkeypatch):
-    is_installed = features.is_installed
-    monkeypatch.setattr(
-        features, "is_installed", lambda m: m != "kit.extras.evidence" and is_installed(m)
-    )
-    text = compose(tmp_path, monkeypatch=monkeypatch)
-    assert re.search(r"\| acc/mean@1 \| 0\.125 \(0\.\d{3} to 0\.\d{3}\) \| 8 \|", text)
 
 
 def test_an_error_of_the_card_does_not_end_the_run(tmp_path, monkeypatch, capsys):

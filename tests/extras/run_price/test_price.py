@@ -59,7 +59,7 @@ def test_the_estimate_adds_steps_evaluations_and_checkpoints(tmp_path):
     folder = plant(tmp_path / "r", lines, *changes, *GPU)
     measured = estimate.measure(folder)
     config = estimate.read_config(folder)
-    assert (measured.steps, measured.step.count, measured.warm_up) == (5, 4, 90)
+    assert (measured.steps, measured.step.size, measured.warm_up) == (5, 4, 90)
     assert measured.step.typical == Range(10, 10, 10)
     rest = estimate.estimate_rest(measured, estimate.read_schedule(config), 5)
     assert (rest.steps, rest.evaluations, rest.checkpoints) == (15, 2, 4)
@@ -100,7 +100,7 @@ def test_the_rest_of_most_runs_is_in_the_range():
 
 def test_work_that_was_never_measured_is_named(tmp_path):
     folder = plant(tmp_path / "r", [START, *[step(n, 10) for n in (1, 2, 3)]])
-    (line,) = estimate.describe_running(folder, estimate.read_config(folder), "train")
+    (line,) = estimate.describe_running(folder, estimate.read_config(folder), "train", 20)
     cores = resources.cores()
     assert line.startswith("price       to step 20: 2.83 min (2.83 min to 2.83 min), ")
     assert f"{170 / 3600 * cores:.3g} CPU hours on {cores} cores, without" in line
@@ -113,7 +113,7 @@ def test_a_resumed_run_counts_each_step_once_and_no_start(tmp_path):
     lines += [{"step": 2, "timing_s/start": 26.0}, step(3, 40), *[step(n, 12) for n in (4, 5, 6)]]
     folder = plant(tmp_path / "r", lines)
     measured = estimate.measure(folder)
-    assert (measured.steps, measured.step.count, measured.warm_up) == (6, 4, 90)
+    assert (measured.steps, measured.step.size, measured.warm_up) == (6, 4, 90)
     assert measured.step.typical.middle == 12 and measured.spent == 50 + 10 + 40 + 3 * 12
     assert measured.start == 50
 
@@ -122,7 +122,7 @@ def test_a_skipped_step_takes_time_and_has_no_tokens(tmp_path):
     lines = [step(n, 10) for n in (1, 2, 3)]
     lines.append(step(4, 6, tokens=0, training__skipped_nonfinite_steps=1))
     measured = estimate.measure_lines(lines, "r")
-    assert measured.step.count == 4 and measured.spent == 36
+    assert measured.step.size == 4 and measured.spent == 36
     assert measured.tokens.typical == Range(1000, 1000, 1000) and measured.tokens_per_s == 100
 
 
@@ -171,7 +171,7 @@ def test_the_estimate_may_be_for_another_number_of_steps(tmp_path, capsys):
     command.main([str(folder), "--steps", "105"])
     output = capsys.readouterr().out
     assert "step 5 of 105" in output and "to the end  1.67 min" in output
-    assert "not known: no rollouts files" not in output  # no episodes: the run of `sft`
+    assert "unused      not known: no rollouts files of steps are left" in output
 
 
 # --- properties ----------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_the_newest_steps_are_read(tmp_path, monkeypatch):
 def test_a_run_prints_one_line_after_its_third_step(tmp_path, capsys):
     folder = plant(tmp_path / "r", [START])
     recipe = SimpleNamespace(verl=estimate.read_config(folder), command="train")
-    run: Any = SimpleNamespace(recipe=recipe, folder=folder)
+    run: Any = SimpleNamespace(recipe=recipe, folder=folder, last=20)
     counter = StepCounter(run)
     lines = [START, step(1, 60), {"step": 1, "timing_s/testing": 5.0}]
     lines += [step(n, 10) for n in range(2, 7)]
@@ -338,6 +338,9 @@ def test_a_dry_run_finds_an_earlier_run_of_the_same_work(tmp_path):
     assert f"by 3 steps of {tmp_path / 'mine'}" in line
     (line,) = dry_run(tmp_path)
     assert f"by 5 steps of {tmp_path / 'new'}" in line
+    plant(tmp_path / "sweep" / "base-seed1", [step(n, 70) for n in (1, 2, 3, 4)])
+    (line,) = dry_run(tmp_path, "trainer.experiment_name=sweep/base-seed1")
+    assert f"by 4 steps of {tmp_path / 'sweep' / 'base-seed1'}" in line
 
 
 def test_a_dry_run_estimates_the_whole_run(tmp_path):
