@@ -22,8 +22,8 @@
 
 PYTHON ?= python3.11
 SHELL := bash
-# The demo's run: math_cpu, as in the documentation. If that run is finished, `make demo` makes a new one.
-RUN := math_cpu$(if $(wildcard runs/math_cpu/export),$(shell date +-%Y%m%d-%H%M%S))
+# The demo's run: demo, as in the documentation. If that run is finished, `make demo` makes a new one.
+RUN := demo$(if $(wildcard runs/demo/export),$(shell date +-%Y%m%d-%H%M%S))
 
 # The environment that prepares data and the Gym servers: the CPU's, or .venv-gpu under `make math`.
 VENV := .venv
@@ -35,8 +35,8 @@ UV := $(TOOLS)/bin/uv
 .DELETE_ON_ERROR:
 
 demo: setup gym model data
-	@echo "== demo: 64 episodes per step on this machine's CPU cores. The run folder is runs/$(RUN)."
-	.venv/bin/python algorithm.py --config math_cpu --config cpu trainer.experiment_name=$(RUN)
+	@echo "== demo: 64 episodes or more per step on this machine's CPU cores. The run folder is runs/$(RUN)."
+	.venv/bin/python algorithm.py --config math_cpu --config demo --config cpu trainer.experiment_name=$(RUN)
 
 math:
 	@bash kit/extras/preflight/check_gpu_node.sh
