@@ -164,12 +164,8 @@ def prepare(config: DictConfig, recording: Recording) -> Path | None:
 
     Returns the checkpoint before the first step, or None for step 1. Raises ConfigError. No engine
     samples, so no held-out row is evaluated: `evaluate` does that with the export of the replay.
+    The rewards are the recorded ones, so there is no shadow verifier.
     """
-    if config.env.shadow_verifier is not None:
-        raise ConfigError(
-            "env.shadow_verifier scores new episodes, and --replay has recorded ones. Set it to "
-            "null."
-        )
     checkpoint = find_checkpoint(config, recording)
     if checkpoint:
         before = recording.first - 1
@@ -186,6 +182,7 @@ def prepare(config: DictConfig, recording: Recording) -> Path | None:
     config.trainer.experiment_name = name
     config.trainer.default_local_dir = f"runs/{name}/checkpoints"
     config.env.val_files = []
+    config.env.shadow_verifier = None
     config.trainer.val_before_train = False
     return checkpoint
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from algorithm import Trainer
     from kit.extras.explain.gradients import GradientMeter
+    from kit.runs.cli import Plan
 
 GROUPS_SHOWN = 5
 
@@ -75,6 +76,7 @@ def main(arguments: Sequence[str]) -> None:
         recipe.write(yaml.safe_dump(select_used(yaml.safe_load(config.read_text()))))
         recipe.flush()
         planned = plan([recipe.name], [*args.words, *changes], "train", rollouts)
+    check_recipe(planned)
     from algorithm import start_trainer
     from kit.runs.run import Run
 
@@ -109,6 +111,20 @@ def check_step(folder: Path, step: int) -> Path:
             f"not known. Choose one of the steps {describe_steps(steps)}."
         )
     return config
+
+
+def check_recipe(planned: Plan) -> None:
+    """Print which keys of the update differ from the recorded run's. Raises ConfigError."""
+    if planned.recipe.get("model_engine") == "megatron":
+        raise ConfigError(
+            "explain measures gradients inside FSDP's workers, and this run has Megatron's "
+            "(model_engine). Name a run with FSDP."
+        )
+    if planned.replay and planned.replay.changes:
+        say(
+            "WARNING     This is not the recorded step, since the recipe differs: "
+            f"{', '.join(planned.replay.changes)}"
+        )
 
 
 def find_start(folder: Path, step: int) -> list[str]:

@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -174,6 +176,20 @@ def test_a_step_starts_from_the_checkpoint_before_it(tmp_path):
     path = f"{folder}/checkpoints/global_step_2"
     assert command.find_start(folder, 3)[1] == f"trainer.resume_from_path={path}"
     assert command.find_start(folder, 1) == ["trainer.resume_mode=auto"]
+
+
+def make_plan(engine: str, changes: list[str]) -> Any:
+    recipe = SimpleNamespace(get={"model_engine": engine}.get)
+    return SimpleNamespace(recipe=recipe, replay=SimpleNamespace(changes=changes))
+
+
+def test_another_recipe_is_named_and_megatron_is_refused(capsys):
+    command.check_recipe(make_plan("dp", []))
+    assert not capsys.readouterr().out
+    command.check_recipe(make_plan("dp", ["algorithm.adv_estimator grpo -> rloo"]))
+    assert "This is not the recorded step" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"Megatron's \(model_engine\)\. Name a run with FSDP"):
+        command.check_recipe(make_plan("megatron", []))
 
 
 def test_numbers_that_are_not_finite_become_null():
