@@ -267,9 +267,9 @@ def main() -> None:
         f"`make bench`, {about['date']}, on one machine without a GPU: {about['cpu']}, "
         f"{about['cores']} cores ({', '.join(about['flags'])}), {about['memory_gb']} GB. "
         f"Versions: {versions}. Load of the machine: {loads}.",
-        "The task is `make demo`: SmolLM2-135M-Instruct, 8 prompts with 8 responses per step. The "
-        "model's weights come from a file in 4 bits (GGUF, Q4_1), converted to bfloat16. Only the "
-        "section [On a GPU](#on-a-gpu) was measured on a GPU.",
+        "The task is `--config math_cpu --config cpu`: SmolLM2-135M-Instruct, 8 prompts with 8 "
+        "responses per step. The model's weights come from a file in 4 bits (GGUF, Q4_1), "
+        "converted to bfloat16. Only the section [On a GPU](#on-a-gpu) was measured on a GPU.",
         '<picture><source media="(prefers-color-scheme: dark)" srcset="performance_dark.png">\n'
         '<img alt="Seconds of one step, by stage: Quintet, its limits, TRL" src="performance.png">'
         "</picture>",
