@@ -23,7 +23,7 @@ from kit.data.selection import select_trainable, take_groups
 from kit.errors import UserFunctionError
 from templates import filters, samplers
 from templates.reward import compute_score
-from templates.rewards import components, overlong, weighted
+from templates.rewards import components, lower_partial, overlong, weighted
 from templates.task import Guess, rows
 from tests.helpers.models import END
 from tests.helpers.recipes import CPU, ROOT, make_partial
@@ -60,6 +60,12 @@ def test_overlong_is_dapos_equation():
     for length in (1, 80, 81, 90, 99, 100):
         reward = overlong(episode(reward=1.0, length=length), limit=100, buffer=0.2)
         assert reward == pytest.approx(1.0 + compute_penalty(length, 100, 20))
+
+
+def test_only_partial_rewards_are_lowered():
+    rewards = [lower_partial(episode(reward=r), weight=0.5) for r in (0, 0.92, 1, 2)]
+    assert rewards == [0, 0.46, 1, 2]
+    assert lower_partial(episode(reward=1.0), weight=0.1, full=2) == 0.1
 
 
 def test_rewards_combine_components():
