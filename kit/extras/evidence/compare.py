@@ -28,6 +28,7 @@ from kit.extras.evidence.curves import (
     Evaluation,
     RunCurve,
     find_runs,
+    list_test_sets,
     pick_evaluations,
     pick_step,
     read_curve,
@@ -52,7 +53,7 @@ class SignFlips(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Two sets of runs at an equal budget, by one score.
+    """Two sets of runs at an equal budget, by one score of one test set.
 
     amount: of the budget. steps: of the picked evaluations, of the first and of the second set.
     rows: held-out rows that all runs verified. all_rows: that any run has. means: of both sets.
@@ -60,6 +61,7 @@ class Comparison(NamedTuple):
 
     budget: str
     amount: float
+    test_set: str
     score: str
     steps: tuple[list[int], list[int]]
     rows: int
@@ -118,7 +120,8 @@ def compare_runs(some: Sequence[Path], others: Sequence[Path]) -> list[Compariso
             amount, picked = found
             seen.append(picked)
             comparisons += [
-                compare_at(budget, amount, score, picked, len(some), pairs) for score in SCORES
+                compare_at(budget, amount, test_set, score, picked, len(some), pairs)
+                for test_set, score in itertools.product(list_test_sets(picked), SCORES)
             ]
     return comparisons
 
@@ -126,13 +129,14 @@ def compare_runs(some: Sequence[Path], others: Sequence[Path]) -> list[Compariso
 def compare_at(
     budget: str,
     amount: float,
+    test_set: str,
     score: str,
     picked: Sequence[Evaluation],
     count: int,
     pairs: Sequence[tuple[int, int]],
 ) -> Comparison:
     """Compare the first `count` evaluations with the others. pairs: of runs with the same seed."""
-    table, all_rows = tabulate(picked, SCORES[score])
+    table, all_rows = tabulate(picked, test_set, SCORES[score])
     some = table[:count]
     others = table[count:]
     signs = None
@@ -143,6 +147,7 @@ def compare_at(
     return Comparison(
         budget,
         amount,
+        test_set,
         score,
         steps=([one.steps for one in picked[:count]], [one.steps for one in picked[count:]]),
         rows=table.shape[1],
@@ -192,8 +197,11 @@ def describe(comparisons: Sequence[Comparison]) -> list[str]:
     """Return the lines that the command prints."""
     first = comparisons[0]
     counts = [len(steps) for steps in first.steps]
+    rows = {one.test_set: describe_rows(one.rows, one.all_rows) for one in comparisons}
+    shown = "; ".join(f"{name}: {text}" for name, text in rows.items())
     lines = [
-        f"A: {counts[0]} runs, B: {counts[1]} runs, {describe_rows(first.rows, first.all_rows)}. "
+        f"A: {counts[0]} runs, B: {counts[1]} runs, "
+        f"{shown if len(rows) > 1 else rows[first.test_set]}. "
         f"Brackets: {intervals.LEVEL:.0%} intervals over seeds and rows."
     ]
     budget = ""
@@ -201,6 +209,8 @@ def describe(comparisons: Sequence[Comparison]) -> list[str]:
         if one.budget != budget:
             budget = one.budget
             lines.append(describe_budget(one))
+        if len(rows) > 1 and one.score == next(iter(SCORES)):
+            lines.append(f"  {one.test_set}")
         lines += describe_score(one)
     missing = [budget for budget in BUDGETS if budget not in {one.budget for one in comparisons}]
     if missing:
@@ -256,11 +266,13 @@ def describe_runs(folders: Sequence[Path]) -> list[str]:
     """Return a line for each score of a single set of runs, at its last common step."""
     step, picked = pick_step([read_curve(folder) for folder in folders])
     lines = []
-    for score, function in SCORES.items():
-        table, total = tabulate(picked, function)
+    test_sets = list_test_sets(picked)
+    for test_set, (score, function) in itertools.product(test_sets, SCORES.items()):
+        table, total = tabulate(picked, test_set, function)
         text = format_interval(intervals.compute_mean_interval(table))
         rows = describe_rows(table.shape[1], total)
-        lines.append(f"{score} at step {step:.0f}: {text}, {len(table)} runs, {rows}")
+        name = f"{test_set} {score}" if len(test_sets) > 1 else score
+        lines.append(f"{name} at step {step:.0f}: {text}, {len(table)} runs, {rows}")
     return lines
 
 
@@ -304,12 +316,13 @@ class Band(NamedTuple):
     high: list[float]
 
 
-def compute_band(name: str, curves: Sequence[RunCurve], score: str) -> Band:
+def compute_band(name: str, curves: Sequence[RunCurve], test_set: str, score: str) -> Band:
     """Compute the curve of a variant, with intervals over its rows and, if it has some, seeds."""
     by_step = [{one.steps: one for one in curve.evaluations} for curve in curves]
     band = Band(name, [], [], [], [])
     for step in sorted(set(by_step[0]).intersection(*by_step[1:])):
-        table = tabulate([evaluations[step] for evaluations in by_step], SCORES[score]).scores
+        picked = [evaluations[step] for evaluations in by_step]
+        table = tabulate(picked, test_set, SCORES[score]).scores
         interval = intervals.compute_mean_interval(table)
         band.x.append(step)
         band.y.append(interval.estimate)
@@ -325,9 +338,11 @@ def write_report(path: Path, variants: Mapping[str, Sequence[Path]], lines: Sequ
     """
     curves = {name: [read_curve(run) for run in runs] for name, runs in variants.items()}
     charts = []
-    for score in SCORES:
-        bands = [compute_band(name, some, score)._asdict() for name, some in curves.items()]
-        charts.append({"title": f"Held-out {score}, mean and interval", "bands": bands})
+    everything = [one for some in curves.values() for curve in some for one in curve.evaluations]
+    for test_set, score in itertools.product(list_test_sets(everything), SCORES):
+        bands = [compute_band(name, some, test_set, score) for name, some in curves.items()]
+        title = f"Held-out {score} of {test_set}, mean and interval"
+        charts.append({"title": title, "bands": [band._asdict() for band in bands]})
     folders = list(itertools.chain.from_iterable(variants.values()))
     features.write_comparison(path, folders, {"lines": list(lines), "charts": charts})
     say(f"The report is {path}")

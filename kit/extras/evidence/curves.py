@@ -15,6 +15,7 @@ import orjson
 
 from env import Json
 from kit.data.json_lines import read_metrics
+from kit.data.metrics import name_test_set
 from kit.data.rollout_files import read_records
 from kit.errors import ConfigError
 from kit.extras.evidence.intervals import Scores
@@ -94,15 +95,33 @@ def read_evaluated_step(path: Path) -> int:
     return read_exported_step(Path(model or "")) or 0
 
 
+Rewards = dict[str, list[float]]  # {hash of a row: the rewards of its verified responses}
+
+
 @functools.cache
-def read_rewards(path: Path) -> Mapping[str, list[float]]:
-    """Return the rewards of an evaluation: {hash of a row: those of its verified responses}."""
-    rewards: dict[str, list[float]] = {}
+def read_rewards(path: Path) -> Mapping[str, Rewards]:
+    """Return the rewards of an evaluation by test set, as the metrics of a run name them."""
+    by_set: dict[str, Rewards] = {}
     for _, record in read_records(path):
+        episode = record["_episode"]
+        rewards = by_set.setdefault(name_test_set(record, episode.get("server", "")), {})
         values = rewards.setdefault(hash_row(record), [])
-        if record["_episode"].get("status") == "ok" and record.get("reward") is not None:
+        if episode.get("status") == "ok" and record.get("reward") is not None:
             values.append(float(record["reward"]))
-    return rewards
+    return by_set
+
+
+def list_test_sets(evaluations: Sequence[Evaluation]) -> list[str]:
+    """Return the test sets that all evaluations have. Raises ConfigError if there is none."""
+    found = [set(read_rewards(evaluation.path)) for evaluation in evaluations]
+    shared = sorted(found[0].intersection(*found))
+    if not shared:
+        names = sorted(set().union(*found))
+        raise ConfigError(
+            f"The runs have no test set in common, only {', '.join(names)}. Set the same "
+            "env.val_files in both recipes."
+        )
+    return shared
 
 
 def hash_row(record: Json) -> str:
@@ -159,12 +178,14 @@ class Table(NamedTuple):
     total: int
 
 
-def tabulate(evaluations: Sequence[Evaluation], score: Callable[[float], float]) -> Table:
-    """Make the table of some evaluations, one for each run.
+def tabulate(
+    evaluations: Sequence[Evaluation], test_set: str, score: Callable[[float], float]
+) -> Table:
+    """Make the table of a test set of some evaluations, one for each run.
 
     Raises ConfigError if the evaluations share fewer than two rows.
     """
-    tables = [read_rewards(evaluation.path) for evaluation in evaluations]
+    tables = [read_rewards(evaluation.path)[test_set] for evaluation in evaluations]
     total = len(set().union(*tables))
     in_all = set(tables[0]).intersection(*tables)
     shared = [row for row in tables[0] if row in in_all and all(table[row] for table in tables)]
@@ -177,8 +198,8 @@ def tabulate(evaluations: Sequence[Evaluation], score: Callable[[float], float])
         if len(in_all) > 1:
             cause = "In the others, some run has no verified response: repeat its evaluation."
         raise ConfigError(
-            f"{', '.join(folders)} share {len(in_all)} held-out rows, {len(shared)} of them with "
-            f"a reward in each run, and a comparison needs two. {cause}"
+            f"{', '.join(folders)} share {len(in_all)} rows of {test_set}, {len(shared)} of them "
+            f"with a reward in each run, and a comparison needs two. {cause}"
         )
     means = [[np.mean([score(one) for one in table[row]]) for row in shared] for table in tables]
     return Table(np.array(means, dtype=np.float64), total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import itertools
 import json
 import re
 from pathlib import Path
@@ -143,6 +144,21 @@ def test_runs_of_one_seed_are_named(tmp_path, capsys):
     assert "2 runs of A have 1 values of data.seed" in run(tmp_path, capsys)
 
 
+def test_test_sets_are_compared_apart(tmp_path, capsys):
+    """The first half of the rows, and the second one, are of two servers."""
+    for seed, name in itertools.product((1, 2), "ab"):
+        folder = plant(tmp_path / f"{name}{seed}", 0.8 if name == "a" else 0.3, seed)
+        for path in (folder / "rollouts").iterdir():
+            lines = path.read_text().splitlines()
+            half = [line.replace('"server":"s"', '"server":"t"') for line in lines[ROWS // 2 :]]
+            path.write_text("\n".join([*lines[: ROWS // 2], *half]) + "\n")
+    output = run(tmp_path, capsys, "--json", str(tmp_path / "out.json"))
+    assert "s: 32 held-out rows; t: 32 held-out rows. Brackets" in output
+    first, *_, last = json.loads((tmp_path / "out.json").read_text())
+    assert (first["test_set"], last["test_set"]) == ("s", "t")
+    assert first["rows"] == last["rows"] == 32
+
+
 def test_rows_that_some_run_did_not_verify_are_counted(tmp_path, capsys):
     plant_both(tmp_path, 0.8, 0.3, seeds=2)
     path = tmp_path / "a1" / "rollouts" / "val_20.jsonl"
@@ -158,7 +174,7 @@ def test_failed_episodes_do_not_count(tmp_path):
     episode = Episode("r:0", "0/0", "s", [5], row=row("question 0"), status="http_500")
     with path.open("ab") as out:
         write_record(out, to_record(episode, 0, 1))
-    rewards = read_rewards(path)
+    rewards = read_rewards(path)["s"]
     assert len(rewards) == ROWS and sum(map(len, rewards.values())) == ROWS
 
 
@@ -168,7 +184,8 @@ def test_failed_episodes_do_not_count(tmp_path):
         (("none*", "b*"), "matches no run"),
         (("a*", "a*"), "is in both sets"),
         (("a*", "empty"), "has no evaluation"),
-        (("a*", "other"), "share 0 held-out rows"),
+        (("a*", "other"), "share 0 rows of s, 0 of them"),
+        (("a*", "third"), "no test set in common, only s, t"),
     ],
 )
 def test_runs_that_cannot_be_compared_are_one_line(tmp_path, names, message):
@@ -179,6 +196,9 @@ def test_runs_that_cannot_be_compared_are_one_line(tmp_path, names, message):
     other = plant(tmp_path / "other", 0.5, 3)
     for path in (other / "rollouts").iterdir():
         path.write_text(path.read_text().replace("question", "another"))
+    third = plant(tmp_path / "third", 0.5, 3)
+    for path in (third / "rollouts").iterdir():
+        path.write_text(path.read_text().replace('"server":"s"', '"server":"t"'))
     with pytest.raises(ConfigError, match=message) as caught:
         compare.main([f"{tmp_path}/{names[0]}", "--with", f"{tmp_path}/{names[1]}"])
     assert "\n" not in str(caught.value)
