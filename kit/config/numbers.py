@@ -57,6 +57,8 @@ class Number(NamedTuple):
             return False
         if value is None or isinstance(value, str):
             is_text = bool(self.text) and re.fullmatch(self.text, str(value)) is not None
+            number = as_float(value) if isinstance(value, str) and is_text else ""
+            is_text = is_text and (isinstance(number, str) or self.is_in_range(number))
             return value in self.words or value in self.same_as or is_text
         if not isinstance(value, (int, float)) or self.is_list:
             return False

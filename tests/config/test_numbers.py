@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -56,6 +56,7 @@ def test_every_number_of_the_configuration_is_in_the_table_with_a_valid_default(
             assert rule.is_valid(to_plain(OmegaConf.select(base, key))), key
 
 
+@example(value="0")
 @given(value=st.one_of(st.integers(), st.floats(), st.text(), st.none(), st.booleans()))
 def test_any_value_is_refused_or_stays_valid_once_it_is_normalized(value):
     for rule in set(map(id, NUMBERS.values())):

@@ -338,7 +338,8 @@ def write_report(path: Path, variants: Mapping[str, Sequence[Path]], lines: Sequ
     """
     curves = {name: [read_curve(run) for run in runs] for name, runs in variants.items()}
     charts = []
-    everything = [one for some in curves.values() for curve in some for one in curve.evaluations]
+    all_curves = itertools.chain.from_iterable(curves.values())
+    everything = list(itertools.chain.from_iterable(one.evaluations for one in all_curves))
     for test_set, score in itertools.product(list_test_sets(everything), SCORES):
         bands = [compute_band(name, some, test_set, score) for name, some in curves.items()]
         title = f"Held-out {score} of {test_set}, mean and interval"

@@ -97,7 +97,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def check_ignored(ignored: Sequence[str], audits: Sequence[ServerAudit]) -> None:
     """Check that --ignore names kinds of responses that were sent. Raises ConfigError."""
-    kinds = {outcome.probe.kind for audit in audits for outcome in audit.outcomes}
+    outcomes = itertools.chain.from_iterable(audit.outcomes for audit in audits)
+    kinds = {outcome.probe.kind for outcome in outcomes}
     for name in ignored:
         if name not in {*kinds, *report.TITLES}:
             raise ConfigError(

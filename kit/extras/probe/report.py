@@ -55,7 +55,8 @@ def summarize(judged: Sequence[Judged]) -> str:
     rows = sum(len(each.unsatisfied) for each in judged)
     if rows:
         text += f", {rows} rows whose truth earns nothing"
-    changes = sum(len(row.changes) for each in judged for row in each.audit.rows)
+    audited = itertools.chain.from_iterable(each.audit.rows for each in judged)
+    changes = sum(len(row.changes) for row in audited)
     if changes:
         text += f", {changes} responses with two rewards"
     return text
