@@ -123,8 +123,8 @@ def combine(some: Interval, others: Interval) -> Interval:
 def compute_variance(values: NDArray[np.float64], ddof: int = 1) -> float:
     """The variance, 0 if it comes from rounding alone."""
     variance = float(values.var(ddof=ddof))
-    scale = max(1.0, float(np.abs(values).max()))
-    return variance if math.sqrt(variance) > 1e-10 * scale else 0.0
+    rounding = 1e-10 * max(1.0, float(np.abs(values).max()))
+    return variance if math.sqrt(variance) > rounding else 0.0
 
 
 def is_fraction(scores: Scores) -> bool:
