@@ -35,7 +35,9 @@ def multiplies_text(node: ast.BinOp) -> bool:
             return True
         if isinstance(text, ast.List) and isinstance(factor, (ast.Compare, ast.BoolOp)):
             return True
-        if isinstance(text, ast.Constant) and re.search("[A-Za-z]", str(text.value)):
+        if not isinstance(text, ast.Constant) or not isinstance(text.value, str):
+            continue
+        if re.search("[A-Za-z]", text.value):
             return True
     return False
 
