@@ -21,9 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from env import Json, make_row, write_rows
 
 SIZES = {"warm": 64, "validation": 128, "train": 512}
-SETTINGS: dict[
-    str, dict[str, Any]
-] = {  # of the generator: the smallest difficulty that still has enough questions
+# Of the generators: the smallest difficulty that still has enough questions.
+SETTINGS: dict[str, dict[str, Any]] = {
     "basic_arithmetic": {
         "min_terms": 3,
         "max_terms": 3,

@@ -56,13 +56,18 @@ class Number(NamedTuple):
         if isinstance(value, bool):
             return False
         if value is None or isinstance(value, str):
-            is_text = bool(self.text) and re.fullmatch(self.text, str(value)) is not None
-            number = as_float(value) if isinstance(value, str) and is_text else ""
-            is_text = is_text and (isinstance(number, str) or self.is_in_range(number))
+            is_text = isinstance(value, str) and self.is_valid_text(value)
             return value in self.words or value in self.same_as or is_text
         if not isinstance(value, (int, float)) or self.is_list:
             return False
         return value in self.words or value in self.same_as or self.is_in_range(value)
+
+    def is_valid_text(self, value: str) -> bool:
+        """Whether a text is a range such as 0.5_2, or a number within the limits."""
+        if not self.text or not re.fullmatch(self.text, value):
+            return False
+        number = as_float(value)
+        return isinstance(number, str) or self.is_in_range(number)
 
     def is_in_range(self, value: float) -> bool:
         """Whether a finite number is within the limits."""

@@ -141,10 +141,16 @@ def describe_score(name: str, scores: Mapping[str, float]) -> str:
 
 def describe_interval(name: str, scores: Mapping[str, float]) -> str:
     """Return the interval of a score, with a space before it, or "". name: one of `scores`."""
+    interval = read_interval(name, scores)
+    return f" [{interval[LOW]:.3f}, {interval[HIGH]:.3f}]" if interval else ""
+
+
+def read_interval(name: str, scores: Mapping[str, float]) -> dict[str, float] | None:
+    """Return the interval of a score, as compute_score_interval does, or None if it has none."""
     other = name.replace("val-core/", "val-aux/", 1)
-    if other + LOW not in scores:
-        return ""
-    return f" [{scores[other + LOW]:.3f}, {scores[other + HIGH]:.3f}]"
+    low = scores.get(other + LOW)
+    high = scores.get(other + HIGH)
+    return None if low is None or high is None else {LOW: low, HIGH: high}
 
 
 def compute_pass_at_k(rewards: Sequence[float], k: int) -> float:

@@ -285,6 +285,19 @@ def is_exported(run: str, step: int) -> bool:
     return read_exported_step(Path("runs") / run / "export") == step
 
 
+def list_checkpoint_folders(run: Path) -> list[Path]:
+    """Return where a run may have its checkpoints: as its config.yaml says, and in its folder.
+
+    run: its folder, which may have been moved.
+    """
+    folders = [run / "checkpoints"]
+    path = run / "config.yaml"
+    if path.is_file():
+        saved = OmegaConf.select(OmegaConf.load(path), "trainer.default_local_dir")
+        folders = [Path(saved), *folders] if saved else folders
+    return folders
+
+
 def read_exported_step(export: Path) -> int | None:
     """Return the step of the weights in an export, None if the folder is none."""
     path = export / EXPORTED

@@ -219,10 +219,7 @@ def load(
 
 def is_own(checkpoint: Path, recording: Recording) -> bool:
     """Whether a checkpoint is of the recorded run."""
-    folders = [recording.folder / "checkpoints"]
-    path = recording.folder / "config.yaml"
-    if path.is_file():
-        folders.append(Path(str(OmegaConf.load(path).trainer.default_local_dir)))
+    folders = checkpoints.list_checkpoint_folders(recording.folder)
     return checkpoint.resolve().parent in [folder.resolve() for folder in folders]
 
 

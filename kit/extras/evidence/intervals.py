@@ -95,7 +95,8 @@ def compare_scores(some: Scores, others: Scores) -> Difference:
         return Difference(None, None, over_rows, 0.0, row_variance, rows)
     first = split_variance(some)
     second = split_variance(others)
-    if is_fraction(some) and is_fraction(others) and row_variance + first.seeds + second.seeds == 0:
+    are_fractions = is_fraction(some) and is_fraction(others)
+    if are_fractions and row_variance + first.seeds + second.seeds == 0:
         interval = combine(compute_mean_interval(some), compute_mean_interval(others))
         return Difference(interval, None, over_rows, 0.0, 0.0, rows)
     pure_row_variance = max(row_variance - first.residual - second.residual, 0.0)
@@ -107,7 +108,7 @@ def compare_scores(some: Scores, others: Scores) -> Difference:
     interval = compute_interval(estimate, parts)
     seed_variance = (len(some) * first.seeds + len(others) * second.seeds) / 2
     p_value = compute_p_value(interval)
-    if is_fraction(some) and is_fraction(others):
+    if are_fractions:
         interval = interval._replace(low=max(interval.low, -1.0), high=min(interval.high, 1.0))
     return Difference(interval, p_value, over_rows, seed_variance, pure_row_variance, rows)
 

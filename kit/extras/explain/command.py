@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
-from omegaconf import OmegaConf
 
 from env import Json
 from kit.config.keys import is_used
@@ -131,10 +130,9 @@ def find_start(folder: Path, step: int) -> list[str]:
     """Return the key=value that start from the checkpoint before a step. Raises ConfigError."""
     if step == 1:
         return ["trainer.resume_mode=auto"]
-    saved = OmegaConf.select(OmegaConf.load(folder / "config.yaml"), "trainer.default_local_dir")
-    checkpoint = Path(saved or folder / "checkpoints") / f"global_step_{step - 1}"
-    if not checkpoint.is_dir():
-        checkpoint = folder / "checkpoints" / checkpoint.name
+    folders = checkpoints.list_checkpoint_folders(folder)
+    candidates = [each / f"global_step_{step - 1}" for each in folders]
+    checkpoint = next((path for path in candidates if path.is_dir()), candidates[-1])
     if checkpoints.find_damage(checkpoint):
         found = checkpoints.list_checkpoints(checkpoint.parent)
         complete = [path for path in found if not checkpoints.find_damage(path)]

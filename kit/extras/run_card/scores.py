@@ -10,11 +10,10 @@ import numpy as np
 
 from env import Json
 from kit.data.json_lines import read_metrics
-from kit.data.metrics import HIGH, LOW, name_test_set, read_test_set
+from kit.data.metrics import name_test_set, read_interval, read_test_set
 from kit.data.rollout_files import read_records
 
 MAX_EVALUATIONS = 12  # rows of the table for each test set
-ENDS = (LOW, HIGH)
 
 
 class Score(NamedTuple):
@@ -68,9 +67,7 @@ def make_score(
     """Make a score of a metric. values: all metrics of the evaluation. counts: of its rows."""
     test_set = read_test_set(metric)
     name = "/".join(metric.rsplit("/", 2)[1:])
-    limits = {end: values.get(metric.replace("val-core/", "val-aux/", 1) + end) for end in ENDS}
-    found = {end: limit for end, limit in limits.items() if limit is not None}
-    interval = found if len(found) == len(ENDS) else None
+    interval = read_interval(metric, values)
     return Score(step, test_set, name, values[metric], counts.get(test_set, 0), interval)
 
 

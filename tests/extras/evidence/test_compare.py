@@ -120,7 +120,7 @@ def test_equal_steps_are_steps_that_all_runs_evaluated(tmp_path):
 
 
 def test_an_evaluated_export_has_the_step_of_its_weights(tmp_path, capsys):
-    """`evaluate` of a replay's export, in a folder of its own, against the recorded run."""
+    """`evaluate` of a replay's export, under another name, against the recorded run."""
     plant(tmp_path / "a1", 0.5, 1)
     source = plant(tmp_path / "source", 0.9, 2)
     export = source / "export"

@@ -193,7 +193,7 @@ def test_variants_may_have_different_steps(place, monkeypatch, capsys):
     assert "2 runs in runs/sums, 2 of them finished" in capsys.readouterr().out
 
 
-# A run that takes a moment to save when it is told to stop.
+# A run that needs a second to save after a signal.
 SAVES = """
 import pathlib, signal, sys, time
 
