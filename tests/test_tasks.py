@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import re
 import subprocess
 import sys
 
 import pandas as pd
 import pytest
+from omegaconf import OmegaConf
 from verl.utils.reward_score import default_compute_score
 
-from configs.tasks import rows
+from configs.tasks import judged, rows
 from configs.tasks.game import NUMBERS, Guess
-from tests.helpers.recipes import ROOT
+from tests.helpers.recipes import GYM_PYTHON, ROOT
 
 SPLITS = ("train", "validation")
 
@@ -101,3 +104,34 @@ def test_the_warm_up_of_increment_shows_the_right_call(folder):
         call = answer["tool_calls"][0]["function"]
         assert question["content"] == f"Add {call['arguments']['count']} to the counter."
         assert call["name"] == row["tools"][0]["function"]["name"]
+
+
+def test_the_verdicts_on_answers_agree_with_the_shadow_verifier():
+    rng = random.Random(1)
+    verdicts = []
+    for a, b in itertools.product(judged.NUMBERS, judged.NUMBERS):
+        chat = judged.make_verdict("{expected_answer}|{generated_answer}", a, b, rng)
+        truth, answer = chat["prompt"].split("|")
+        assert truth == str(a + b)
+        right = judged.score("", answer, truth, {}) == 1
+        assert chat["response"] == ("CORRECT" if right else "INCORRECT"), answer
+        verdicts.append(right)
+    assert 0.4 < sum(verdicts) / len(verdicts) < 0.6
+
+
+def test_the_judge_is_trained_on_the_prompt_of_gyms_server(tmp_path):
+    command = [str(GYM_PYTHON), "configs/tasks/judged.py", "--out", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    recipe = OmegaConf.load(ROOT / "configs" / "tasks" / "judged.yaml")
+    settings = recipe.gym.servers[judged.SERVER].start.config
+    assert settings.judge_prompt_template_fpath == judged.TEMPLATE
+    for row in read(tmp_path, "judge_train"):
+        assert "CANDIDATE ANSWER TO ASSESS: " in row["prompt"]
+        assert row["response"] in (settings.judge_equal_label, settings.judge_not_equal_label)
+    questions = [
+        row["responses_create_params"]["input"][0]["content"]
+        for row in read(tmp_path, "judged_validation")
+    ]
+    verdicts = " ".join(row["prompt"] for row in read(tmp_path, "judge_train"))
+    assert len(questions) == judged.VALIDATION
+    assert not [question for question in questions if question in verdicts]
