@@ -102,8 +102,24 @@ def test_the_warm_up_of_increment_shows_the_right_call(folder):
     for row in read(folder, "increment_warm"):
         *_, question, answer = row["messages"]
         call = answer["tool_calls"][0]["function"]
-        assert question["content"] == f"Add {call['arguments']['count']} to the counter."
+        words = rows.spell(call["arguments"]["count"])
+        assert question["content"] == f"Add {words} to the counter."
         assert call["name"] == row["tools"][0]["function"]["name"]
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (100, "one hundred"),
+        (205, "two hundred five"),
+        (310, "three hundred ten"),
+        (419, "four hundred nineteen"),
+        (520, "five hundred twenty"),
+        (999, "nine hundred ninety-nine"),
+    ],
+)
+def test_numbers_in_words(number, words):
+    assert rows.spell(number) == words
 
 
 def test_the_verdicts_on_answers_agree_with_the_shadow_verifier():

@@ -30,6 +30,11 @@ WARM = 64
 NAMES = "Anna Ben Carla David Emma Felix Grace Hugo Ida Jack Karen Leo Mia Noah Olga Paul"
 CITIES = "Rome Paris Berlin Madrid Oslo Tokyo Lima Cairo Delhi Boston"
 TOPICS = "rivers horses bread winter music clouds trees ships coffee books gardens stars"
+UNITS = (
+    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen"
+)
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 WORDS = "old green quiet fast warm small early deep bright soft"
 
 
@@ -141,15 +146,30 @@ def play(prompt: str, number: int, rng: random.Random) -> list[Json]:
 
 
 def increment() -> list[Pair]:
-    """Numbers to add to a counter with a tool: the rows of `env.py counter`, with more numbers."""
+    """Numbers to add to a counter with a tool: the rows of `env.py counter`, in words."""
     pairs: list[Pair] = []
     for number in range(100, 1000):
         row = make_increment(number)
+        question = {"role": "user", "content": f"Add {spell(number)} to the counter."}
+        row["responses_create_params"]["input"][-1] = question
         messages, tools = render_row(row, "increment")
         function = {"name": "increment_counter", "arguments": {"count": number}}
         call = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
         pairs.append(Pair(row, {"messages": [*messages, call], "tools": tools}))
     return pairs
+
+
+def spell(number: int) -> str:
+    """Return a number from 100 to 999 in words."""
+    units, tens = UNITS.split(), TENS.split()
+    rest, unit = number % 100, number % 10
+    words = [units[number // 100 - 1], "hundred"]
+    if rest >= 20:
+        ten = tens[rest // 10 - 2]
+        words.append(f"{ten}-{units[unit - 1]}" if unit else ten)
+    elif rest:
+        words.append(units[rest - 1])
+    return " ".join(words)
 
 
 TASKS = {task.__name__: task for task in (people, instructions, apples, guess, increment)}
