@@ -46,24 +46,18 @@ def test_no_prompt_is_in_two_files(folder, name):
             prompts.append(chat[-1]["content"])
     for row in read(folder, f"{name}_warm"):
         prompts.append(row["messages"][-2]["content"] if "messages" in row else row["prompt"])
-    assert len(prompts) > 600
-    assert len(set(prompts)) >= len(prompts) - (30 if name == "instructions" else 0)
+    assert len(set(prompts)) == len(prompts) > 450
 
 
-def test_a_sentence_earns_a_reward_if_it_follows_both_rules(folder):
-    order = ("done", "quotes", "Note", "capital")  # in which the rules can be applied
+def test_a_sentence_earns_a_reward_if_it_follows_the_rule(folder):
     for row in read(folder, "instructions_train"):
         prompt = row["responses_create_params"]["input"][0]["content"]
-        asked = [text for text in rows.RULES if text in prompt]
-        first, second = sorted(
-            asked, key=lambda text: [word in text for word in order], reverse=True
-        )
+        [rule] = [rule for text, rule in rows.RULES.items() if text in prompt]
         word, topic = re.match(r"Write one sentence about (\w+) (\w+)\.", prompt).groups()
         pattern = re.compile(*row["verifier"]["verify_regex"])
         sentence = f"I like {word} {topic}."
-        one = rows.RULES[first].apply(sentence)
-        assert not pattern.search(sentence) and not pattern.search(one)
-        assert pattern.search(rows.RULES[second].apply(one)), prompt
+        assert not pattern.search(sentence)
+        assert pattern.search(rule.apply(sentence)), prompt
 
 
 def test_verls_function_scores_the_answers_of_apples(folder):

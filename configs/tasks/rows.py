@@ -84,20 +84,16 @@ def make_schema(value: Any) -> Json:
 
 
 def instructions() -> list[Pair]:
-    """One sentence that follows two rules. The answers for the warm-up follow one rule."""
+    """One sentence that follows a rule."""
     pairs: list[Pair] = []
-    sentences = itertools.product(WORDS.split(), TOPICS.split())
-    for (word, topic), rules in itertools.product(sentences, itertools.combinations(RULES, 2)):
-        start = f"Write one sentence about {word} {topic}."
-        verifier = {
-            "type": "regex",
-            "verify_regex": [f"^{RULES[rules[0]].pattern}{RULES[rules[1]].pattern}.*(?i:{topic})"],
-            "verify_min_matches": 1,
-        }
-        row = make_row("format_verification", f"{start} {' '.join(rules)}", verifier=verifier)
-        rule = rules[len(pairs) % 2]
-        answer = RULES[rule].apply(f"I like {word} {topic}.")
-        pairs.append(Pair(row, {"prompt": f"{start} {rule}", "response": answer}))
+    for word, topic, text in itertools.product(WORDS.split(), TOPICS.split(), RULES):
+        rule = RULES[text]
+        prompt = f"Write one sentence about {word} {topic}. {text}"
+        pattern = f"^{rule.pattern}.*(?i:{topic})"
+        verifier = {"type": "regex", "verify_regex": [pattern], "verify_min_matches": 1}
+        row = make_row("format_verification", prompt, verifier=verifier)
+        answer = rule.apply(f"I like {word} {topic}.")
+        pairs.append(Pair(row, {"prompt": prompt, "response": answer}))
     return pairs
 
 
