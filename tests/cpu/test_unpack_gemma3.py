@@ -2,10 +2,11 @@
 
 import gguf
 import pytest
+from gguf import TokenType
 
-from kit.cpu.unpack_gemma3 import CONTROL, NORMAL, USER_DEFINED, read_tokenizer
+from kit.cpu.unpack_gemma3 import read_tokenizer
 
-# Longer pieces have lower scores, so a unigram model would choose the shorter ones.
+# Longer pieces have lower scores, so a unigram model, such as transformers reads, splits them.
 NAMES = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
 PIECES = [*"What▁is17", "▁is", "Wh", "at", "What", "is"]
 BYTES = [f"<0x{value:02X}>" for value in range(256)]
@@ -14,8 +15,9 @@ BYTES = [f"<0x{value:02X}>" for value in range(256)]
 @pytest.fixture
 def file(tmp_path):
     tokens = [*NAMES, "\n\n", *BYTES, *dict.fromkeys(PIECES)]
-    types = [*[CONTROL] * len(NAMES), USER_DEFINED, *[6] * len(BYTES)]
-    types += [NORMAL] * (len(tokens) - len(types))
+    types = [TokenType.CONTROL] * len(NAMES) + [TokenType.USER_DEFINED]
+    types += [TokenType.BYTE] * len(BYTES)
+    types += [TokenType.NORMAL] * (len(tokens) - len(types))
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "gemma3")
     writer.add_token_list(tokens)

@@ -16,12 +16,12 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from kit.config.model_files import is_missing_folder
 from kit.errors import ConfigError
 from kit.gym import network
 from kit.gym.process_specs import is_valid_name
@@ -139,10 +139,9 @@ def _find_start_problems(where: str, spec: Mapping[str, Any], device: str) -> It
     if unknown_keys:
         yield f"`{where}.start`: {_describe_unknown_key(unknown_keys, START_KEYS)}"
     model = str(start.get("model") or "")
-    is_folder = model.startswith((".", "/", "~", "models/"))
     if not model:
         yield f"`{where}.start.model` is not set. Set it to a model folder or a Hugging Face name."
-    elif is_folder and not Path(model).expanduser().is_dir():
+    elif is_missing_folder(model):
         yield (
             f"`{where}.start.model={model}` is not an existing folder. "
             "Set it to a model folder or a Hugging Face name."
