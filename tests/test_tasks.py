@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import random
 import re
 import subprocess
 import sys
 
 import pandas as pd
 import pytest
-from omegaconf import OmegaConf
 from verl.utils.reward_score import default_compute_score
 
-from configs.tasks import judged, rows
+from configs.tasks import rows
 from configs.tasks.game import NUMBERS, Guess
-from tests.helpers.recipes import GYM_PYTHON, ROOT
+from tests.helpers.recipes import ROOT
 
 SPLITS = ("train", "validation")
 
@@ -114,36 +111,3 @@ def test_the_warm_up_of_increment_shows_the_right_call(folder):
 )
 def test_numbers_in_words(number, words):
     assert rows.spell(number) == words
-
-
-def test_the_right_replies_of_the_judge_agree_with_the_shadow_verifier():
-    rng = random.Random(1)
-    rewards = []
-    for a, b in itertools.product(judged.NUMBERS, judged.NUMBERS):
-        chat = judged.make_judge_row("{expected_answer}|{generated_answer}", a, b, rng)
-        truth, answer = chat["prompt"].split("|")
-        assert truth == str(a + b)
-        right = judged.score("", answer, truth, {}) == 1
-        assert chat["response"] == ("CORRECT" if right else "INCORRECT"), answer
-        rewards.append(right)
-    assert 0.4 < sum(rewards) / len(rewards) < 0.6
-
-
-def test_the_judge_is_trained_on_the_prompt_of_gyms_server(tmp_path):
-    command = [str(GYM_PYTHON), "configs/tasks/judged.py", "--out", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True)
-    recipe = OmegaConf.load(ROOT / "configs" / "tasks" / "judged.yaml")
-    settings = recipe.gym.servers[judged.SERVER].start.config
-    assert settings.judge_prompt_template_fpath == judged.TEMPLATE
-    [template] = GYM_PYTHON.parents[1].glob(f"lib/*/*/*/{judged.SERVER}/{judged.TEMPLATE}")
-    pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(template.read_text().strip()))
-    for row in read(tmp_path, "judge_train"):
-        assert re.fullmatch(pattern, row["prompt"])
-        assert row["response"] in (settings.judge_equal_label, settings.judge_not_equal_label)
-    questions = [
-        row["responses_create_params"]["input"][0]["content"]
-        for row in read(tmp_path, "judged_validation")
-    ]
-    prompts = " ".join(row["prompt"] for row in read(tmp_path, "judge_train"))
-    assert len(questions) == judged.VALIDATION
-    assert not [question for question in questions if question in prompts]
