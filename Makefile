@@ -32,7 +32,8 @@ SETUP := $(VENV)/ready
 TOOLS := .venv
 UV := $(TOOLS)/bin/uv
 
-.PHONY: demo math test bench algorithms docs site site-serve soak mutate lint setup gym model data gemma gpu gpu-check clean
+.PHONY: demo math test bench algorithms docs site site-serve soak mutate lint clean
+.PHONY: setup gym model gemma data gpu gpu-check
 .DELETE_ON_ERROR:
 
 demo: setup gym model data

@@ -43,7 +43,8 @@ def test_no_prompt_is_in_two_files(folder, name):
             prompts.append(chat[-1]["content"])
     for row in read(folder, f"{name}_warm"):
         prompts.append(row["messages"][-2]["content"] if "messages" in row else row["prompt"])
-    assert len(set(prompts)) == len(prompts) > 450
+    assert len(prompts) > (450 if name == "instructions" else 600)
+    assert len(set(prompts)) == len(prompts)
 
 
 def test_a_sentence_earns_a_reward_if_it_follows_the_rule(folder):

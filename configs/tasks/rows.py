@@ -157,11 +157,12 @@ def increment() -> list[Pair]:
 
 def spell(number: int) -> str:
     """Return a number from 100 to 999 in words."""
-    units, tens = UNITS.split(), TENS.split()
-    rest, unit = number % 100, number % 10
+    units = UNITS.split()
+    rest = number % 100
     words = [units[number // 100 - 1], "hundred"]
     if rest >= 20:
-        ten = tens[rest // 10 - 2]
+        ten = TENS.split()[rest // 10 - 2]
+        unit = rest % 10
         words.append(f"{ten}-{units[unit - 1]}" if unit else ten)
     elif rest:
         words.append(units[rest - 1])

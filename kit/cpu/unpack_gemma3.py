@@ -53,11 +53,14 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     ids = {token: index for index, token in enumerate(tokens)}
     merges = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
-        splits = range(1, len(token)) if kind == TokenType.NORMAL else ()
-        for left, right in ((token[:index], token[index:]) for index in splits):
+        if kind != TokenType.NORMAL:
+            continue
+        for index in range(1, len(token)):
+            left = token[:index]
+            right = token[index:]
             if left in ids and right in ids:
-                merges.append((-score, len(left), left, right))
-    pairs = [merge[2:] for merge in sorted(merges)]
+                merges.append((-score, left, right))
+    pairs = [merge[1:] for merge in sorted(merges)]
     bpe = models.BPE(vocab=ids, merges=pairs, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
     backend = Tokenizer(bpe)
     backend.normalizer = normalizers.Replace(" ", "▁")
