@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import time
 from collections.abc import Collection, Mapping
 
 import psutil
@@ -30,4 +32,21 @@ def kill_processes(
     for process in processes.values():
         with contextlib.suppress(psutil.Error):  # it ended, or its pid is another process now
             process.kill()
-    psutil.wait_procs(processes.values(), timeout=timeout_s)
+    wait_until_gone(processes.values(), timeout_s)
+
+
+def wait_until_gone(processes: Collection[psutil.Process], timeout_s: float) -> None:
+    """Wait until the processes have ended, at most `timeout_s`.
+
+    For a process that is just ending, Linux may answer EINVAL, or ENOENT since 6.15, and psutil
+    7.2.2 then raises OSError (giampaolo/psutil#2715).
+    """
+    end = time.monotonic() + timeout_s
+    while (left := end - time.monotonic()) > 0:
+        try:
+            psutil.wait_procs(processes, timeout=left)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOENT):
+                raise
+            time.sleep(0.05)
