@@ -86,8 +86,14 @@ def test_a_text_is_not_a_guess():
     game.reset({"number": 5})
     assert game.step("I guess 5") == ("Answer only with a number.", 0.0, False)
     assert game.step("9") == ("My number is smaller.", 0.0, False)
+    assert game.step("4.") == (None, 0.0, True)  # the third guess
+
+
+def test_the_right_number_ends_the_game():
+    game = Guess()
+    game.reset({"number": 5})
     assert game.step("4.") == ("My number is larger.", 0.0, False)
-    assert game.step("6") == (None, 0.0, True)
+    assert game.step("5") == (None, 1.0, True)
 
 
 def test_the_warm_up_of_increment_shows_the_right_call(folder):

@@ -1,6 +1,6 @@
-"""The game of guess.yaml: find a number from 1 to 15 in four guesses, with hints.
+"""The game of guess.yaml: find a number from 1 to 7 in three guesses, with hints.
 
-Half of the range is ruled out by each hint, so four guesses are enough for all numbers.
+Each hint can rule out half of the numbers, so three guesses are enough for all of them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-NUMBERS = range(1, 16)
+NUMBERS = range(1, 8)
 
 
 class Guess:
@@ -16,7 +16,7 @@ class Guess:
 
     def reset(self, row: dict[str, Any]) -> None:
         self.number = row["number"]
-        self.guesses_left = 4
+        self.guesses_left = 3
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Return the hint, the reward, and whether the game ends."""

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from env import Json, make_row, write_rows
 
 SIZES = {"warm": 64, "validation": 128, "train": 512}
-# Of the generators: the smallest difficulty that still has enough questions.
+# Settings of the generators. None is harder than the default.
 SETTINGS: dict[str, dict[str, Any]] = {
     "basic_arithmetic": {
         "min_terms": 3,
@@ -43,13 +43,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_value": 99,
     },
     "syllogism": {},
+    "needle_haystack": {"min_num_statements": 5, "max_num_statements": 5},  # by default, 10 to 100
 }
 
 
 def make_rows(name: str) -> dict[str, list[Json]]:
     """Return the rows of each split. Questions do not repeat."""
-    size = 20 * sum(SIZES.values())
-    dataset = reasoning_gym.create_dataset(name, size=size, seed=1, **SETTINGS[name])
+    count = 20 * sum(SIZES.values())
+    dataset = reasoning_gym.create_dataset(name, size=count, seed=1, **SETTINGS[name])
     entries = iter({entry["question"]: entry for entry in dataset}.values())
     return {
         split: [convert(split, next(entries)) for _ in range(size)] for split, size in SIZES.items()

@@ -118,10 +118,10 @@ def apples() -> list[Pair]:
 
 def guess() -> list[Pair]:
     """A hidden number for the environment in game.py."""
-    prompt = "Guess my number from 1 to 15. Answer only with a number."
+    prompt = "Guess my number from 1 to 7. Answer only with a number."
     rng = random.Random("guess")
     pairs: list[Pair] = []
-    for number in list(NUMBERS) * 40:
+    for number in list(NUMBERS) * 80:
         row = {"responses_create_params": {"input": prompt}, "number": number}
         pairs.append(Pair(row, {"messages": play(prompt, number, rng)}))
     return pairs

@@ -38,8 +38,8 @@ def kill_processes(
 def wait_until_gone(processes: Collection[psutil.Process], timeout_s: float) -> None:
     """Wait until the processes have ended, at most `timeout_s`.
 
-    For a process that is just ending, Linux may answer EINVAL, or ENOENT since 6.15, and psutil
-    7.2.2 then raises OSError (giampaolo/psutil#2715).
+    psutil 7.2.2 waits with `pidfd_open`. For a process that is just ending, this call may fail with
+    EINVAL (giampaolo/psutil#2715) or, seen on Linux 6.18, ENOENT. psutil raises it as OSError.
     """
     end = time.monotonic() + timeout_s
     while (left := end - time.monotonic()) > 0:

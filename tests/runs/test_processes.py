@@ -37,11 +37,12 @@ def test_wait_for_a_process_that_is_just_ending(monkeypatch, process, code):
     assert not process.is_running()
 
 
-def test_other_errors_of_the_system_are_shown(monkeypatch, process):
+def test_other_errors_of_the_system_are_raised(monkeypatch, process):
     def pidfd_open(pid, flags=0):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    # psutil tries it first, and would wait in another way if it failed.
     monkeypatch.setattr("psutil._psposix.can_use_pidfd_open", lambda: True)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         wait_until_gone([process], timeout_s=1.0)
