@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pandas as pd
 import pytest
 from verl.utils.reward_score import default_compute_score
 
-from configs.tasks import rows
+from configs.tasks import judged, rows
 from configs.tasks.game import NUMBERS, Guess
 from tests.helpers.recipes import ROOT
 
@@ -118,3 +119,23 @@ def test_the_warm_up_of_increment_shows_the_right_call(folder):
 )
 def test_numbers_in_words(number, words):
     assert rows.spell(number) == words
+
+
+def test_the_verdicts_of_the_judge_are_right():
+    rng = random.Random(0)
+    verdicts = []
+    for _ in range(300):
+        a = rng.choice(judged.NUMBERS)
+        b = rng.choice(judged.NUMBERS)
+        chat = judged.make_verdict("{question}|{expected_answer}|{generated_answer}", a, b, rng)
+        answer = chat["prompt"].split("|")[-1]
+        numbers, verdict = chat["response"].split(": ")
+        total, said = numbers.split(", ")
+        assert total == str(a + b)
+        assert verdict == ("CORRECT" if said == total else "INCORRECT")
+        if said == "none":
+            assert judged.score("", answer, total, {}) == 0, answer
+        else:
+            assert judged.score("", answer, said, {}) == 1, answer
+        verdicts.append(verdict)
+    assert 100 < verdicts.count("CORRECT") < 200
