@@ -20,8 +20,8 @@ CODE = {
     "requirements-cpu.in": [*PRODUCT, "tests/**/*.py", "benchmarks/*.py", "configs/**/*.py"],
 }
 # In other environments: .venv-gym runs templates/verifier/app.py and
-# configs/tasks/reasoning_gym_rows.py, .venv-trl benchmarks/trl_grpo.py.
-ELSEWHERE = {"nemo_gym", "reasoning_gym", "trl"}
+# configs/tasks/reasoning_gym_rows.py and judged.py, .venv-trl benchmarks/trl_grpo.py.
+ELSEWHERE = {"nemo_gym", "reasoning_gym", "resources_servers", "trl"}
 
 
 def list_packages(name):
