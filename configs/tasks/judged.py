@@ -61,12 +61,12 @@ def question(a: int, b: int) -> str:
     return f"What is {a} + {b}? Answer in one sentence."
 
 
-def make_question(a: int, b: int) -> Json:
+def make_policy_row(a: int, b: int) -> Json:
     """Return a row of the policy."""
     return make_row(SERVER, question(a, b), expected_answer=str(a + b))
 
 
-def make_verdict(template: str, a: int, b: int, rng: random.Random) -> Json:
+def make_judge_row(template: str, a: int, b: int, rng: random.Random) -> Json:
     """Return a chat of the judge. CORRECT has probability 1/2."""
     is_right = rng.random() < 0.5
     said: int | str = a + b if is_right else choose_wrong_sum(a, b, rng)
@@ -108,10 +108,10 @@ def main() -> None:
     others = pairs[VALIDATION:]
     judge_pairs = [rng.choice(others) for _ in range(VERDICTS)]
     files = {
-        "judged_validation": [make_question(a, b) for a, b in held_out],
-        "judged_train": [make_question(a, b) for a, b in others if (b, a) not in held_out],
-        "judge_validation": [make_verdict(template, a, b, rng) for a, b in held_out],
-        "judge_train": [make_verdict(template, a, b, rng) for a, b in judge_pairs],
+        "judged_validation": [make_policy_row(a, b) for a, b in held_out],
+        "judged_train": [make_policy_row(a, b) for a, b in others if (b, a) not in held_out],
+        "judge_validation": [make_judge_row(template, a, b, rng) for a, b in held_out],
+        "judge_train": [make_judge_row(template, a, b, rng) for a, b in judge_pairs],
     }
     for name, content in files.items():
         path = args.out / f"{name}.jsonl"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 import reasoning_gym
 
@@ -22,7 +21,7 @@ from env import Json, make_row, write_rows
 
 SIZES = {"warm": 64, "validation": 128, "train": 512}
 # Settings of the generators. None is harder than the default.
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, int]] = {
     "needle_haystack": {"min_num_statements": 5, "max_num_statements": 5},  # by default, 10 to 100
     "word_sequence_reversal": {"min_words": 3, "max_words": 3},  # by default, 3 to 8
 }

@@ -1,4 +1,4 @@
-"""Write the rows of small tasks in configs/tasks (others: reasoning_gym_rows.py).
+"""Write the rows of small tasks in configs/tasks (others: reasoning_gym_rows.py and judged.py).
 
     python configs/tasks/rows.py people instructions apples guess increment [--out data]
 
