@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 POINTER = "latest_checkpointed_iteration.txt"  # verl's file: the step of the last checkpoint
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+WEIGHTS_TIME = "the time of the weights in {}"  # a setting of an evaluation
 EXPORTED = "step.txt"  # in an export: the step of its weights
 NAME = re.compile(r"(?:global_step|saving)_(\d+)")
 RANKS = ("trainer.n_gpus_per_node", "trainer.nnodes")  # their product is the number of ranks
@@ -305,6 +307,14 @@ def read_exported_step(export: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
+def read_weights_time(folder: Path) -> str | None:
+    """Return the time at which the weights of a folder were written, None if it has none."""
+    times: list[float] = []
+    for pattern in WEIGHT_FILES:
+        times += [path.stat().st_mtime for path in folder.glob(pattern)]
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(max(times))) if times else None
+
+
 # --- check ---------------------------------------------------------------------------------------
 
 
@@ -319,15 +329,9 @@ def check(checkpoint: Path, recipe: Recipe) -> list[str]:
         raise RunError(
             f"{checkpoint} is of `{saved_command}`, not of `{recipe.command}`. {NEW_NAME}."
         )
-    before = rename_keys(flatten(OmegaConf.load(checkpoint / "config.yaml")))
-    now = flatten(redacted(recipe.verl))
-    keys = [key for key in before | now if before.get(key) != now.get(key)]
-    changes = {
-        key: f"{key} {before.get(key)} -> {now.get(key)}"
-        for key in keys
-        if not UNREPORTED_KEY.match(key)
-    }
-    fixed = find_fixed_keys(recipe, list(changes), before, now)
+    changes = list_changes(checkpoint / "config.yaml", recipe)
+    before = read_recipe(checkpoint / "config.yaml")
+    fixed = find_fixed_keys(recipe, list(changes), before, flatten(redacted(recipe.verl)))
     allowed = [text for key, text in changes.items() if key not in fixed]
     notes = [f"Changed since {checkpoint}: {', '.join(allowed)}"] if allowed else []
     refused = [f"{changes[key]} ({reason})" for key, reason in fixed.items()]
@@ -348,6 +352,23 @@ def check(checkpoint: Path, recipe: Recipe) -> list[str]:
     for feature in recipe.features:
         notes += feature.resume_notes(checkpoint)
     return notes
+
+
+def list_changes(path: Path, recipe: Recipe) -> dict[str, str]:
+    """Return {key: "key old -> new"} of what a recipe changes in a saved one, `path`."""
+    before = read_recipe(path)
+    now = flatten(redacted(recipe.verl))
+    keys = [key for key in before | now if before.get(key) != now.get(key)]
+    return {
+        key: f"{key} {before.get(key)} -> {now.get(key)}"
+        for key in keys
+        if not UNREPORTED_KEY.match(key)
+    }
+
+
+def read_recipe(path: Path) -> Json:
+    """Return the values of a saved recipe, under the present names of their keys."""
+    return rename_keys(flatten(OmegaConf.load(path)))
 
 
 def rename_keys(recipe: Json) -> Json:

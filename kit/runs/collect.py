@@ -19,7 +19,6 @@ import contextlib
 import itertools
 import json
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
@@ -35,7 +34,7 @@ from kit.data.selection import check_failures, group_episodes, select_trainable
 from kit.errors import ConfigError
 from kit.rollout.inputs import RunInputs
 from kit.rollout.sampling import EpisodeRequest, build_sampling_params, request_group
-from kit.runs import files
+from kit.runs import checkpoints, files
 from kit.runs.console import print_examples, say
 from kit.runs.run import Run
 
@@ -55,7 +54,6 @@ POLICY_KEYS = (
     f"{ROLLOUT}.multi_turn.max_assistant_turns",
     f"{ROLLOUT}.multi_turn.max_tool_response_length",
 )
-WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 class Collected(NamedTuple):
@@ -216,13 +214,9 @@ def describe_settings(recipe: Recipe, validate: bool) -> Json:
     sampling = build_sampling_params(recipe, validate)
     settings |= {f"{section}.{name}": value for name, value in sampling.items()}
     for key in (f"{MODEL}.path", f"{MODEL}.lora_adapter_path"):
-        folder = Path(recipe.get(key) or "nowhere")
-        times: list[float] = []
-        for pattern in WEIGHT_FILES:
-            times += [path.stat().st_mtime for path in folder.glob(pattern)]
-        if times:
-            written_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(max(times)))
-            settings[f"the time of the weights in {key}"] = written_at
+        written_at = checkpoints.read_weights_time(Path(recipe.get(key) or "nowhere"))
+        if written_at:
+            settings[checkpoints.WEIGHTS_TIME.format(key)] = written_at
     return settings
 
 

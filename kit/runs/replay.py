@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from env import Json, Task
 from kit.config.keys import flatten, is_below
@@ -261,7 +261,7 @@ def list_changes(recording: Recording, recipe: Recipe) -> list[str]:
     path = recording.folder / "config.yaml"
     if not path.is_file():
         return [f"{path} is missing"]
-    before = select_update_keys(checkpoints.rename_keys(flatten(OmegaConf.load(path))))
+    before = select_update_keys(checkpoints.read_recipe(path))
     now = select_update_keys(flatten(redacted(recipe.verl)))
     keys = [key for key in now | before if before.get(key) != now.get(key)]
     return [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys]

@@ -4,6 +4,7 @@ python algorithm.py sweep --config math_cpu --config cpu --seeds 3 --vary actor.
 
 The name of a run has its variant and its seed, as in runs/math_cpu/lr=1e-5-seed1. If you repeat the
 command, it skips the runs that are finished. A run that was stopped resumes from its checkpoint.
+A run of another recipe is refused.
 """
 
 from __future__ import annotations
@@ -19,17 +20,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
 from kit.config import resources
 from kit.config.keys import ROOT
 from kit.config.recipe import Recipe
 from kit.errors import ConfigError
 from kit.extras.evidence import compare
-from kit.runs import cli
-from kit.runs.checkpoints import is_exported
+from kit.runs import checkpoints, cli
 from kit.runs.console import say
-from kit.runs.files import replace_atomically
 
 SHORT = {  # sections that --vary may leave out, as the documentation does
     "actor": "actor_rollout_ref.actor",
@@ -38,7 +35,6 @@ SHORT = {  # sections that --vary may leave out, as the documentation does
     "ref": "actor_rollout_ref.ref",
 }
 ALGORITHM = ROOT / "algorithm.py"
-SETTINGS = "sweep.yaml"  # in the sweep's folder: the recipe of all its runs
 SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed")
 
 
@@ -55,7 +51,7 @@ class SweepRun(NamedTuple):
 
     name: str
     variant: str
-    steps: int  # of the whole run
+    recipe: Recipe  # of its variant: the seeds are not those of the run
     command: tuple[str, ...]
     folder: Path
 
@@ -66,16 +62,16 @@ def main(arguments: Sequence[str]) -> None:
     variants = list_variants(args.vary)
     recipes = check_variants(args, variants)
     name = recipes[0].trainer.experiment_name
-    steps = [recipe.trainer.total_training_steps for recipe in recipes]
-    runs = list(list_runs(name, args, variants, steps))
-    left = [run for run in runs if not is_exported(run.name, run.steps)]
+    runs = list(list_runs(name, args, variants, recipes))
+    for run in runs:
+        check_run(run)
+    left = [run for run in runs if not is_finished(run)]
     say(f"{len(runs)} runs in runs/{name}, {len(runs) - len(left)} of them finished")
     for run in left:
         say(f"    {run.name}")
     if args.dry_run:
         return
-    keep_settings(Path("runs") / name, args)
-    statuses = run_through_ray(left, recipes) if args.parallel else [start(run) for run in left]
+    statuses = run_through_ray(left) if args.parallel else run_in_turn(left)
     failed = [run.name for run, status in zip(left, statuses, strict=True) if status]
     if failed:
         raise ConfigError(
@@ -110,12 +106,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="list the runs; start nothing")
     parser.add_argument("words", nargs="*", metavar="key=value", help="for all runs")
     args = parser.parse_intermixed_args(list(arguments))
-    if not re.fullmatch(r"[1-9]\d*|\d+(,\d+)+", args.seeds):
+    is_list = re.fullmatch(r"[1-9]\d*|\d+(,\d+)+", args.seeds)
+    if not is_list or len(set(list_seeds(args.seeds))) < len(list_seeds(args.seeds)):
         raise ConfigError(
-            f"--seeds {args.seeds} is no number of seeds, and no list such as 4,5,6. Change it."
+            f"--seeds {args.seeds} is no number of seeds, and no list of different ones such as "
+            "4,5,6. Change it."
         )
     for text in (*args.words, *args.vary):
-        if text.partition("=")[0].lstrip("+") in SEED_KEYS:
+        if expand_key(text.partition("=")[0].lstrip("+")) in SEED_KEYS:
             raise ConfigError(f"{text}: a sweep sets this key for each run. Use --seeds.")
     return args
 
@@ -131,14 +129,12 @@ def list_variants(vary: Sequence[str]) -> list[Variant]:
     choices: list[list[Variant]] = []
     for text in vary:
         key, _, values = text.partition("=")
-        section, dot, rest = key.partition(".")
-        full = f"{SHORT.get(section, section)}{dot}{rest}"
         split = split_values(values)
         if not key or not all(split) or len(set(split)) < len(split):
             raise ConfigError(
                 f"--vary {text} is not KEY=A,B with different values. Give a key and its values."
             )
-        choices.append([make_variant(full, value) for value in split])
+        choices.append([make_variant(expand_key(key), value) for value in split])
     variants = []
     for combination in itertools.product(*choices):
         name = "-".join(one.name for one in combination) or "base"
@@ -153,6 +149,12 @@ def list_variants(vary: Sequence[str]) -> list[Variant]:
             f"--vary: {', '.join(vary)}."
         )
     return variants
+
+
+def expand_key(key: str) -> str:
+    """Return the full name of a key that may begin with one of SHORT."""
+    section, dot, rest = key.partition(".")
+    return f"{SHORT.get(section, section)}{dot}{rest}"
 
 
 def make_variant(key: str, value: str) -> Variant:
@@ -179,60 +181,82 @@ def check_variants(args: argparse.Namespace, variants: Sequence[Variant]) -> lis
             planned = cli.plan(files, words, is_dry_run=True)
         except ConfigError as error:
             raise ConfigError(f"variant {variant.name}: {error}") from error
+        if not planned.inputs.validation:
+            raise ConfigError(
+                f"variant {variant.name} has no held-out rows to compare. Set env.val_files."
+            )
         recipes.append(planned.recipe)
     return recipes
 
 
 def list_runs(
-    name: str, args: argparse.Namespace, variants: Sequence[Variant], steps: Sequence[int]
+    name: str, args: argparse.Namespace, variants: Sequence[Variant], recipes: Sequence[Recipe]
 ) -> Iterator[SweepRun]:
     """Yield the runs of a sweep: all variants of the first seed, then of the next.
 
-    steps: of each variant.
+    recipes: of the variants.
     """
-    pairs = list(zip(variants, steps, strict=True))
-    for seed, (variant, total) in itertools.product(list_seeds(args.seeds), pairs):
+    pairs = list(zip(variants, recipes, strict=True))
+    for seed, (variant, recipe) in itertools.product(list_seeds(args.seeds), pairs):
         run_name = f"{name}/{variant.name}-seed{seed}"
         files = [*args.config, *variant.configs]
         words = [sys.executable, str(ALGORITHM), "--quiet"]
         words += itertools.chain(*(("--config", file) for file in files))
         words += [*args.words, *variant.changes, *(f"{key}={seed}" for key in SEED_KEYS)]
         command = (*words, f"trainer.experiment_name={run_name}")
-        yield SweepRun(run_name, variant.name, total, command, Path.cwd())
+        yield SweepRun(run_name, variant.name, recipe, command, Path.cwd())
 
 
-def keep_settings(folder: Path, args: argparse.Namespace) -> None:
-    """Write the recipe of a sweep to its folder. Raises ConfigError if it has runs of another.
-
-    A sweep may continue with more seeds and more values.
-    """
-    settings = {"config": args.config, "words": sorted(args.words)}
-    path = folder / SETTINGS
-    if path.is_file() and yaml.safe_load(path.read_text()) != settings:
+def check_run(run: SweepRun) -> None:
+    """Raise ConfigError if the folder of a run has one of another recipe."""
+    path = Path("runs") / run.name / "config.yaml"
+    if not path.is_file():
+        return
+    changes = checkpoints.list_changes(path, run.recipe)
+    texts = [text for key, text in changes.items() if key not in SEED_KEYS]
+    if texts:
         raise ConfigError(
-            f"{path} is of a sweep with another recipe. Set another trainer.experiment_name."
+            f"{path.parent} is a run of another recipe: {', '.join(texts)}. Set another "
+            "trainer.experiment_name."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    with replace_atomically(path) as partial:
-        partial.write_text(yaml.safe_dump(settings))
 
 
-def start(run: SweepRun) -> int:
+def is_finished(run: SweepRun) -> bool:
+    """Whether a run has its export."""
+    return checkpoints.is_exported(run.name, run.recipe.trainer.total_training_steps)
+
+
+def run_in_turn(runs: Sequence[SweepRun]) -> list[int]:
+    """Run one run after the other, and return their exit statuses."""
+    statuses = []
+    for run in runs:
+        begin = time.monotonic()
+        statuses.append(start(run.command, run.name, run.folder))
+        tell_end(run, statuses[-1], begin)
+    return statuses
+
+
+def tell_end(run: SweepRun, status: int, begin: float) -> None:
+    """Print that a run has ended. begin: when it started, by time.monotonic."""
+    minutes = (time.monotonic() - begin) / 60
+    say(f"{run.name}: {'finished' if status == 0 else f'status {status}'} after {minutes:.1f} min")
+
+
+def start(command: Sequence[str], name: str, folder: Path) -> int:
     """Run one run to its end, and return its exit status. Its output is in runs/<name>.log.
 
     If the sweep is stopped, so is the run: it gets the time to save.
     """
-    log = run.folder / "runs" / f"{run.name}.log"
+    log = folder / "runs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     # a task of Ray has variables with which the run would join the Ray of the sweep
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    begin = time.monotonic()
     with log.open("ab") as out:
         process = subprocess.Popen(
-            run.command,
+            command,
             stdout=out,
             stderr=subprocess.STDOUT,
-            cwd=run.folder,
+            cwd=folder,
             env=environment,
         )
         try:
@@ -242,20 +266,21 @@ def start(run: SweepRun) -> int:
                 process.terminate()
             process.wait()
             raise
-    minutes = (time.monotonic() - begin) / 60
-    say(f"{run.name}: {'finished' if status == 0 else f'status {status}'} after {minutes:.1f} min")
     return status
 
 
-def run_through_ray(runs: Sequence[SweepRun], recipes: Sequence[Recipe]) -> list[int]:
+def run_through_ray(runs: Sequence[SweepRun]) -> list[int]:
     """Run as many runs at the same time as GPUs are free, and return their exit statuses.
 
     Ray queues them, on the cluster of ray_kwargs.ray_init.address or on this machine. A run starts
-    a Ray of its node with the GPUs that it got. recipes: of the variants. Raises ConfigError if a
-    run needs several nodes, or more GPUs than a node has.
+    a Ray of its node with the GPUs that it got. Raises ConfigError if a run needs several nodes, or
+    more GPUs than a node has.
     """
     import ray
 
+    if not runs:
+        return []
+    recipes = [run.recipe for run in runs]
     nodes = max(recipe.trainer.nnodes for recipe in recipes)
     if nodes > 1:
         raise ConfigError(
@@ -279,23 +304,40 @@ def run_through_ray(runs: Sequence[SweepRun], recipes: Sequence[Recipe]) -> list
         num_cpus=cpus if is_cpu else 0,  # a run on a CPU uses all cores
         max_retries=0,
     )
+    pending: dict[object, int] = {}  # {Ray's reference: the index of the run}
     try:
-        pending = []
-        for run in runs:
+        for index, run in enumerate(runs):
             words = run.command
             if address:  # the run's workers start on the node that Ray has chosen
                 words = (*words, "ray_kwargs.ray_init.address=null")
-            pending.append(task.remote(run._replace(command=words)))
-        statuses: list[int] = ray.get(pending)
+            pending[task.remote(words, run.name, run.folder)] = index
+        return wait_for_runs(runs, pending)
     finally:
         ray.shutdown()
+
+
+def wait_for_runs(runs: Sequence[SweepRun], pending: dict[object, int]) -> list[int]:
+    """Wait until all runs have ended, and print each end. A run whose worker is lost has failed."""
+    import ray
+
+    begin = time.monotonic()
+    statuses = [1] * len(runs)
+    while pending:
+        [reference], _ = ray.wait(list(pending), num_returns=1)
+        index = pending.pop(reference)
+        try:
+            statuses[index] = ray.get(reference)
+        except ray.exceptions.RayError as error:
+            say(f"{runs[index].name}: its worker was lost ({type(error).__name__})")
+        tell_end(runs[index], statuses[index], begin)
     return statuses
 
 
 def compare_variants(folder: Path, runs: Sequence[SweepRun]) -> None:
     """Print the scores of the variants, and the comparison of each with the first one.
 
-    Also write them to report.html of the sweep.
+    Also write them to sweep.html in the sweep's folder. A run of the same name may have its report
+    there.
     """
     folders: dict[str, list[Path]] = {}
     for run in runs:
@@ -309,4 +351,4 @@ def compare_variants(folder: Path, runs: Sequence[SweepRun]) -> None:
         lines = compare.describe_runs(baselines)
     for line in lines:
         say(line)
-    compare.write_report(folder / "report.html", folders, lines)
+    compare.write_report(folder / "sweep.html", folders, lines)

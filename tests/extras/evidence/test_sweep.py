@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from kit.config.keys import ROOT
 from kit.errors import ConfigError
@@ -38,7 +39,8 @@ def make_recipe() -> SimpleNamespace:
     trainer = SimpleNamespace(
         experiment_name="sums", total_training_steps=12, device="cpu", nnodes=1
     )
-    return SimpleNamespace(trainer=trainer, get=lambda key: None, verl=None, command="train")
+    verl = OmegaConf.create({"trainer": vars(trainer), "data": {"seed": 1}})
+    return SimpleNamespace(trainer=trainer, get=lambda key: None, verl=verl, command="train")
 
 
 @pytest.fixture
@@ -89,11 +91,22 @@ def test_a_repeated_sweep_runs_what_is_missing(place, capsys):
     assert "3 runs in runs/sums, 1 of them finished" in capsys.readouterr().out
 
 
-def test_a_folder_with_runs_of_another_recipe_is_refused(place):
-    sweep.main([*RECIPE, "--seeds", "1"])
-    with pytest.raises(ConfigError, match="is of a sweep with another recipe"):
-        sweep.main([*RECIPE, "actor_rollout_ref.rollout.n=4", "--seeds", "1"])
-    assert len(read_calls(place)) == 1
+def test_a_run_of_another_recipe_is_refused(place):
+    """Two keys with the same last part have the same folders, as lr of actor and critic."""
+    run = place / "runs" / "sums" / "lr=1e-5-seed2"
+    run.mkdir(parents=True)
+    config = OmegaConf.merge(make_recipe().verl, {"data": {"seed": 2}})
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    sweep.main([*RECIPE, "--seeds", "1", "--vary", "actor.optim.lr=1e-5"])
+    config.critic = {"optim": {"lr": 1e-5}}
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    message = (
+        r"lr=1e-5-seed2 is a run of another recipe: critic.optim.lr 1e-05 -> None. Set another "
+        "trainer.experiment_name"
+    )
+    with pytest.raises(ConfigError, match=message) as caught:
+        sweep.main([*RECIPE, "--seeds", "2", "--vary", "actor.optim.lr=1e-5"])
+    assert "\n" not in str(caught.value) and len(read_calls(place)) == 1
 
 
 def test_a_dry_run_starts_nothing(place, capsys):
@@ -113,10 +126,13 @@ def test_a_dry_run_starts_nothing(place, capsys):
     [
         (["--seeds", "0"], "--seeds 0 is no number of seeds"),
         (["--seeds", "x"], "--seeds x is no number of seeds"),
+        (["--seeds", "4,4"], "no list of different ones"),
+        (["--seeds", "1,01"], "no list of different ones"),
         (["--vary", "actor.optim.lr"], "is not KEY=A,B"),
         (["--vary", "=1,2"], "is not KEY=A,B"),
         (["--vary", "rollout.n=1,1"], "with different values"),
         (["--vary", "data.seed=1,2"], "data.seed=1,2: a sweep sets this key for each run"),
+        (["--vary", "rollout.seed=1,2"], "rollout.seed=1,2: a sweep sets this key for each run"),
         (["+data.seed=7"], "Use --seeds"),
         (["--vary", "config=a/x.yaml,b/x.yaml"], "Two variants would have the folder x"),
         (["--vary", "model.path=a/b,a:b"], "Two variants would have the folder path=a_b"),
@@ -132,11 +148,14 @@ def test_a_variant_that_is_invalid_is_named(monkeypatch):
     def plan(files, words, is_dry_run):
         if "actor_rollout_ref.actor.optim.lr=fast" in words:
             raise ConfigError("lr=fast is no number. Change it.")
-        return SimpleNamespace(recipe=make_recipe())
+        rows = [] if "env.val_files=[]" in words else ["a row"]
+        return SimpleNamespace(recipe=make_recipe(), inputs=SimpleNamespace(validation=rows))
 
     monkeypatch.setattr(sweep.cli, "plan", plan)
     with pytest.raises(ConfigError, match="variant lr=fast: lr=fast is no number"):
         sweep.main([*RECIPE, "--vary", "actor.optim.lr=1e-5,fast"])
+    with pytest.raises(ConfigError, match="variant base has no held-out rows to compare"):
+        sweep.main([*RECIPE, "env.val_files=[]"])
 
 
 def test_several_vary_give_all_combinations():
@@ -168,7 +187,7 @@ def test_each_variant_is_compared_with_the_first(tmp_path, monkeypatch, capsys):
     # an unfinished run of an earlier command, with more seeds, is no part of the comparison
     (tmp_path / "runs" / "s" / "a-seed3").mkdir()
     runs = [
-        sweep.SweepRun(f"s/{name}-seed{seed}", name, 20, (), tmp_path)
+        sweep.SweepRun(f"s/{name}-seed{seed}", name, make_recipe(), (), tmp_path)
         for seed in (1, 2)
         for name in ("a", "b", "b2")
     ]
@@ -176,7 +195,7 @@ def test_each_variant_is_compared_with_the_first(tmp_path, monkeypatch, capsys):
     output = capsys.readouterr().out
     assert output.count("A: 2 runs, B: 2 runs, 64 held-out rows") == 2
     assert "A = b, B = a" in output and "A = b2, B = a" in output
-    assert (tmp_path / "runs" / "s" / "report.html").is_file()
+    assert (tmp_path / "runs" / "s" / "sweep.html").is_file()
     sweep.compare_variants(Path("runs/s"), [run for run in runs if run.variant == "a"])
     assert "acc at step 20: 0." in capsys.readouterr().out
 
@@ -213,7 +232,7 @@ from kit.extras.evidence import sweep
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as `algorithm.py` does
 folder = pathlib.Path.cwd()
-sweep.start(sweep.SweepRun("r", "base", 1, (sys.executable, "saves.py"), folder))
+sweep.start((sys.executable, "saves.py"), "r", folder)
 """
 
 
@@ -240,10 +259,16 @@ def test_a_run_saves_before_a_stopped_sweep_ends(tmp_path, number):
 
 
 @pytest.mark.soak
-def test_ray_queues_the_runs(place):
-    """On a CPU, a run uses all cores, so they run one after the other."""
+def test_ray_queues_the_runs(place, capsys):
+    """On a CPU, a run uses all cores, so they run one after the other. A lost one has failed."""
     names = [f"sums/base-seed{n}" for n in (1, 2, 3)]
     command = (sys.executable, str(place / "stand_in.py"))
-    runs = [sweep.SweepRun(name, "base", 12, (*command, f"x={name}"), place) for name in names]
-    assert sweep.run_through_ray(runs, [make_recipe()]) == [0, 0, 0]
+    recipe = make_recipe()
+    runs = [sweep.SweepRun(name, "base", recipe, (*command, f"x={name}"), place) for name in names]
+    kill = "import os; os.kill(os.getppid(), 9)"
+    runs.append(sweep.SweepRun("sums/lost", "base", recipe, (sys.executable, "-c", kill), place))
+    assert sweep.run_through_ray(runs) == [0, 0, 0, 1]
     assert len(read_calls(place)) == 3
+    output = capsys.readouterr().out
+    assert "sums/base-seed3: finished after" in output
+    assert "sums/lost: its worker was lost" in output
