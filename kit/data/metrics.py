@@ -16,6 +16,7 @@ from kit.data.selection import group_episodes
 FAILED_AS_0 = "_failed_as_0"  # suffix of the scores in which a failed episode counts as 0
 LOW = "_low95"  # suffixes of the ends of a score's 95% interval
 HIGH = "_high95"
+ALL_TOKENS = "rollout/tokens"  # of a step: all of its episodes, prompts included
 Z95 = 1.959964  # the 0.975 quantile of the standard normal distribution
 
 
@@ -197,6 +198,14 @@ def warn_about_failures(metrics: Mapping[str, float], say: Callable[[str], None]
 # --- rollouts of a training step ------------------------------------------------------------------
 
 
+def read_tokens(line: Mapping[str, float]) -> float | None:
+    """Return the tokens of a step from a line of metrics.jsonl, prompts included.
+
+    They are those of all episodes; in earlier runs and in `sft`, of those that were trained on.
+    """
+    return line.get(ALL_TOKENS) or line.get("perf/total_num_tokens")
+
+
 def compute_rollout_metrics(
     episodes: Sequence[Episode], kept: Sequence[Episode], step: int = 0
 ) -> dict[str, float]:
@@ -209,6 +218,7 @@ def compute_rollout_metrics(
     metrics = {
         "rollout/episodes": float(len(episodes)),
         "rollout/kept": float(len(kept)),
+        ALL_TOKENS: float(sum(len(e.prompt_ids) + len(e.response_ids) for e in episodes)),
         "rollout/failed_frac": 1 - len(verified) / len(episodes),
         "rollout/groups_dropped": float(groups_dropped),
         "rollout/zero_variance_groups": float(count_zero_variance_groups(verified)),

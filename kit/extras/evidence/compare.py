@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import yaml
 
 from kit import features
 from kit.errors import ConfigError
 from kit.extras.evidence import intervals
 from kit.extras.evidence.curves import (
-    CONFIGS,
     SCORES,
     Evaluation,
     RunCurve,
@@ -32,6 +30,7 @@ from kit.extras.evidence.curves import (
     pick_evaluations,
     pick_step,
     read_curve,
+    read_seed,
     tabulate,
 )
 from kit.runs import files
@@ -163,29 +162,23 @@ def pair_seeds(some: Sequence[Path], others: Sequence[Path]) -> list[tuple[int, 
     seeds = {read_seed(folder): index for index, folder in enumerate(others)}
     pairs = []
     for index, folder in enumerate(some):
-        other = seeds.pop(read_seed(folder), None)
-        if other is not None:
+        seed = read_seed(folder)
+        other = seeds.pop(seed, None)
+        if seed is not None and other is not None:
             pairs.append((index, other))
     return pairs
-
-
-def read_seed(folder: Path) -> object:
-    """Return data.seed of a run."""
-    (path, *_) = (folder / name for name in CONFIGS if (folder / name).is_file())
-    config = yaml.safe_load(path.read_text())
-    data = config.get("data") if isinstance(config, dict) else None
-    return data.get("seed") if isinstance(data, dict) else None
 
 
 def warn_of_repeated_seeds(sets: Mapping[str, Sequence[Path]]) -> list[str]:
     """Return a line for each set in which runs have the same seed. sets: {name: runs}."""
     lines = []
     for name, folders in sets.items():
-        seeds = [read_seed(folder) for folder in folders]
+        seeds = [seed for seed in map(read_seed, folders) if seed is not None]
         if len(set(seeds)) < len(seeds):
+            number = describe_count(len(set(seeds)), "value")
             lines.append(
-                f"WARNING     {len(seeds)} runs of {name} have {len(set(seeds))} values of "
-                "data.seed. Runs of one seed are alike, so the intervals may be too short."
+                f"WARNING     {len(seeds)} runs of {name} have {number} of data.seed. Runs of one "
+                "seed are alike, so the intervals may be too short."
             )
     return lines
 
@@ -200,9 +193,9 @@ def describe(comparisons: Sequence[Comparison]) -> list[str]:
     rows = {one.test_set: describe_rows(one.rows, one.all_rows) for one in comparisons}
     shown = "; ".join(f"{name}: {text}" for name, text in rows.items())
     lines = [
-        f"A: {counts[0]} runs, B: {counts[1]} runs, "
+        f"A: {describe_count(counts[0], 'run')}, B: {describe_count(counts[1], 'run')}, "
         f"{shown if len(rows) > 1 else rows[first.test_set]}. "
-        f"Brackets: {intervals.LEVEL:.0%} intervals over seeds and rows."
+        f"Brackets: {intervals.LEVEL:.0%} intervals over {describe_sources(counts)}."
     ]
     budget = ""
     for one in comparisons:
@@ -221,6 +214,18 @@ def describe(comparisons: Sequence[Comparison]) -> list[str]:
     if first.difference.interval is None:
         lines.append(ONE_RUN)
     return lines
+
+
+def describe_count(number: int, noun: str) -> str:
+    """Return a number of things in words."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def describe_sources(counts: Sequence[int]) -> str:
+    """Say over what the intervals of sets with these numbers of runs are."""
+    if max(counts) == 1:
+        return "rows only"
+    return "seeds and rows" + (", of the single run over rows only" if 1 in counts else "")
 
 
 def describe_rows(shared: int, total: int) -> str:
@@ -264,16 +269,34 @@ def describe_score(one: Comparison) -> list[str]:
 
 def describe_runs(folders: Sequence[Path]) -> list[str]:
     """Return a line for each score of a single set of runs, at its last common step."""
-    step, picked = pick_step([read_curve(folder) for folder in folders])
+    curves = [read_curve(folder) for folder in folders]
+    step, picked = pick_step(curves)
+    starts = [curve.evaluations[0] for curve in curves]
     lines = []
     test_sets = list_test_sets(picked)
-    for test_set, (score, function) in itertools.product(test_sets, SCORES.items()):
-        table, total = tabulate(picked, test_set, function)
+    for test_set, score in itertools.product(test_sets, SCORES):
+        table, total = tabulate(picked, test_set, SCORES[score])
         text = format_interval(intervals.compute_mean_interval(table))
+        runs = describe_count(len(table), "run")
+        runs += ", so over rows only" if len(table) == 1 else ""
         rows = describe_rows(table.shape[1], total)
         name = f"{test_set} {score}" if len(test_sets) > 1 else score
-        lines.append(f"{name} at step {step:.0f}: {text}, {len(table)} runs, {rows}")
+        lines.append(f"{name} at step {step:.0f}: {text}, {runs}, {rows}")
+        if step and all(one.steps == 0 for one in starts) and test_set in list_test_sets(starts):
+            lines.append(f"    {describe_gain(picked, starts, test_set, score)}")
     return lines
+
+
+def describe_gain(
+    picked: Sequence[Evaluation], starts: Sequence[Evaluation], test_set: str, score: str
+) -> str:
+    """Return the difference of a set of runs from its own evaluations before the first step."""
+    table = tabulate([*picked, *starts], test_set, SCORES[score]).scores
+    after = table[: len(picked)]
+    before = table[len(picked) :]
+    difference = intervals.compare_scores(after, before)
+    gain = format_interval(difference.interval or difference.over_rows, "+")
+    return f"{gain} since step 0, from {format_interval(intervals.compute_mean_interval(before))}"
 
 
 def format_interval(interval: intervals.Interval, sign: str = "") -> str:

@@ -5,35 +5,44 @@ from __future__ import annotations
 import functools
 import glob
 import hashlib
-import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import orjson
+import yaml
 
 from env import Json
 from kit.data.json_lines import read_metrics
-from kit.data.metrics import name_test_set
+from kit.data.metrics import name_test_set, read_tokens
 from kit.data.rollout_files import read_records
 from kit.errors import ConfigError
 from kit.extras.evidence.intervals import Scores
-from kit.runs.checkpoints import read_exported_step
+from kit.runs import checkpoints
+
+
+def is_right(reward: float) -> float:
+    """Return 1 for a reward of at least 1, else 0."""
+    return float(reward >= 1)
+
 
 SCORES: Mapping[str, Callable[[float], float]] = {  # of the reward of a verified response
-    "acc": lambda reward: float(reward >= 1),
+    "acc": is_right,
     "reward": float,
 }
 CONFIGS = ("config.yaml", "evaluate.yaml")  # of a training run, of the command `evaluate`
+MODEL_PATH = "actor_rollout_ref.model.path"
 MIN_SPENT = 0.75  # of a common budget that each run must have spent at its evaluation
 
 
 class Evaluation(NamedTuple):
     """An evaluation of a run, with what the run had spent before it.
 
-    steps: optimizer steps of the loop. tokens: of all training episodes, prompts included. seconds:
-    of all steps, without start, evaluation and report. path: its rollouts file.
+    steps: optimizer steps of the loop. tokens: of all training episodes, prompts included, also of
+    those that failed or were filtered. seconds: of all steps, without start, evaluation, checkpoint
+    and report. Both are NaN for the export of another folder. path: its rollouts file.
     """
 
     steps: int
@@ -67,17 +76,18 @@ def read_curve(folder: Path) -> RunCurve:
     tokens = seconds = 0.0
     spent = {0: (0.0, 0.0)}
     for line in read_metrics(folder / "metrics.jsonl"):
-        tokens += line.get("perf/total_num_tokens") or 0.0
+        tokens += read_tokens(line) or 0.0
         seconds += line.get("timing_s/step") or 0.0
+        seconds -= line.get("timing_s/save_checkpoint") or 0.0
         spent[line["step"]] = (tokens, seconds)
     for path in sorted((folder / "rollouts").glob("val_*.jsonl")):
         number = path.stem.removeprefix("val_")
         if number.isdigit() and int(number) in spent:
             evaluations.append(Evaluation(int(number), *spent[int(number)], path))
     path = folder / "evaluation.jsonl"
-    if path.is_file():
-        step = read_evaluated_step(path)
-        evaluations.append(Evaluation(step, *spent.get(step, (0.0, 0.0)), path))
+    step = read_scored_step(folder, path) if path.is_file() else None
+    if step is not None:
+        evaluations.append(Evaluation(step, *spent.get(step, (math.nan, math.nan)), path))
     if not evaluations:
         raise ConfigError(
             f"{folder} has no evaluation. Set env.val_files and trainer.test_freq, or run "
@@ -86,13 +96,49 @@ def read_curve(folder: Path) -> RunCurve:
     return RunCurve(folder, sorted(evaluations))
 
 
-def read_evaluated_step(path: Path) -> int:
-    """Return the step of the export that the command `evaluate` scored, 0 for another model."""
-    settings_path = path.with_suffix(".settings.json")
-    if not settings_path.is_file():
+def read_scored_step(folder: Path, path: Path) -> int | None:
+    """Return the step of the weights that the command `evaluate` scored, 0 for a bare model.
+
+    None if the folder has a training run, and the weights are neither its start nor its export.
+    Raises ConfigError if the weights have been replaced since.
+    """
+    settings = read_settings(path)
+    model = str(settings.get(MODEL_PATH) or "")
+    config = read_yaml(folder / "config.yaml")
+    if config and model == (config.get("actor_rollout_ref") or {}).get("model", {}).get("path"):
         return 0
-    model = json.loads(settings_path.read_text()).get("actor_rollout_ref.model.path")
-    return read_exported_step(Path(model or "")) or 0
+    if config and Path(model).resolve() != (folder / "export").resolve():
+        return None
+    scored_at = settings.get(checkpoints.WEIGHTS_TIME.format(MODEL_PATH))
+    step = checkpoints.read_exported_step(Path(model or "nowhere"))
+    if step and scored_at and scored_at != checkpoints.read_weights_time(Path(model)):
+        raise ConfigError(
+            f"{path} has scores of weights that {model} had at {scored_at}, and it has others now. "
+            "Delete it, or repeat `evaluate` under another trainer.experiment_name."
+        )
+    return step or 0
+
+
+def read_settings(path: Path) -> Json:
+    """Return the settings of an evaluation, as `evaluate` wrote them; {} if it wrote none."""
+    settings_path = path.with_suffix(".settings.json")
+    return orjson.loads(settings_path.read_bytes()) if settings_path.is_file() else {}
+
+
+def read_yaml(path: Path) -> Json:
+    """Return the recipe of a run, {} if there is none."""
+    config = yaml.safe_load(path.read_text()) if path.is_file() else None
+    return config if isinstance(config, dict) else {}
+
+
+def read_seed(folder: Path) -> object:
+    """Return data.seed of a run, or of the run whose export was scored. None: not known."""
+    config = read_yaml(folder / "config.yaml")
+    if not config:
+        model = str(read_settings(folder / "evaluation.jsonl").get(MODEL_PATH) or "nowhere")
+        config = read_yaml(Path(model).parent / "config.yaml")
+    data = config.get("data")
+    return data.get("seed") if isinstance(data, dict) else None
 
 
 Rewards = dict[str, list[float]]  # {hash of a row: the rewards of its verified responses}
@@ -140,11 +186,14 @@ def pick_evaluations(
 
     budget: steps: the last step at which all runs have an evaluation. tokens, seconds: what the
     cheapest run had spent at its last evaluation; each run has its last evaluation within it. None
-    if a run had spent much less. Raises ConfigError if no step is common.
+    if a run had spent much less, or it is not known. Raises ConfigError if no step is common.
     """
     if budget == "steps":
         return pick_step(curves)
-    common: float = min(getattr(curve.evaluations[-1], budget) for curve in curves)
+    last = [getattr(curve.evaluations[-1], budget) for curve in curves]
+    common: float = min(last)
+    if common == 0 or any(map(math.isnan, last)):
+        return None
     picked = []
     for curve in curves:
         spent = [one for one in curve.evaluations if getattr(one, budget) <= common]

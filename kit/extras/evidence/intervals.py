@@ -42,8 +42,8 @@ class Difference(NamedTuple):
     """The difference of the mean scores of two variants.
 
     interval, p_value: None if a variant has one run. Then nothing can be said about other seeds.
-    If all scores are between 0 and 1, the interval is between -1 and 1. p_value is None, too, if no
-    score varies.
+    If all scores are between 0 and 1, the intervals are between -1 and 1. p_value is None, too, if
+    no score varies.
     over_rows: the interval of these very runs on other rows of the same kind.
     seed_variance: of a run's score by its seed. row_variance: of the difference by its rows.
     """
@@ -91,15 +91,21 @@ def compare_scores(some: Scores, others: Scores) -> Difference:
     by_row = some.mean(axis=0) - others.mean(axis=0)
     row_variance = compute_variance(by_row) / rows
     over_rows = compute_interval(estimate, [(row_variance, rows - 1)])
+    are_fractions = is_fraction(some) and is_fraction(others)
+    if are_fractions:
+        over_rows = limit(over_rows)
+    if are_fractions and row_variance == 0:
+        means = (scores.mean(axis=0, keepdims=True) for scores in (some, others))
+        over_rows = combine(*map(compute_mean_interval, means))
     if min(len(some), len(others)) < 2:
         return Difference(None, None, over_rows, 0.0, row_variance, rows)
     first = split_variance(some)
     second = split_variance(others)
-    are_fractions = is_fraction(some) and is_fraction(others)
-    if are_fractions and row_variance + first.seeds + second.seeds == 0:
-        interval = combine(compute_mean_interval(some), compute_mean_interval(others))
-        return Difference(interval, None, over_rows, 0.0, 0.0, rows)
     pure_row_variance = max(row_variance - first.residual - second.residual, 0.0)
+    if first.seeds + second.seeds + pure_row_variance == 0:
+        pure_row_variance = row_variance  # too few scores to split it
+    if first.seeds + second.seeds + pure_row_variance == 0:
+        return Difference(over_rows, None, over_rows, 0.0, 0.0, rows)
     parts = [
         (first.seeds, len(some) - 1),
         (second.seeds, len(others) - 1),
@@ -109,8 +115,13 @@ def compare_scores(some: Scores, others: Scores) -> Difference:
     seed_variance = (len(some) * first.seeds + len(others) * second.seeds) / 2
     p_value = compute_p_value(interval)
     if are_fractions:
-        interval = interval._replace(low=max(interval.low, -1.0), high=min(interval.high, 1.0))
+        interval = limit(interval)
     return Difference(interval, p_value, over_rows, seed_variance, pure_row_variance, rows)
+
+
+def limit(interval: Interval) -> Interval:
+    """The part of an interval that a difference of fractions can have."""
+    return interval._replace(low=max(interval.low, -1.0), high=min(interval.high, 1.0))
 
 
 def combine(some: Interval, others: Interval) -> Interval:
@@ -136,8 +147,6 @@ def is_fraction(scores: Scores) -> bool:
 def compute_p_value(interval: Interval) -> float:
     """The two-sided p-value of no difference: 1 - LEVEL where the interval just touches 0."""
     half = (interval.high - interval.low) / 2
-    if half == 0:
-        return 0.0 if interval.estimate else 1.0
     error = half / float(stats.t.ppf((1 + LEVEL) / 2, interval.df))
     return float(2 * stats.t.sf(abs(interval.estimate) / error, interval.df))
 

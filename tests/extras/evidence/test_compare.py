@@ -6,6 +6,7 @@ import base64
 import gzip
 import itertools
 import json
+import os
 import re
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from kit.extras.evidence.curves import (
     read_curve,
     read_rewards,
 )
+from kit.runs import checkpoints
 from tests.helpers.recipes import row
 
 ROWS = 64
@@ -88,7 +90,7 @@ def test_one_run_says_nothing_about_other_seeds(tmp_path, capsys):
     plant_both(tmp_path, 0.9, 0.1, seeds=1)
     output = run(tmp_path, capsys)
     assert "One of the sets has one run." in output and "p =" not in output
-    assert "over rows only" in output
+    assert "intervals over rows only." in output and "1 run, B: 1 run" in output
 
 
 def test_runs_with_the_same_seeds_have_a_p_value_of_sign_flips(tmp_path, capsys):
@@ -119,29 +121,87 @@ def test_equal_steps_are_steps_that_all_runs_evaluated(tmp_path):
         pick_evaluations(curves, "steps")
 
 
+def score_export(source: Path, folder: Path) -> Path:
+    """Write the folder of `evaluate` for the export of a run, with its own last evaluation."""
+    export = source / "export"
+    export.mkdir(exist_ok=True)
+    (export / "step.txt").write_text(str(STEPS[-1]))
+    (export / "model.safetensors").touch()
+    folder.mkdir()
+    (folder / "evaluate.yaml").write_text("data: {seed: 1}\n")  # the recipe's
+    (source / "rollouts" / f"val_{STEPS[-1]}.jsonl").rename(folder / "evaluation.jsonl")
+    key = "actor_rollout_ref.model.path"
+    time = checkpoints.read_weights_time(export)
+    settings = {key: str(export), checkpoints.WEIGHTS_TIME.format(key): time}
+    (folder / "evaluation.settings.json").write_text(json.dumps(settings))
+    return export
+
+
 def test_an_evaluated_export_has_the_step_of_its_weights(tmp_path, capsys):
     """`evaluate` of a replay's export, under another name, against the recorded run."""
     plant(tmp_path / "a1", 0.5, 1)
-    source = plant(tmp_path / "source", 0.9, 2)
-    export = source / "export"
-    export.mkdir()
-    (export / "step.txt").write_text("20")
-    scores = tmp_path / "b1"
-    scores.mkdir()
-    (scores / "evaluate.yaml").write_text("data: {seed: 2}\n")
-    (source / "rollouts" / "val_20.jsonl").rename(scores / "evaluation.jsonl")
-    settings = {"actor_rollout_ref.model.path": str(export)}
-    (scores / "evaluation.settings.json").write_text(json.dumps(settings))
-    assert "At equal steps (20):" in run(tmp_path, capsys)
+    export = score_export(plant(tmp_path / "source", 0.9, 2), tmp_path / "b1")
+    output = run(tmp_path, capsys)
+    assert "At equal steps (20):" in output
+    assert "At equal tokens (" not in output  # what the weights have cost is not known
     (export / "step.txt").unlink()  # the model of another folder counts as untrained
     assert "At equal steps (0):" in run(tmp_path, capsys)
+
+
+def test_scored_exports_have_the_seeds_of_their_runs(tmp_path, capsys):
+    for seed in (1, 2, 3):
+        plant(tmp_path / f"a{seed}", 0.9, seed)
+        score_export(plant(tmp_path / f"source{seed}", 0.4, seed), tmp_path / f"b{seed}")
+    output = run(tmp_path, capsys)
+    assert "WARNING" not in output and "(sign flips of 3 seeds" in output
+
+
+def test_scores_of_weights_that_were_replaced_are_refused(tmp_path):
+    plant(tmp_path / "a1", 0.5, 1)
+    export = score_export(plant(tmp_path / "source", 0.9, 2), tmp_path / "b1")
+    os.utime(export / "model.safetensors", (0, 0))
+    with pytest.raises(ConfigError, match="and it has others now") as caught:
+        compare.main([f"{tmp_path}/a1", "--with", f"{tmp_path}/b1"])
+    assert "\n" not in str(caught.value)
+
+
+def test_scores_of_another_model_in_the_folder_of_a_run_do_not_count(tmp_path):
+    """`evaluate` without trainer.experiment_name writes into the folder of the recipe's run."""
+    folder = plant(tmp_path / "a1", 0.5, 1)
+    plant(tmp_path / "other", 0.9, 2)
+    score_export(tmp_path / "other", tmp_path / "scores")
+    for name in ("evaluation.jsonl", "evaluation.settings.json"):
+        (tmp_path / "scores" / name).rename(folder / name)
+    assert [one.path.name for one in read_curve(folder).evaluations] == [
+        f"val_{step}.jsonl" for step in STEPS
+    ]
 
 
 def test_runs_of_one_seed_are_named(tmp_path, capsys):
     for seed in (1, 2):
         plant(tmp_path / f"a{seed}", 0.8, 1)
         plant(tmp_path / f"b{seed}", 0.3, seed)
-    assert "2 runs of A have 1 values of data.seed" in run(tmp_path, capsys)
+    assert "2 runs of A have 1 value of data.seed" in run(tmp_path, capsys)
+
+
+def test_a_set_of_runs_has_its_gain_since_step_0(tmp_path):
+    runs = [plant(tmp_path / f"a{seed}", 0.7, seed) for seed in (1, 2, 3)]
+    first, gain, *_ = compare.describe_runs(runs)
+    assert re.fullmatch(r"acc at step 20: 0\.\d+ \[.*\], 3 runs, 64 held-out rows", first)
+    assert re.fullmatch(
+        r" +\+0\.6\d+ \[\+0\.\d+, \+0\.\d+\] since step 0, from 0\.0\d+ \[.*\]", gain
+    )
+    first, gain, *_ = compare.describe_runs(runs[:1])
+    assert first.endswith("1 run, so over rows only, 64 held-out rows") and "since step 0" in gain
+
+
+def test_failed_and_filtered_episodes_have_cost_tokens(tmp_path):
+    folder = plant(tmp_path / "a1", 0.5, 1)
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({**line, "rollout/tokens": 300}) + "\n" for line in lines)
+    )
+    assert read_curve(folder).evaluations[1].tokens == 300 * (STEPS[1] + 1)
 
 
 def test_test_sets_are_compared_apart(tmp_path, capsys):

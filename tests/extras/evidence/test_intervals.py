@@ -46,6 +46,22 @@ def test_an_interval_covers_the_difference_as_often_as_it_says(seeds, seed_sd, e
     assert 0.93 <= covered / SIMULATIONS <= 0.97
 
 
+def test_two_small_tables_without_an_effect_are_never_certainly_different():
+    """With few rows, all the variance can seem to come from single scores."""
+    some = np.array([[1.0, 0, 1, 0], [0, 1, 0, 1]])
+    others = np.array([[1.0, 1, 1, 0], [1, 1, 0, 1]])
+    difference = intervals.compare_scores(some, others)
+    assert difference.p_value > 0.1
+    assert difference.interval.low < 0 < difference.interval.high
+    rng = np.random.default_rng(6)
+    found = 0
+    for _ in range(SIMULATIONS):
+        p_value = intervals.compare_scores(*simulate(rng, 2, 0.0, 0.0, rows=10)).p_value
+        assert p_value is None or p_value > 1e-12
+        found += p_value is not None and p_value < 0.05
+    assert found / SIMULATIONS <= 0.05
+
+
 @pytest.mark.parametrize("seeds", [3, 5, 10])
 def test_no_effect_is_found_in_one_of_twenty_comparisons(seeds):
     rng = np.random.default_rng(1)
@@ -179,6 +195,18 @@ def test_equal_scores_have_an_interval_with_a_width(value):
     assert interval.low < value + 1e-9 and interval.high - interval.low > 0.03
     found = compute_score_interval([[value] for _ in range(100)])
     assert found[HIGH] - found[LOW] > 0.03
+
+
+@pytest.mark.parametrize("wrong", [16, 15])
+def test_a_difference_of_single_runs_has_a_width_and_stays_possible(wrong):
+    others = np.array([[0.0] * wrong + [1.0] * (16 - wrong)])
+    over_rows = intervals.compare_scores(np.ones((1, 16)), others).over_rows
+    assert over_rows.low < over_rows.estimate - 0.05 and over_rows.high <= 1
+
+
+def test_scores_beyond_1_that_never_vary_have_no_p_value():
+    difference = intervals.compare_scores(np.full((2, 9), 2.0), np.full((2, 9), -1.0))
+    assert difference.p_value is None and difference.interval.estimate == 3
 
 
 def test_scores_that_never_vary_have_an_interval_and_no_p_value():
