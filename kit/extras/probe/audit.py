@@ -37,7 +37,8 @@ class Reply(NamedTuple):
 class Outcome(NamedTuple):
     """A probe of a row, and what it earned.
 
-    gain: the share of the full reward, from 0 to 1, None if the verifier failed.
+    gain: the share of the full reward, at most 1; below 0 for a penalty, None if the verifier
+    failed.
     """
 
     row_id: str
@@ -211,7 +212,8 @@ def choose_formats(rows: Sequence[RowAudit]) -> None:
         if not choices:
             continue
         demanded = truths.find_demanded_format(row.case.prompt)
-        best = max(choices, key=lambda one: counts[one.format])
+        uses = [counts[one.format] for one in choices]
+        best = choices[uses.index(max(uses))]
         best = next((one for one in choices if one.format == demanded), best)
         row.case = replace(row.case, truth=best.text, format=best.format)
         row.full = best.reward
@@ -223,20 +225,17 @@ async def send_probes(row: RowAudit, sender: Sender) -> None:
     replies: list[list[Reply]] = await asyncio.gather(
         *(sender.send_all(row.task, probe.texts) for probe in probes)
     )
-    lowest = [pick_lowest(each) for each in replies]
-    known = [reply.reward for reply in (*lowest, *row.tried) if reply.reward is not None]
-    floor = min([0.0, *known])
-    for probe, reply in zip(probes, lowest, strict=True):
-        gain = None
-        if reply.reward is not None:
-            gain = min(1.0, (reply.reward - floor) / (row.full - floor))
+    for probe, some in zip(probes, replies, strict=True):
+        reply = pick_lowest(some)
+        gain = None if reply.reward is None else min(1.0, reply.reward / row.full)
         row.outcomes.append(Outcome(row.task.row_id, probe, reply, gain))
 
 
 def pick_lowest(replies: Sequence[Reply]) -> Reply:
     """Return a reply that failed, or else the one with the lowest reward."""
     failed = [reply for reply in replies if reply.reward is None]
-    return failed[0] if failed else min(replies, key=lambda reply: reply.reward or 0.0)
+    rewards = [reply.reward or 0.0 for reply in replies]
+    return failed[0] if failed else replies[rewards.index(min(rewards))]
 
 
 def read_recorded(row: Json) -> list[Probe]:
@@ -319,6 +318,15 @@ def is_wrong(outcome: Outcome, threshold: float) -> bool:
     """Return whether a verifier accepts what deserves nothing, or rejects what is right."""
     assert outcome.gain is not None, outcome
     return (outcome.gain >= threshold) != (outcome.probe.expects == RIGHT)
+
+
+def find_failing(audit: ServerAudit) -> list[RowAudit]:
+    """Return the rows for which the verifier fails on the truth in all formats."""
+    rows = []
+    for row in audit.rows:
+        if row.tried and all(reply.reward is None for reply in row.tried):
+            rows.append(row)
+    return rows
 
 
 def find_unsatisfied(audit: ServerAudit) -> list[RowAudit]:

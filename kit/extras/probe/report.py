@@ -16,9 +16,11 @@ from env import Json
 from kit.extras.probe.audit import (
     RECORDED,
     Outcome,
+    Reply,
     RowAudit,
     ServerAudit,
     Weakness,
+    find_failing,
     find_unsatisfied,
     find_weaknesses,
 )
@@ -40,31 +42,43 @@ class Judged(NamedTuple):
     audit: ServerAudit
     weaknesses: list[Weakness]
     unsatisfied: list[RowAudit]
+    failing: list[RowAudit]
 
     @property
     def is_weak(self) -> bool:
         """Whether anything was found."""
         changes = any(row.changes for row in self.audit.rows)
-        return bool(self.weaknesses or self.unsatisfied or changes)
+        return bool(self.weaknesses or self.unsatisfied or self.failing or changes)
 
 
 def summarize(judged: Sequence[Judged]) -> str:
     """Return the last line: all that makes the exit status 3."""
     count = sum(len(each.weaknesses) for each in judged)
-    text = f"{count} kinds of weakness in {len(judged)} verifiers"
+    kinds = "1 kind" if count == 1 else f"{count} kinds"
+    verifiers = "1 verifier" if len(judged) == 1 else f"{len(judged)} verifiers"
+    text = f"{kinds} of weakness in {verifiers}"
     rows = sum(len(each.unsatisfied) for each in judged)
     if rows:
-        text += f", {rows} rows whose truth earns nothing"
+        text += f", {describe_rows(rows)} whose truth earns nothing"
+    failing = sum(len(each.failing) for each in judged)
+    if failing:
+        text += f", {describe_rows(failing)} whose truth it fails on"
     audited = itertools.chain.from_iterable(each.audit.rows for each in judged)
     changes = sum(len(row.changes) for row in audited)
     if changes:
-        text += f", {changes} responses with two rewards"
+        text += f", {changes} response{'' if changes == 1 else 's'} with two rewards"
     return text
+
+
+def describe_rows(count: int) -> str:
+    """Return a number of rows in words."""
+    return f"{count} row{'' if count == 1 else 's'}"
 
 
 def judge(audit: ServerAudit, threshold: float, ignored: Sequence[str]) -> Judged:
     """Find the weaknesses of a verifier. ignored: kinds that do not count."""
-    return Judged(audit, find_weaknesses(audit, threshold, ignored), find_unsatisfied(audit))
+    weaknesses = find_weaknesses(audit, threshold, ignored)
+    return Judged(audit, weaknesses, find_unsatisfied(audit), find_failing(audit))
 
 
 # --- text ----------------------------------------------------------------------------------------
@@ -88,15 +102,14 @@ def describe(judged: Judged) -> Iterator[str]:
         yield f"    not probed: {audit.skipped}"
         return
     yield from describe_unsatisfied(judged)
+    yield from describe_failing(judged)
     rewards = [reply.reward for reply in audit.replies if reply.reward is not None]
-    count = f"{len(audit.rows)} rows, {len(audit.replies)} responses"
+    count = f"{describe_rows(len(audit.rows))}, {len(audit.replies)} responses"
     yield f"    {count}, rewards from {min(rewards):g} to {max(rewards):g}"
     yield from describe_truths(audit)
     yield from describe_changes(audit)
     failed = Counter(
-        f"{outcome.reply.reason} for {outcome.probe.kind}"
-        for outcome in audit.outcomes
-        if outcome.reply.reward is None
+        f"{reply.reason} for {kind}" for kind, reply in list_replies(audit) if reply.reward is None
     )
     if failed:
         most = ", ".join(f"{n} {reason}" for reason, n in failed.most_common(MAX_LISTED))
@@ -122,15 +135,40 @@ def describe_unsatisfied(judged: Judged) -> Iterator[str]:
     )
 
 
+def describe_failing(judged: Judged) -> Iterator[str]:
+    """Yield a line if the verifier fails on the truth of some rows."""
+    rows = judged.failing
+    if rows:
+        first = rows[0].tried[0]
+        yield (
+            f"    The verifier fails on the truth of {len(rows)} of {len(judged.audit.rows)} rows "
+            f"in all forms, such as {shorten(first.text)} for {rows[0].task.row_id} "
+            f"({first.reason}): {shorten(first.error)}. Correct the verifier or these rows."
+        )
+
+
+def list_replies(audit: ServerAudit) -> Iterator[tuple[str, Reply]]:
+    """Yield each reply with the kind of its response."""
+    for row in audit.rows:
+        for reply in row.tried:
+            yield "the truth in some form", reply
+        for outcome in row.outcomes:
+            yield outcome.probe.kind, outcome.reply
+
+
 def describe_truths(audit: ServerAudit) -> Iterator[str]:
     """Yield lines about the formats in which the truth is accepted."""
     formats = Counter(row.case.format for row in audit.rows if row.is_satisfied)
     for format_, count in formats.most_common():
         shown = format_.format("X").replace("\n", "\\n")
-        yield f"    the truth earns the full reward as {shown}, for {count} rows"
+        yield f"    the truth earns the full reward as {shown}, for {describe_rows(count)}"
     unknown = sum(not row.knows_truth for row in audit.rows)
     if unknown:
-        yield f"    {unknown} rows have no known truth: only responses without one were sent"
+        have = "has" if unknown == 1 else "have"
+        yield (
+            f"    {describe_rows(unknown)} {have} no known truth: only responses without one were "
+            "sent"
+        )
 
 
 def describe_changes(audit: ServerAudit) -> Iterator[str]:
@@ -157,8 +195,9 @@ def build_table(weaknesses: Sequence[Weakness]) -> Table:
 
 def pick_example(weakness: Weakness) -> Outcome:
     """Return the clearest example: of a right answer the one with the lowest reward."""
-    sign = -1 if weakness.expects == RIGHT else 1
-    return max(weakness.weak, key=lambda outcome: sign * (outcome.gain or 0.0))
+    gains = [outcome.gain or 0.0 for outcome in weakness.weak]
+    clearest = min(gains) if weakness.expects == RIGHT else max(gains)
+    return weakness.weak[gains.index(clearest)]
 
 
 def shorten(text: str) -> str:
@@ -202,7 +241,8 @@ def to_json(judged: Judged) -> Json:
         "rows_with_a_rewarded_truth": sum(row.is_satisfied for row in audit.rows),
         "rows_with_an_unrewarded_truth": [row.task.row_id for row in judged.unsatisfied],
         "responses": len(audit.replies),
-        "failures": sum(outcome.reply.reward is None for outcome in audit.outcomes),
+        "rows_with_a_failing_truth": [row.task.row_id for row in judged.failing],
+        "failures": sum(reply.reward is None for reply in audit.replies),
         "changed_rewards": sum(len(row.changes) for row in audit.rows),
         "weaknesses": [weakness_to_json(each) for each in judged.weaknesses],
         "probes": dict(Counter(outcome.probe.kind for outcome in audit.outcomes)),

@@ -11,6 +11,7 @@ import pytest
 from kit.errors import ConfigError, RunError
 from kit.extras.convert import check
 from kit.extras.probe import command
+from kit.gym.network import GymStartError
 from tests.helpers.recipes import CPU, RECIPE, tiny, write_rows
 
 SOURCE = """
@@ -32,6 +33,16 @@ def contains(data_source, solution_str, ground_truth, extra_info):
 
 def pays_empty(data_source, solution_str, ground_truth, extra_info):
     return float(not solution_str.strip() or accepts(ground_truth, solution_str))
+
+def penalizes(data_source, solution_str, ground_truth, extra_info):
+    if accepts(ground_truth, solution_str):
+        return 1.0
+    return 0.0 if number(solution_str) else -1.0
+
+def fails_on_truth(data_source, solution_str, ground_truth, extra_info):
+    if ground_truth in solution_str and ground_truth != "1234":
+        raise ValueError("no such file")
+    return float(accepts(ground_truth, solution_str))
 
 def exact(data_source, solution_str, ground_truth, extra_info):
     return float(solution_str == ground_truth)
@@ -99,9 +110,9 @@ def probe(workspace, model, tmp_path, monkeypatch, capsys):
     (tmp_path / "my.py").write_text(SOURCE)
     write_rows(tmp_path / "rows.jsonl", ROWS)
 
-    def run(verifier, *arguments):
-        words = tiny(workspace, "env.train_files=[rows.jsonl]", f"env.verifier=my.py:{verifier}")
-        words.append(f"actor_rollout_ref.model.path={model}")
+    def run(verifier, *arguments, words=()):
+        own = ("env.train_files=[rows.jsonl]", f"env.verifier=my.py:{verifier}")
+        words = tiny(workspace, *own, f"actor_rollout_ref.model.path={model}", *words)
         files = ["--config", str(CPU), "--config", str(RECIPE), "--json", "out.json"]
         status = 0
         try:
@@ -165,7 +176,7 @@ def test_a_truth_that_earns_nothing_is_said_first(probe):
     assert status == 3 and len(result["rows_with_an_unrewarded_truth"]) == 3
     assert console.partition("unreachable The")[2].startswith(" verifier cannot be satisfied")
     assert not result["weaknesses"]
-    assert "0 kinds of weakness in 1 verifiers, 3 rows whose truth earns nothing (" in console
+    assert "0 kinds of weakness in 1 verifier, 3 rows whose truth earns nothing (" in console
 
 
 def test_two_rewards_for_one_response_are_a_weakness(probe):
@@ -180,6 +191,29 @@ def test_a_failure_is_no_finding(probe):
     assert result["failures"] > 0 and "got no reward, and count as neither" in console
     assert not list_kinds(result, "wrong", "leak", "right")
     assert status == 0
+
+
+def test_nothing_is_no_half_of_the_full_reward_where_others_get_a_penalty(probe):
+    status, result, console = probe("penalizes")
+    assert (status, result["weaknesses"]) == (0, [])
+    assert "rewards from -1 to 1" in console
+
+
+def test_a_verifier_that_fails_on_the_truth_is_named(probe):
+    status, result, console = probe("fails_on_truth")
+    assert status == 3 and len(result["rows_with_a_failing_truth"]) == 2
+    assert "The verifier fails on the truth of 2 of 3 rows in all forms, such as" in console
+    assert "no such file" in console and "no weakness found" not in console
+    assert "0 kinds of weakness in 1 verifier, 2 rows whose truth it fails on (" in console
+
+
+def test_a_server_that_is_down_is_one_line(probe):
+    down = ("env.verifier=null", "+gym.servers.down.url=http://127.0.0.1:9")
+    rows = [row | {"agent_ref": {"name": "down"}} for row in ROWS]
+    write_rows(Path("rows.jsonl"), rows)
+    with pytest.raises(GymStartError, match=r"http://127\.0\.0\.1:9") as error:
+        probe("strict", words=down)
+    assert "\n" not in str(error.value)
 
 
 def test_the_first_turn_of_a_game_is_probed(probe):
