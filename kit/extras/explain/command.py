@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import shutil
@@ -17,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import yaml
 
 from env import Json
@@ -237,7 +237,11 @@ def measure_gradients(
     explanation.gradient_norm = whole.norm
     if not whole.is_finite:
         explanation.reason = explanation.reason or f"the gradient norm is {whole.norm}"
-        return find_bad(everything, lambda rows: not meter.measure(rows).is_finite)
+
+        def is_bad(rows: Sequence[int]) -> bool:
+            return not meter.measure(rows).is_finite
+
+        return find_bad(everything, is_bad)
     parts = [Part(0.0, 0.0)] * len(episodes)
     sums: dict[str, Part] = {}
     members = list_members(episodes)
@@ -253,8 +257,9 @@ def measure_gradients(
         for name, part in sums.items()
     ]
     outlier = find_outlier_group(norms)
-    rows = sorted(members.get(outlier, []), key=lambda row: -parts[row].norm)
-    return rows[:1]
+    candidates = members.get(outlier, [])
+    largest = np.argsort([-parts[row].norm for row in candidates])[:1]
+    return [candidates[place] for place in largest]
 
 
 def list_members(episodes: Sequence[Episode]) -> dict[str, list[int]]:
@@ -330,6 +335,8 @@ def print_explanation(explanation: Explanation) -> None:
     for culprit in explanation.blame:
         reasons = "; ".join(culprit["reasons"])
         say(f"  blame: episode {culprit['episode']} of {culprit['row']}: {reasons}")
+    if explanation.reason and not explanation.blame:
+        say("  blame: no single episode. Read the reason")
     importance = explanation.importance
     say(f"  gradient norm {explanation.gradient_norm:.3g}, {describe_noise(explanation.noise)}")
     say(
@@ -337,9 +344,9 @@ def print_explanation(explanation: Explanation) -> None:
         f"{importance['ess']:.3f} of the episodes, {importance['token_ess']:.3f} of the tokens"
     )
     for kind, shares in explanation.shares.items():
-        say(f"  share by {kind}: " + ", ".join(f"{k} {v:.0%}" for k, v in shares.items()))
-    ranked = sorted(explanation.groups, key=lambda group: -abs(group["share"]))
-    for group in itertools.islice(ranked, GROUPS_SHOWN):
+        say(f"  share by {kind}: " + ", ".join(f"{k}: {v:.0%}" for k, v in shares.items()))
+    order = np.argsort([-abs(group["share"]) for group in explanation.groups], kind="stable")
+    for group in (explanation.groups[place] for place in order[:GROUPS_SHOWN]):
         cosine = "none" if group["cosine"] is None else f"{group['cosine']:+.2f}"
         say(
             f"  group {group['group']}: share {group['share']:.0%}, norm {group['norm']:.3g}, "

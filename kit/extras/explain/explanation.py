@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROUNDING = 1e-6  # relative
-OUTLIER = 10.0  # a group explodes if its gradient norm is this many times the median of the groups
+OUTLIER = 10.0  # a group explodes if its gradient norm is this many times the median of the others
 TOKENS_SHOWN = 20
 BLAMED_SHOWN = 8
 CONTEXT = 5  # tokens before and after a token
@@ -103,12 +103,16 @@ def find_bad(rows: Sequence[int], is_bad: Callable[[Sequence[int]], bool]) -> li
 
 
 def find_outlier_group(norms: Mapping[str, float]) -> str:
-    """Return the group with the largest gradient, if it explodes; otherwise ""."""
-    positive = [norm for norm in norms.values() if norm > 0]
-    if len(positive) < 3:
+    """Return the group with the largest gradient, if it explodes; otherwise "".
+
+    Groups without a gradient do not count.
+    """
+    if not norms:
         return ""
-    largest = max(norms, key=lambda name: norms[name])
-    return largest if norms[largest] > OUTLIER * float(np.median(positive)) else ""
+    largest = max(norms, key=norms.__getitem__)
+    others = [norm for name, norm in norms.items() if norm > 0 and name != largest]
+    is_outlier = bool(others) and norms[largest] > OUTLIER * float(np.median(others))
+    return largest if is_outlier else ""
 
 
 # --- shares --------------------------------------------------------------------------------------
@@ -117,42 +121,49 @@ def find_outlier_group(norms: Mapping[str, float]) -> str:
 def sum_shares(
     episodes: Sequence[Episode], parts: Sequence[Part], batch_norm: float
 ) -> dict[str, dict[str, float]]:
-    """Sum the shares of the update by server, by quartile of the response length, and by reward."""
+    """Sum the shares of the update by server, by quartile of the response length, and by reward.
+
+    Each of these is in ascending order.
+    """
+    servers = [episode.server for episode in episodes]
     lengths = [len(episode.response_ids) for episode in episodes]
     rewards = [round(float(episode.reward or 0.0), 3) for episode in episodes]
-    labels = {
-        "server": [episode.server for episode in episodes],
-        "length": label_quartiles(lengths, "tokens"),
-        "reward": label_values(rewards),
+    return {
+        "server": sum_by_label(servers, servers, parts, batch_norm),
+        "length": sum_by_label(lengths, label_quartiles(lengths, " tokens"), parts, batch_norm),
+        "reward": sum_by_label(rewards, label_values(rewards), parts, batch_norm),
     }
-    shares: dict[str, dict[str, float]] = {}
-    for kind, names in labels.items():
-        sums: dict[str, float] = {}
-        for name, part in sorted(zip(names, parts, strict=True)):
-            sums[name] = sums.get(name, 0.0) + part.share(batch_norm)
-        shares[kind] = sums
-    return shares
 
 
-def label_quartiles(values: Sequence[float], unit: str) -> list[str]:
+def sum_by_label(
+    values: Sequence[Any], labels: Sequence[str], parts: Sequence[Part], batch_norm: float
+) -> dict[str, float]:
+    """Sum the shares of the parts with the same label, in the order of the values."""
+    sums: dict[str, float] = {}
+    for _, place in sorted(zip(values, range(len(values)), strict=True)):
+        sums[labels[place]] = sums.get(labels[place], 0.0) + parts[place].share(batch_norm)
+    return sums
+
+
+def label_quartiles(values: Sequence[float], unit: str = "") -> list[str]:
     """Label each value with the range of its quartile. Equal values have the same label."""
     edges = np.unique(np.quantile(values, [0.25, 0.5, 0.75], method="higher"))
-    numbers = np.searchsorted(edges, values, side="left")
+    numbers = np.searchsorted(edges, values, side="left").tolist()
     labels = {}
-    for number in set(numbers.tolist()):
+    for number in set(numbers):
         members = [value for value, k in zip(values, numbers, strict=True) if k == number]
         low = min(members)
         high = max(members)
         interval = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-        labels[number] = f"{number + 1}: {interval} {unit}"
-    return [labels[number] for number in numbers.tolist()]
+        labels[number] = f"{interval}{unit}"
+    return [labels[number] for number in numbers]
 
 
 def label_values(values: Sequence[float]) -> list[str]:
     """Label each value with itself, or with its quartile if there are more than four."""
     if len(set(values)) <= 4:
         return [f"{value:g}" for value in values]
-    return label_quartiles(values, "reward")
+    return label_quartiles(values)
 
 
 # --- tokens and episodes -------------------------------------------------------------------------
