@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from env import Json
 from kit.config import resources
 from kit.data.json_lines import read_metrics
+from kit.data.metrics import read_tokens
 from kit.errors import ConfigError
 
 MIN_STEPS = 3
@@ -33,7 +34,6 @@ UPDATE = "timing_s/update_actor"  # `sft` has this and no STEP
 SAVE = "timing_s/save_checkpoint"
 TEST = "timing_s/testing"
 START = "timing_s/start"
-TOKENS = "perf/total_num_tokens"
 # Keys that decide how much work a step, an evaluation or a checkpoint is.
 WORK_KEYS = (
     "actor_rollout_ref.model.path",
@@ -47,6 +47,8 @@ WORK_KEYS = (
     "actor_rollout_ref.rollout.val_kwargs.n",
     "algorithm.adv_estimator",
     "algorithm.filter_groups.enable",
+    "algorithm.filter_groups.max_num_gen_batches",
+    "algorithm.use_kl_in_reward",
     "data.train_batch_size",
     "data.max_prompt_length",
     "data.max_response_length",
@@ -54,6 +56,8 @@ WORK_KEYS = (
     "env.val_files",
     "env.val_max_rows",
     "env.verifier",
+    "env.shadow_verifier",
+    "gym.judges",
     "gym.servers",
     "model_engine",
     "trainer.device",
@@ -125,8 +129,8 @@ class Measured(NamedTuple):
     """The times of a run, in seconds.
 
     steps: done. step: without warm-up. warm_up: seconds of these steps. test, save: None if there
-    was none. tokens: of a step, prompts included; None if not measured. spent: of all steps,
-    evaluations and checkpoints. start: of all starts.
+    was none. tokens: of all episodes of a step, prompts included; None if not measured. spent: of
+    all steps, evaluations and checkpoints. start: of all starts.
     """
 
     steps: int
@@ -190,8 +194,8 @@ def measure_lines(lines: Sequence[Json], name: str) -> Measured:
             "train longer, or name another run."
         )
     warm = find_warm_steps(seconds, firsts)
-    tokens = [line[TOKENS] for line in lines if line.get(TOKENS)]
-    trained = sum(measure_step(line) for line in lines if is_step(line) and line.get(TOKENS))
+    tokens = list(filter(None, map(read_tokens, lines)))
+    trained = sum(measure_step(line) for line in lines if is_step(line) and read_tokens(line))
     return Measured(
         steps=int(lines[-1]["step"]),
         warm_up=sum(seconds) - sum(warm),
@@ -343,11 +347,13 @@ def find_earlier(config: DictConfig, runs: Path) -> tuple[Path, Measured] | None
     own = Path(str(config.trainer.experiment_name))
     work = list_work(config)
     found = [*runs.glob("*/metrics.jsonl"), *runs.glob("*/*/metrics.jsonl")]  # also of a sweep
-    paths = sorted(found, key=lambda path: -path.stat().st_mtime)
-    folders = sorted(
-        (path.parent for path in paths), key=lambda folder: folder.relative_to(runs) != own
-    )
-    for folder in folders:
+
+    def rank(folder: Path) -> tuple[bool, float]:
+        """The own folder first, then the newest."""
+        written_at = (folder / "metrics.jsonl").stat().st_mtime
+        return (folder.relative_to(runs) != own, -written_at)
+
+    for folder in sorted((path.parent for path in found), key=rank):
         try:
             if list_work(read_config(folder)) == work:
                 return folder, measure(folder)

@@ -4,8 +4,9 @@ An episode counts once, for the first of these reasons that holds:
 
     failed          it has no reward
     skipped step    its step changed no weights, for example because of NaN
+    zero variance   all rewards of its group are equal, and its advantages are 0, or it was
+                    filtered: dynamic sampling leaves out such groups
     filtered        it was verified, and not trained on: a filter, a small group, or a surplus group
-    zero variance   all rewards of its group are equal, and its advantages are 0
     masked          a filter masked its tokens: its advantages are 0, and its reward is not the
                     mean of its group
 """
@@ -23,7 +24,7 @@ from kit.data.episode import SAMPLED_IDS
 from kit.data.json_lines import read_metrics
 from kit.data.rollout_files import read_records
 
-KINDS = ("failed", "skipped step", "filtered", "zero variance", "masked")
+KINDS = ("failed", "skipped step", "zero variance", "filtered", "masked")
 MAX_STEPS = 20  # rollouts files that are read, the newest; one of a large run has gigabytes
 
 
@@ -121,12 +122,12 @@ def find_kind(record: Json, step: StepFiles, rewards: Sequence[float]) -> str:
     if step.is_skipped:
         return "skipped step"
     index = (int(record["_ng_task_index"]), int(record["_ng_rollout_index"]))
-    if step.is_zero is not None and index not in step.is_zero:
-        return "filtered"
-    if step.is_zero is not None and not step.is_zero[index]:
+    if step.is_zero is not None and step.is_zero.get(index) is False:
         return ""
     if len(rewards) > 1 and len(set(rewards)) == 1:
         return "zero variance"
+    if step.is_zero is not None and index not in step.is_zero:
+        return "filtered"
     is_mean = np.isclose(float(record["reward"]), np.mean(rewards))
     return "masked" if step.is_zero is not None and step.has_filters and not is_mean else ""
 

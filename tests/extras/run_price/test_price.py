@@ -250,20 +250,23 @@ def write_step(
 
 
 def test_each_episode_counts_for_the_first_reason_that_holds(tmp_path):
-    """Group 0 learns, except one masked; 1 is constant; 2 was dropped, except its failure."""
+    """Group 0 learns, except one masked; 1 is constant; 2 was dropped, except its failure.
+
+    Group 3 is constant and was dropped, as by dynamic sampling.
+    """
     lines = [step(1, 1, rollout__filtered__drop=2.0)]
     folder = plant(tmp_path / "r", lines)
-    groups = [[0.0, 1.0, 1.0, 0.5], [1.0, 1.0], [0.0, None, 1.0]]
+    groups = [[0.0, 1.0, 1.0, 0.5], [1.0, 1.0], [0.0, None, 1.0], [0.0, 0.0]]
     learned = {(0, 0): [-1.0], (0, 1): [1.0, 0.0], (0, 2): [0.0], (0, 3): [-0.2]}
     learned |= {(1, 0): [0.0], (1, 1): [0.0]}
     write_step(folder, 1, groups, learned)
     found = waste.measure_waste(folder)
-    assert found.steps == 1 and found.all == (9, 10 + 3 + 6)
+    assert found.steps == 1 and found.all == (11, 10 + 3 + 6 + 3)
     assert found.by_kind == {
         "failed": (1, 2),
         "skipped step": (0, 0),
+        "zero variance": (4, 6),
         "filtered": (2, 1 + 3),
-        "zero variance": (2, 3),
         "masked": (1, 3),
     }
 
