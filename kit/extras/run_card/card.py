@@ -61,9 +61,21 @@ def compose(recipe: Recipe, folder: Path, arguments: Sequence[str]) -> str:
     cleaner = Cleaner(recipe.verl)
     base = read_base(recipe, cleaner)
     name = cleaner.clean(recipe.trainer.experiment_name)
-    lines = [f"# {escape(name)}", "", describe(recipe, folder, base, cleaner), ""]
+    recordings = list(provenance.list_recordings(arguments))
+    lines = [f"# {escape(name)}", "", describe(recipe, folder, base, cleaner)]
+    if recordings:
+        lines.append(
+            "It was trained on recorded episodes, without sampling. Their rewards are those of the "
+            "recorded run."
+        )
+    lines.append("")
     lines += ["## Scores", "", *describe_scores(recipe, folder), ""]
-    lines += ["## Data and verifiers", "", *describe_sources(recipe, folder, cleaner), ""]
+    lines += [
+        "## Data and verifiers",
+        "",
+        *describe_sources(recipe, folder, cleaner, recordings),
+        "",
+    ]
     lines += ["## Run", "", *describe_run(recipe, folder), ""]
     lines += ["Command:", "", *fence(describe_command(cleaner, arguments), "bash"), ""]
     lines += ["## Recipe", "", "What differs from the defaults of verl and Quintet:", ""]
@@ -232,14 +244,20 @@ def describe_failures(folder: Path, evaluations: dict[int, Json]) -> str:
 # --- data, run and recipe ------------------------------------------------------------------------
 
 
-def describe_sources(recipe: Recipe, folder: Path, cleaner: Cleaner) -> Iterator[str]:
-    """The files that the run reads with their hashes, and what verifies the responses."""
+def describe_sources(
+    recipe: Recipe, folder: Path, cleaner: Cleaner, recordings: Sequence[HashedFile]
+) -> Iterator[str]:
+    """The files that the run reads with their hashes, and what verifies the responses.
+
+    recordings: what it replays. Then nothing is verified.
+    """
     lines = read_metrics(folder / "metrics.jsonl")
     started_at = lines[0]["time"] if lines else 0.0
-    hashed = [*provenance.list_row_files(recipe), *provenance.list_functions(recipe)]
+    hashed = [*recordings, *provenance.list_row_files(recipe), *provenance.list_functions(recipe)]
     rows = [describe_file(file, started_at, cleaner) for file in hashed]
     yield from table(["use", "file", "SHA-256"], rows)
-    servers = list(provenance.list_servers(recipe)) if recipe.command == "train" else []
+    verifies = recipe.command == "train" and not recordings
+    servers = list(provenance.list_servers(recipe)) if verifies else []
     if servers:
         yield ""
     for name, text in servers:

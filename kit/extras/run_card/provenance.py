@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -59,6 +60,16 @@ def hash_rows(use: str, path: str) -> Iterator[HashedFile]:
             yield hash_file(use, Path(file))
     except (OSError, DataError):
         yield HashedFile(use, path, "", 0.0)
+
+
+def list_recordings(arguments: Sequence[str]) -> Iterator[HashedFile]:
+    """The files that a command replays. arguments: its command line."""
+    for place, word in enumerate(arguments):
+        option, has_value, pattern = word.partition("=")
+        if option == "--replay" and not has_value:
+            pattern = "".join(arguments[place + 1 : place + 2])
+        for path in sorted(glob.glob(pattern)) if option == "--replay" else []:
+            yield hash_file("recording", Path(path))
 
 
 def list_functions(recipe: Recipe) -> Iterator[HashedFile]:

@@ -118,6 +118,21 @@ def test_each_claim_is_in_the_files_of_the_run(tmp_path, monkeypatch):
     assert not [key for key in recipe if key.startswith(("critic.", "ray_kwargs."))]
 
 
+@pytest.mark.parametrize("words", [["--replay", "old/step_*.jsonl"], ["--replay=old/step_*.jsonl"]])
+def test_the_card_of_a_replay_has_its_recording_and_no_verifier(tmp_path, monkeypatch, words):
+    (tmp_path / "old").mkdir()
+    recording = write(tmp_path / "old" / "step_1.jsonl", "{}")
+    text = compose(tmp_path, monkeypatch=monkeypatch, arguments=[*COMMAND, *words])
+    assert "It was trained on recorded episodes, without sampling." in text
+    assert (
+        f"| recording | old/step\\_1.jsonl | `{hashlib.sha256(recording.read_bytes()).hexdigest()}`"
+        in text
+    )
+    assert "- verifier" not in text
+    (tmp_path / "sampled").mkdir()
+    assert "- verifier" in compose(tmp_path / "sampled", monkeypatch=monkeypatch)
+
+
 def test_a_file_that_changed_after_the_start_is_marked(tmp_path, monkeypatch):
     text = compose(tmp_path, monkeypatch=monkeypatch)
     assert text.count("(changed after the run started)") == 2  # the metrics are of 2023
