@@ -27,7 +27,7 @@ import orjson
 
 from kit.config.keys import flatten
 from kit.data.episode import gc_paused
-from kit.data.metrics import HIGH, LOW
+from kit.data.metrics import HIGH, LOW, read_interval
 from kit.errors import ConfigError, RunError
 from kit.extras.report import diagnosis, episode_view
 from kit.extras.report.metric_docs import find_metric
@@ -266,8 +266,20 @@ def build_lines(chart: Chart, number: int, run: RunData) -> list[dict[str, Any]]
         # two metrics may have the same values; one line is enough
         is_duplicate = any(points.items() <= line.items() for line in lines)
         if values.any() and not is_duplicate:
-            lines.append({"name": name, "run": number, **points})
+            lines.append({"name": name, "run": number, **points, **list_margins(name, run)})
     return lines
+
+
+def list_margins(name: str, run: RunData) -> dict[str, list[float]]:
+    """List how far the interval of a score reaches above and below it; {} if it has none."""
+    margins: dict[str, list[float]] = {"above": [], "below": []}
+    for step in run.steps[name].dropna().index:
+        scores = run.steps.loc[step].dropna().to_dict()
+        interval = read_interval(name, scores)
+        if interval:
+            margins["above"].append(interval[HIGH] - scores[name])
+            margins["below"].append(scores[name] - interval[LOW])
+    return margins if len(margins["above"]) == run.steps[name].count() else {}
 
 
 def list_charted_metrics(chart: Chart, run: RunData) -> list[str]:

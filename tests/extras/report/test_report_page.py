@@ -10,6 +10,7 @@ import pytest
 
 from kit.extras.report import diagnosis, report_page
 from kit.extras.report.run_data import RunData
+from tests.extras.report.test_diagnosis import write_run
 from tests.helpers.models import make_model
 from tests.helpers.runs import write_synthetic_run
 
@@ -55,6 +56,28 @@ def test_the_page_of_two_runs_lists_the_keys_that_differ(tmp_path, model):
     key = "actor_rollout_ref.actor.optim.lr"
     assert report_page.diff_configs(runs) == [[key, "3e-05", "0.007"]]
     assert report_page.write_page(folders, tmp_path / "report.html").is_file()
+
+
+def test_held_out_scores_are_drawn_with_their_intervals(tmp_path):
+    columns = {
+        "time": [0.0, 60.0],
+        "rollout/episodes": [8.0] * 2,
+        "val-core/s/acc/mean@1": [0.25, 0.75],
+        "val-core/s/acc/pass@4": [0.5, 0.9],
+        "val-core/s/reward/mean@1": [0.3, 0.8],  # no interval
+    }
+    for name, ends in (("mean@1", ([0.1, 0.6], [0.4, 0.85])), ("pass@4", ([0.4, 0.8], [0.6, 1.0]))):
+        low, high = ends
+        columns |= {f"val-aux/s/acc/{name}_low95": low, f"val-aux/s/acc/{name}_high95": high}
+    run = write_run(tmp_path, {}, columns)
+    (lines,) = [
+        chart["lines"] for chart in report_page.build_charts([run]) if chart["title"] == "Held-out"
+    ]
+    found = {line["name"].rpartition("/")[2]: line for line in lines if "/acc/" in line["name"]}
+    assert found["mean@1"]["below"] == pytest.approx([0.15, 0.15])
+    assert found["mean@1"]["above"] == pytest.approx([0.15, 0.1])
+    assert found["pass@4"]["above"] == pytest.approx([0.1, 0.1])
+    assert "above" not in next(line for line in lines if "/reward/" in line["name"])
 
 
 def test_explained_steps_are_on_the_page_and_other_files_are_not(tmp_path, model):
