@@ -451,7 +451,7 @@ def run_tool(name: str, arguments: Sequence[str]) -> None:
 
 
 def write_comparison(path: Path, runs: Sequence[Path], comparison: Mapping[str, object]) -> None:
-    """Write report.html of several runs. comparison: lines of text, and charts with bands."""
+    """Write the report page of several runs. comparison: lines of text, and charts with bands."""
     require("kit.extras.report.report_page", "--report")
     from kit.extras.report.report_page import write_page
 

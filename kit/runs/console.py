@@ -129,6 +129,11 @@ def say(text: str) -> None:
     console.print(remove_control_characters(text), markup=False, highlight=False, soft_wrap=True)
 
 
+def count_nouns(number: int, noun: str) -> str:
+    """Return "1 run" or "2 runs"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def step_values(metrics: Mapping[str, float], is_reward_shaped: bool) -> dict[str, str]:
     """The values of a step's line, by label.
 

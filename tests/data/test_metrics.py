@@ -289,7 +289,7 @@ def test_all_metrics_of_a_step():
         {
             "rollout/episodes": 5.0,
             "rollout/kept": 2.0,
-            "rollout/tokens": float(sum(len(e.prompt_ids) + len(e.response_ids) for e in episodes)),
+            "rollout/tokens": 17.0,
             "rollout/failed_frac": 0.2,
             "rollout/groups_dropped": 2.0,
             "rollout/zero_variance_groups": 1.0,
@@ -319,7 +319,7 @@ def test_the_metrics_of_a_step_with_only_failures():
     assert compute_rollout_metrics(episodes, []) == {
         "rollout/episodes": 2.0,
         "rollout/kept": 0.0,
-        "rollout/tokens": float(sum(len(e.prompt_ids) + len(e.response_ids) for e in episodes)),
+        "rollout/tokens": 6.0,
         "rollout/failed_frac": 1.0,
         "rollout/groups_dropped": 2.0,
         "rollout/zero_variance_groups": 0.0,

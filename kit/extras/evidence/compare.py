@@ -34,7 +34,7 @@ from kit.extras.evidence.curves import (
     tabulate,
 )
 from kit.runs import files
-from kit.runs.console import say
+from kit.runs.console import count_nouns, say
 
 BUDGETS = ("steps", "tokens", "seconds")
 ONE_RUN = (
@@ -175,7 +175,7 @@ def warn_of_repeated_seeds(sets: Mapping[str, Sequence[Path]]) -> list[str]:
     for name, folders in sets.items():
         seeds = [seed for seed in map(read_seed, folders) if seed is not None]
         if len(set(seeds)) < len(seeds):
-            number = describe_count(len(set(seeds)), "value")
+            number = count_nouns(len(set(seeds)), "value")
             lines.append(
                 f"WARNING     {len(seeds)} runs of {name} have {number} of data.seed. Runs of one "
                 "seed are alike, so the intervals may be too short."
@@ -193,7 +193,7 @@ def describe(comparisons: Sequence[Comparison]) -> list[str]:
     rows = {one.test_set: describe_rows(one.rows, one.all_rows) for one in comparisons}
     shown = "; ".join(f"{name}: {text}" for name, text in rows.items())
     lines = [
-        f"A: {describe_count(counts[0], 'run')}, B: {describe_count(counts[1], 'run')}, "
+        f"A: {count_nouns(counts[0], 'run')}, B: {count_nouns(counts[1], 'run')}, "
         f"{shown if len(rows) > 1 else rows[first.test_set]}. "
         f"Brackets: {intervals.LEVEL:.0%} intervals over {describe_sources(counts)}."
     ]
@@ -208,17 +208,12 @@ def describe(comparisons: Sequence[Comparison]) -> list[str]:
     missing = [budget for budget in BUDGETS if budget not in {one.budget for one in comparisons}]
     if missing:
         lines.append(
-            f"At equal {' and equal '.join(missing)}, the evaluations are the same, or a run has "
-            "none near it (trainer.test_freq)."
+            f"At equal {' and equal '.join(missing)}, the evaluations are the same, a run has none "
+            "near it (trainer.test_freq), or it is not known what a run has spent."
         )
     if first.difference.interval is None:
         lines.append(ONE_RUN)
     return lines
-
-
-def describe_count(number: int, noun: str) -> str:
-    """Return a number of things in words."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def describe_sources(counts: Sequence[int]) -> str:
@@ -271,20 +266,26 @@ def describe_runs(folders: Sequence[Path]) -> list[str]:
     """Return a line for each score of a single set of runs, at its last common step."""
     curves = [read_curve(folder) for folder in folders]
     step, picked = pick_step(curves)
-    starts = [curve.evaluations[0] for curve in curves]
+    starts = find_starts(curves) if step else []
     lines = []
     test_sets = list_test_sets(picked)
     for test_set, score in itertools.product(test_sets, SCORES):
         table, total = tabulate(picked, test_set, SCORES[score])
         text = format_interval(intervals.compute_mean_interval(table))
-        runs = describe_count(len(table), "run")
+        runs = count_nouns(len(table), "run")
         runs += ", so over rows only" if len(table) == 1 else ""
         rows = describe_rows(table.shape[1], total)
         name = f"{test_set} {score}" if len(test_sets) > 1 else score
         lines.append(f"{name} at step {step:.0f}: {text}, {runs}, {rows}")
-        if step and all(one.steps == 0 for one in starts) and test_set in list_test_sets(starts):
+        if starts and test_set in list_test_sets(starts):
             lines.append(f"    {describe_gain(picked, starts, test_set, score)}")
     return lines
+
+
+def find_starts(curves: Sequence[RunCurve]) -> list[Evaluation]:
+    """Return the evaluations before the first step, [] if a run has none."""
+    by_step = [{one.steps: one for one in curve.evaluations} for curve in curves]
+    return [steps[0] for steps in by_step] if all(0 in steps for steps in by_step) else []
 
 
 def describe_gain(
@@ -355,7 +356,7 @@ def compute_band(name: str, curves: Sequence[RunCurve], test_set: str, score: st
 
 
 def write_report(path: Path, variants: Mapping[str, Sequence[Path]], lines: Sequence[str]) -> None:
-    """Write report.html of all runs, with the comparison. Raises ConfigError, RunError.
+    """Write the report page of all runs, with the comparison. Raises ConfigError, RunError.
 
     variants: {name: its runs}. lines: of the comparison.
     """

@@ -16,7 +16,7 @@ import yaml
 
 from env import Json
 from kit.data.json_lines import read_metrics
-from kit.data.metrics import name_test_set, read_tokens
+from kit.data.metrics import ALL_TOKENS, name_test_set
 from kit.data.rollout_files import read_records
 from kit.errors import ConfigError
 from kit.extras.evidence.intervals import Scores
@@ -34,6 +34,8 @@ SCORES: Mapping[str, Callable[[float], float]] = {  # of the reward of a verifie
 }
 CONFIGS = ("config.yaml", "evaluate.yaml")  # of a training run, of the command `evaluate`
 MODEL_PATH = "actor_rollout_ref.model.path"
+ADAPTER_PATH = "actor_rollout_ref.model.lora_adapter_path"
+SAVE = "timing_s/save_checkpoint"
 MIN_SPENT = 0.75  # of a common budget that each run must have spent at its evaluation
 
 
@@ -76,9 +78,9 @@ def read_curve(folder: Path) -> RunCurve:
     tokens = seconds = 0.0
     spent = {0: (0.0, 0.0)}
     for line in read_metrics(folder / "metrics.jsonl"):
-        tokens += read_tokens(line) or 0.0
-        seconds += line.get("timing_s/step") or 0.0
-        seconds -= line.get("timing_s/save_checkpoint") or 0.0
+        if "rollout/episodes" in line:  # NaN for a run before this metric existed
+            tokens += line.get(ALL_TOKENS, math.nan)
+        seconds += max(0.0, line.get("timing_s/step", 0.0) - line.get(SAVE, 0.0))
         spent[line["step"]] = (tokens, seconds)
     for path in sorted((folder / "rollouts").glob("val_*.jsonl")):
         number = path.stem.removeprefix("val_")
@@ -90,8 +92,8 @@ def read_curve(folder: Path) -> RunCurve:
         evaluations.append(Evaluation(step, *spent.get(step, (math.nan, math.nan)), path))
     if not evaluations:
         raise ConfigError(
-            f"{folder} has no evaluation. Set env.val_files and trainer.test_freq, or run "
-            "`evaluate` on its export."
+            f"{folder} has no evaluation of its own weights. Set env.val_files and "
+            "trainer.test_freq, or run `evaluate` on its export."
         )
     return RunCurve(folder, sorted(evaluations))
 
@@ -103,18 +105,23 @@ def read_scored_step(folder: Path, path: Path) -> int | None:
     Raises ConfigError if the weights have been replaced since.
     """
     settings = read_settings(path)
-    model = str(settings.get(MODEL_PATH) or "")
+    model = str(settings.get(MODEL_PATH) or "nowhere")
+    adapter = settings.get(ADAPTER_PATH)
+    weights = Path(adapter).parent if adapter else Path(model)  # of an export
     config = read_yaml(folder / "config.yaml")
-    if config and model == (config.get("actor_rollout_ref") or {}).get("model", {}).get("path"):
-        return 0
-    if config and Path(model).resolve() != (folder / "export").resolve():
-        return None
-    scored_at = settings.get(checkpoints.WEIGHTS_TIME.format(MODEL_PATH))
-    step = checkpoints.read_exported_step(Path(model or "nowhere"))
-    if step and scored_at and scored_at != checkpoints.read_weights_time(Path(model)):
+    if config:
+        section = (config.get("actor_rollout_ref") or {}).get("model") or {}
+        if (model, adapter) == (section.get("path"), section.get("lora_adapter_path")):
+            return 0
+        if weights.resolve() != (folder / "export").resolve():
+            return None
+    key = ADAPTER_PATH if adapter else MODEL_PATH
+    scored_at = settings.get(checkpoints.WEIGHTS_TIME.format(key))
+    step = checkpoints.read_exported_step(weights)
+    if step and scored_at and scored_at != checkpoints.read_weights_time(Path(adapter or model)):
         raise ConfigError(
-            f"{path} has scores of weights that {model} had at {scored_at}, and it has others now. "
-            "Delete it, or repeat `evaluate` under another trainer.experiment_name."
+            f"{path} has scores of weights that {weights} had at {scored_at}, and it has others "
+            "now. Delete this file, and repeat `evaluate` if you need its scores."
         )
     return step or 0
 
@@ -135,8 +142,9 @@ def read_seed(folder: Path) -> object:
     """Return data.seed of a run, or of the run whose export was scored. None: not known."""
     config = read_yaml(folder / "config.yaml")
     if not config:
-        model = str(read_settings(folder / "evaluation.jsonl").get(MODEL_PATH) or "nowhere")
-        config = read_yaml(Path(model).parent / "config.yaml")
+        model = Path(read_settings(folder / "evaluation.jsonl").get(MODEL_PATH) or "nowhere")
+        if checkpoints.read_exported_step(model) is not None:
+            config = read_yaml(model.parent / "config.yaml")
     data = config.get("data")
     return data.get("seed") if isinstance(data, dict) else None
 

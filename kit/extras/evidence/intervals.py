@@ -27,6 +27,7 @@ LEVEL = 0.95
 POWER = 0.8  # for needed_seeds
 MAX_SEEDS = 1000
 MAX_FLIPS = 2**16
+ROUNDING = 1e-9  # of sums of scores, relative
 
 
 class Interval(NamedTuple):
@@ -95,14 +96,13 @@ def compare_scores(some: Scores, others: Scores) -> Difference:
     if are_fractions:
         over_rows = limit(over_rows)
     if are_fractions and row_variance == 0:
-        means = (scores.mean(axis=0, keepdims=True) for scores in (some, others))
-        over_rows = combine(*map(compute_mean_interval, means))
+        over_rows = widen(estimate, rows)
     if min(len(some), len(others)) < 2:
         return Difference(None, None, over_rows, 0.0, row_variance, rows)
     first = split_variance(some)
     second = split_variance(others)
     pure_row_variance = max(row_variance - first.residual - second.residual, 0.0)
-    if first.seeds + second.seeds + pure_row_variance == 0:
+    if first.seeds + second.seeds + pure_row_variance <= ROUNDING * row_variance:
         pure_row_variance = row_variance  # too few scores to split it
     if first.seeds + second.seeds + pure_row_variance == 0:
         return Difference(over_rows, None, over_rows, 0.0, 0.0, rows)
@@ -124,12 +124,14 @@ def limit(interval: Interval) -> Interval:
     return interval._replace(low=max(interval.low, -1.0), high=min(interval.high, 1.0))
 
 
-def combine(some: Interval, others: Interval) -> Interval:
-    """The interval of the difference of two independent means, from theirs (Newcombe 1998)."""
-    estimate = some.estimate - others.estimate
-    down = math.hypot(some.estimate - some.low, others.high - others.estimate)
-    up = math.hypot(some.high - some.estimate, others.estimate - others.low)
-    return Interval(estimate, estimate - down, estimate + up, min(some.df, others.df))
+def widen(estimate: float, rows: int) -> Interval:
+    """The interval of a difference that is the same on all rows: on others, it may not be.
+
+    Its margin is Wilson's upper limit (1927) of the share of rows that differ, of which there was
+    none.
+    """
+    _, margin = compute_wilson_interval(0.0, 0.0, rows, float(stats.norm.ppf((1 + LEVEL) / 2)))
+    return limit(Interval(estimate, estimate - margin, estimate + margin, math.inf))
 
 
 def compute_variance(values: NDArray[np.float64], ddof: int = 1) -> float:

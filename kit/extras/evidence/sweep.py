@@ -35,6 +35,7 @@ SHORT = {  # sections that --vary may leave out, as the documentation does
     "ref": "actor_rollout_ref.ref",
 }
 ALGORITHM = ROOT / "algorithm.py"
+CHANGES_SHOWN = 3
 SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed")
 
 
@@ -47,13 +48,30 @@ class Variant(NamedTuple):
 
 
 class SweepRun(NamedTuple):
-    """A run of a sweep: its command, and the folder in which it is called."""
+    """A run of a sweep, which is called in a folder.
+
+    configs, words: of its command line. recipe: of its variant, with other seeds and another name.
+    """
 
     name: str
     variant: str
-    recipe: Recipe  # of its variant: the seeds are not those of the run
-    command: tuple[str, ...]
+    recipe: Recipe
+    configs: tuple[str, ...]
+    words: tuple[str, ...]
     folder: Path
+
+    @property
+    def command(self) -> list[str]:
+        """The command line."""
+        options = itertools.chain.from_iterable(("--config", file) for file in self.configs)
+        return [sys.executable, str(ALGORITHM), "--quiet", *options, *self.words]
+
+
+class Ended(NamedTuple):
+    """How a run ended."""
+
+    status: int  # 0: finished
+    minutes: float
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -199,12 +217,11 @@ def list_runs(
     pairs = list(zip(variants, recipes, strict=True))
     for seed, (variant, recipe) in itertools.product(list_seeds(args.seeds), pairs):
         run_name = f"{name}/{variant.name}-seed{seed}"
-        files = [*args.config, *variant.configs]
-        words = [sys.executable, str(ALGORITHM), "--quiet"]
-        words += itertools.chain(*(("--config", file) for file in files))
-        words += [*args.words, *variant.changes, *(f"{key}={seed}" for key in SEED_KEYS)]
-        command = (*words, f"trainer.experiment_name={run_name}")
-        yield SweepRun(run_name, variant.name, recipe, command, Path.cwd())
+        configs = (*args.config, *variant.configs)
+        seeds = (f"{key}={seed}" for key in SEED_KEYS)
+        name_word = f"trainer.experiment_name={run_name}"
+        words = (*args.words, *variant.changes, *seeds, name_word)
+        yield SweepRun(run_name, variant.name, recipe, configs, words, Path.cwd())
 
 
 def check_run(run: SweepRun) -> None:
@@ -212,11 +229,15 @@ def check_run(run: SweepRun) -> None:
     path = Path("runs") / run.name / "config.yaml"
     if not path.is_file():
         return
-    changes = checkpoints.list_changes(path, run.recipe)
-    texts = [text for key, text in changes.items() if key not in SEED_KEYS]
+    if set(checkpoints.list_changes(path, run.recipe)) <= set(SEED_KEYS):
+        return
+    planned = cli.plan(run.configs, run.words, is_dry_run=True)  # values may contain name and seed
+    texts = list(checkpoints.list_changes(path, planned.recipe).values())
     if texts:
+        shown = ", ".join(texts[:CHANGES_SHOWN])
+        more = f", and {len(texts) - CHANGES_SHOWN} more" if len(texts) > CHANGES_SHOWN else ""
         raise ConfigError(
-            f"{path.parent} is a run of another recipe: {', '.join(texts)}. Set another "
+            f"{path.parent} is a run of another recipe: {shown}{more}. Set another "
             "trainer.experiment_name."
         )
 
@@ -230,20 +251,20 @@ def run_in_turn(runs: Sequence[SweepRun]) -> list[int]:
     """Run one run after the other, and return their exit statuses."""
     statuses = []
     for run in runs:
-        begin = time.monotonic()
-        statuses.append(start(run.command, run.name, run.folder))
-        tell_end(run, statuses[-1], begin)
+        ended = start(run.command, run.name, run.folder)
+        tell_end(run, ended)
+        statuses.append(ended.status)
     return statuses
 
 
-def tell_end(run: SweepRun, status: int, begin: float) -> None:
-    """Print that a run has ended. begin: when it started, by time.monotonic."""
-    minutes = (time.monotonic() - begin) / 60
-    say(f"{run.name}: {'finished' if status == 0 else f'status {status}'} after {minutes:.1f} min")
+def tell_end(run: SweepRun, ended: Ended) -> None:
+    """Print how a run has ended."""
+    how = "finished" if ended.status == 0 else f"status {ended.status}"
+    say(f"{run.name}: {how} after {ended.minutes:.1f} min")
 
 
-def start(command: Sequence[str], name: str, folder: Path) -> int:
-    """Run one run to its end, and return its exit status. Its output is in runs/<name>.log.
+def start(command: Sequence[str], name: str, folder: Path) -> Ended:
+    """Run one run to its end. Its output is in runs/<name>.log.
 
     If the sweep is stopped, so is the run: it gets the time to save.
     """
@@ -251,6 +272,7 @@ def start(command: Sequence[str], name: str, folder: Path) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     # a task of Ray has variables with which the run would join the Ray of the sweep
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    begin = time.monotonic()
     with log.open("ab") as out:
         process = subprocess.Popen(
             command,
@@ -266,7 +288,7 @@ def start(command: Sequence[str], name: str, folder: Path) -> int:
                 process.terminate()
             process.wait()
             raise
-    return status
+    return Ended(status, (time.monotonic() - begin) / 60)
 
 
 def run_through_ray(runs: Sequence[SweepRun]) -> list[int]:
@@ -309,7 +331,7 @@ def run_through_ray(runs: Sequence[SweepRun]) -> list[int]:
         for index, run in enumerate(runs):
             words = run.command
             if address:  # the run's workers start on the node that Ray has chosen
-                words = (*words, "ray_kwargs.ray_init.address=null")
+                words = [*words, "ray_kwargs.ray_init.address=null"]
             pending[task.remote(words, run.name, run.folder)] = index
         return wait_for_runs(runs, pending)
     finally:
@@ -320,16 +342,19 @@ def wait_for_runs(runs: Sequence[SweepRun], pending: dict[object, int]) -> list[
     """Wait until all runs have ended, and print each end. A run whose worker is lost has failed."""
     import ray
 
-    begin = time.monotonic()
     statuses = [1] * len(runs)
     while pending:
         [reference], _ = ray.wait(list(pending), num_returns=1)
         index = pending.pop(reference)
         try:
-            statuses[index] = ray.get(reference)
+            ended = ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            say(f"{runs[index].name}: not started: {error.cause!r:.200}")
         except ray.exceptions.RayError as error:
             say(f"{runs[index].name}: its worker was lost ({type(error).__name__})")
-        tell_end(runs[index], statuses[index], begin)
+        else:
+            tell_end(runs[index], ended)
+            statuses[index] = ended.status
     return statuses
 
 

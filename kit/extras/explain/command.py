@@ -344,7 +344,7 @@ def print_explanation(explanation: Explanation) -> None:
         f"{importance['ess']:.3f} of the episodes, {importance['token_ess']:.3f} of the tokens"
     )
     for kind, shares in explanation.shares.items():
-        say(f"  share by {kind}: " + ", ".join(f"{k}: {v:.0%}" for k, v in shares.items()))
+        say(f"  share by {kind}: " + ", ".join(f"{k}: {v:.0%}" for k, v in shares))
     order = np.argsort([-abs(group["share"]) for group in explanation.groups], kind="stable")
     for group in (explanation.groups[place] for place in order[:GROUPS_SHOWN]):
         cosine = "none" if group["cosine"] is None else f"{group['cosine']:+.2f}"

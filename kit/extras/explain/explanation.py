@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -59,7 +59,7 @@ class Explanation:
     noise: Json = dataclasses.field(default_factory=dict)
     importance: Json = dataclasses.field(default_factory=dict)
     groups: list[Json] = dataclasses.field(default_factory=list)
-    shares: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    shares: dict[str, list[tuple[str, float]]] = dataclasses.field(default_factory=dict)
     tokens: list[Json] = dataclasses.field(default_factory=list)
     blame: list[Json] = dataclasses.field(default_factory=list)
 
@@ -120,7 +120,7 @@ def find_outlier_group(norms: Mapping[str, float]) -> str:
 
 def sum_shares(
     episodes: Sequence[Episode], parts: Sequence[Part], batch_norm: float
-) -> dict[str, dict[str, float]]:
+) -> dict[str, list[tuple[str, float]]]:
     """Sum the shares of the update by server, by quartile of the response length, and by reward.
 
     Each of these is in ascending order.
@@ -136,13 +136,16 @@ def sum_shares(
 
 
 def sum_by_label(
-    values: Sequence[Any], labels: Sequence[str], parts: Sequence[Part], batch_norm: float
-) -> dict[str, float]:
+    values: Sequence[str] | Sequence[float],
+    labels: Sequence[str],
+    parts: Sequence[Part],
+    batch_norm: float,
+) -> list[tuple[str, float]]:
     """Sum the shares of the parts with the same label, in the order of the values."""
     sums: dict[str, float] = {}
     for _, place in sorted(zip(values, range(len(values)), strict=True)):
         sums[labels[place]] = sums.get(labels[place], 0.0) + parts[place].share(batch_norm)
-    return sums
+    return list(sums.items())
 
 
 def label_quartiles(values: Sequence[float], unit: str = "") -> list[str]:

@@ -321,10 +321,14 @@ def is_wrong(outcome: Outcome, threshold: float) -> bool:
 
 
 def find_failing(audit: ServerAudit) -> list[RowAudit]:
-    """Return the rows for which the verifier fails on the truth in all formats."""
+    """Return the rows for which the verifier fails on the truth in all formats.
+
+    If a row has tools, its verifier may look at calls and not at the text.
+    """
     rows = []
     for row in audit.rows:
-        if row.tried and all(reply.reward is None for reply in row.tried):
+        failed = [reply.reward is None for reply in row.tried]
+        if failed and all(failed) and not row.task.tools:
             rows.append(row)
     return rows
 
@@ -332,7 +336,7 @@ def find_failing(audit: ServerAudit) -> list[RowAudit]:
 def find_unsatisfied(audit: ServerAudit) -> list[RowAudit]:
     """Return the rows whose truth earns nothing in any format, not counting failures.
 
-    If a row has tools, its verifier may look at calls and not at the text.
+    As in `find_failing`, not those with tools.
     """
     rows = []
     for row in audit.rows:

@@ -25,7 +25,7 @@ from kit.extras.probe.audit import (
     find_weaknesses,
 )
 from kit.extras.probe.responses import LEAK, RIGHT, WRONG
-from kit.runs.console import remove_control_characters
+from kit.runs.console import count_nouns, remove_control_characters
 
 TITLES = {
     WRONG: "Rewarded, but deserves nothing, and needs no knowledge of the answer (wrong)",
@@ -54,25 +54,18 @@ class Judged(NamedTuple):
 def summarize(judged: Sequence[Judged]) -> str:
     """Return the last line: all that makes the exit status 3."""
     count = sum(len(each.weaknesses) for each in judged)
-    kinds = "1 kind" if count == 1 else f"{count} kinds"
-    verifiers = "1 verifier" if len(judged) == 1 else f"{len(judged)} verifiers"
-    text = f"{kinds} of weakness in {verifiers}"
+    text = f"{count_nouns(count, 'kind')} of weakness in {count_nouns(len(judged), 'verifier')}"
     rows = sum(len(each.unsatisfied) for each in judged)
     if rows:
-        text += f", {describe_rows(rows)} whose truth earns nothing"
+        text += f", {count_nouns(rows, 'row')} whose truth earns nothing"
     failing = sum(len(each.failing) for each in judged)
     if failing:
-        text += f", {describe_rows(failing)} whose truth it fails on"
+        text += f", {count_nouns(failing, 'row')} on whose truth the verifier fails"
     audited = itertools.chain.from_iterable(each.audit.rows for each in judged)
     changes = sum(len(row.changes) for row in audited)
     if changes:
-        text += f", {changes} response{'' if changes == 1 else 's'} with two rewards"
+        text += f", {count_nouns(changes, 'response')} with two rewards"
     return text
-
-
-def describe_rows(count: int) -> str:
-    """Return a number of rows in words."""
-    return f"{count} row{'' if count == 1 else 's'}"
 
 
 def judge(audit: ServerAudit, threshold: float, ignored: Sequence[str]) -> Judged:
@@ -104,7 +97,7 @@ def describe(judged: Judged) -> Iterator[str]:
     yield from describe_unsatisfied(judged)
     yield from describe_failing(judged)
     rewards = [reply.reward for reply in audit.replies if reply.reward is not None]
-    count = f"{describe_rows(len(audit.rows))}, {len(audit.replies)} responses"
+    count = f"{count_nouns(len(audit.rows), 'row')}, {len(audit.replies)} responses"
     yield f"    {count}, rewards from {min(rewards):g} to {max(rewards):g}"
     yield from describe_truths(audit)
     yield from describe_changes(audit)
@@ -148,9 +141,10 @@ def describe_failing(judged: Judged) -> Iterator[str]:
 
 
 def list_replies(audit: ServerAudit) -> Iterator[tuple[str, Reply]]:
-    """Yield each reply with the kind of its response."""
+    """Yield each reply with the kind of its response, without rows whose truth always fails."""
+    failing = find_failing(audit)
     for row in audit.rows:
-        for reply in row.tried:
+        for reply in row.tried if row not in failing else []:
             yield "the truth in some form", reply
         for outcome in row.outcomes:
             yield outcome.probe.kind, outcome.reply
@@ -161,14 +155,12 @@ def describe_truths(audit: ServerAudit) -> Iterator[str]:
     formats = Counter(row.case.format for row in audit.rows if row.is_satisfied)
     for format_, count in formats.most_common():
         shown = format_.format("X").replace("\n", "\\n")
-        yield f"    the truth earns the full reward as {shown}, for {describe_rows(count)}"
+        yield f"    the truth earns the full reward as {shown}, for {count_nouns(count, 'row')}"
     unknown = sum(not row.knows_truth for row in audit.rows)
     if unknown:
         have = "has" if unknown == 1 else "have"
-        yield (
-            f"    {describe_rows(unknown)} {have} no known truth: only responses without one were "
-            "sent"
-        )
+        rows = f"{count_nouns(unknown, 'row')} {have}"
+        yield f"    {rows} no known truth: only responses without one were sent"
 
 
 def describe_changes(audit: ServerAudit) -> Iterator[str]:

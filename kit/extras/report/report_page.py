@@ -27,7 +27,7 @@ import orjson
 
 from kit.config.keys import flatten
 from kit.data.episode import gc_paused
-from kit.data.metrics import HIGH, LOW, read_interval
+from kit.data.metrics import HIGH, LOW
 from kit.errors import ConfigError, RunError
 from kit.extras.report import diagnosis, episode_view
 from kit.extras.report.metric_docs import find_metric
@@ -272,14 +272,13 @@ def build_lines(chart: Chart, number: int, run: RunData) -> list[dict[str, Any]]
 
 def list_margins(name: str, run: RunData) -> dict[str, list[float]]:
     """List how far the interval of a score reaches above and below it; {} if it has none."""
-    margins: dict[str, list[float]] = {"above": [], "below": []}
-    for step in run.steps[name].dropna().index:
-        scores = run.steps.loc[step].dropna().to_dict()
-        interval = read_interval(name, scores)
-        if interval:
-            margins["above"].append(interval[HIGH] - scores[name])
-            margins["below"].append(scores[name] - interval[LOW])
-    return margins if len(margins["above"]) == run.steps[name].count() else {}
+    other = name.replace("val-core/", "val-aux/", 1)
+    if other + LOW not in run.steps or other + HIGH not in run.steps:
+        return {}
+    scores = run.steps[name].dropna()
+    above = run.steps[other + HIGH].reindex(scores.index) - scores
+    below = scores - run.steps[other + LOW].reindex(scores.index)
+    return {"above": above.fillna(0.0).tolist(), "below": below.fillna(0.0).tolist()}
 
 
 def list_charted_metrics(chart: Chart, run: RunData) -> list[str]:

@@ -61,9 +61,10 @@ def compose(recipe: Recipe, folder: Path, arguments: Sequence[str]) -> str:
     cleaner = Cleaner(recipe.verl)
     base = read_base(recipe, cleaner)
     name = cleaner.clean(recipe.trainer.experiment_name)
-    recordings = list(provenance.list_recordings(arguments))
+    is_replay = any("replay/ess" in line for line in read_metrics(folder / "metrics.jsonl"))
+    recordings = list(provenance.list_recordings(arguments)) if is_replay else None
     lines = [f"# {escape(name)}", "", describe(recipe, folder, base, cleaner)]
-    if recordings:
+    if is_replay:
         lines.append(
             "It was trained on recorded episodes, without sampling. Their rewards are those of the "
             "recorded run."
@@ -245,18 +246,19 @@ def describe_failures(folder: Path, evaluations: dict[int, Json]) -> str:
 
 
 def describe_sources(
-    recipe: Recipe, folder: Path, cleaner: Cleaner, recordings: Sequence[HashedFile]
+    recipe: Recipe, folder: Path, cleaner: Cleaner, recordings: Sequence[HashedFile] | None
 ) -> Iterator[str]:
     """The files that the run reads with their hashes, and what verifies the responses.
 
-    recordings: what it replays. Then nothing is verified.
+    recordings: what it replays, None for a run that samples. A replay verifies nothing.
     """
     lines = read_metrics(folder / "metrics.jsonl")
     started_at = lines[0]["time"] if lines else 0.0
-    hashed = [*recordings, *provenance.list_row_files(recipe), *provenance.list_functions(recipe)]
+    hashed = list(recordings or [])
+    hashed += [*provenance.list_row_files(recipe), *provenance.list_functions(recipe)]
     rows = [describe_file(file, started_at, cleaner) for file in hashed]
     yield from table(["use", "file", "SHA-256"], rows)
-    verifies = recipe.command == "train" and not recordings
+    verifies = recipe.command == "train" and recordings is None
     servers = list(provenance.list_servers(recipe)) if verifies else []
     if servers:
         yield ""

@@ -63,12 +63,13 @@ def hash_rows(use: str, path: str) -> Iterator[HashedFile]:
 
 
 def list_recordings(arguments: Sequence[str]) -> Iterator[HashedFile]:
-    """The files that a command replays. arguments: its command line."""
+    """The files that a command replays, in the order of their steps. arguments: its words."""
     for place, word in enumerate(arguments):
         option, has_value, pattern = word.partition("=")
         if option == "--replay" and not has_value:
             pattern = "".join(arguments[place + 1 : place + 2])
-        for path in sorted(glob.glob(pattern)) if option == "--replay" else []:
+        paths = sorted(glob.glob(os.path.expanduser(pattern))) if option == "--replay" else []
+        for path in sorted(paths, key=len):
             yield hash_file("recording", Path(path))
 
 

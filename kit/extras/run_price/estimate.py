@@ -26,6 +26,7 @@ from kit.config import resources
 from kit.data.json_lines import read_metrics
 from kit.data.metrics import read_tokens
 from kit.errors import ConfigError
+from kit.runs.console import count_nouns
 
 MIN_STEPS = 3
 QUARTILES = (25, 50, 75)
@@ -283,7 +284,7 @@ def estimate_rest(measured: Measured, schedule: Schedule, done: int) -> Estimate
         if time:
             seconds = seconds.plus(time, count)
         elif count:
-            missing.append(f"{count} {name}{'' if count == 1 else 's'}")
+            missing.append(count_nouns(count, name))
     tokens = steps * measured.tokens.mean if measured.tokens else None
     return Estimate(steps, evaluations, checkpoints, seconds.to_range(), tokens, tuple(missing))
 

@@ -6,6 +6,7 @@ import base64
 import gzip
 import itertools
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -38,7 +39,8 @@ def plant(folder: Path, accuracy: float, seed: int, rows: int = ROWS, tokens: fl
     (folder / "config.yaml").write_text(yaml.safe_dump({"data": {"seed": seed}}))
     lines = []
     for step in range(STEPS[-1] + 1):
-        spent = {"perf/total_num_tokens": tokens, "timing_s/step": 2.0} if step else {}
+        spent = {"rollout/episodes": 8, "rollout/tokens": tokens, "timing_s/step": 2.0}
+        spent = spent if step else {}
         lines.append(json.dumps({"step": step, **spent}) + "\n")
     (folder / "metrics.jsonl").write_text("".join(lines))
     hardness = np.random.default_rng(0).normal(0, 0.1, rows)
@@ -195,13 +197,22 @@ def test_a_set_of_runs_has_its_gain_since_step_0(tmp_path):
     assert first.endswith("1 run, so over rows only, 64 held-out rows") and "since step 0" in gain
 
 
-def test_failed_and_filtered_episodes_have_cost_tokens(tmp_path):
+def test_what_an_earlier_run_spent_is_not_known(tmp_path, capsys):
+    """It has only the tokens that were trained on, and dynamic sampling leaves out most."""
+    plant_both(tmp_path, 0.8, 0.3, seeds=2)
+    path = tmp_path / "a1" / "metrics.jsonl"
+    path.write_text(path.read_text().replace("rollout/tokens", "perf/total_num_tokens"))
+    assert math.isnan(read_curve(tmp_path / "a1").evaluations[-1].tokens)
+    output = run(tmp_path, capsys)
+    assert "At equal tokens (" not in output and "not known what a run has spent" in output
+
+
+def test_seconds_are_those_of_steps_without_checkpoints(tmp_path):
     folder = plant(tmp_path / "a1", 0.5, 1)
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps({**line, "rollout/tokens": 300}) + "\n" for line in lines)
-    )
-    assert read_curve(folder).evaluations[1].tokens == 300 * (STEPS[1] + 1)
+    lines = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+    lines[3] |= {"timing_s/step": 9.0, "timing_s/save_checkpoint": 7.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [one.seconds for one in read_curve(folder).evaluations] == [0, 20, 40]
 
 
 def test_test_sets_are_compared_apart(tmp_path, capsys):
@@ -243,7 +254,7 @@ def test_failed_episodes_do_not_count(tmp_path):
     [
         (("none*", "b*"), "matches no run"),
         (("a*", "a*"), "is in both sets"),
-        (("a*", "empty"), "has no evaluation"),
+        (("a*", "empty"), "has no evaluation of its own weights"),
         (("a*", "other"), "share 0 rows of s, 0 of them"),
         (("a*", "third"), "no test set in common, only s, t"),
     ],

@@ -53,6 +53,10 @@ def test_two_small_tables_without_an_effect_are_never_certainly_different():
     difference = intervals.compare_scores(some, others)
     assert difference.p_value > 0.1
     assert difference.interval.low < 0 < difference.interval.high
+    # here, rounding leaves 1e-18 of the variance
+    some = np.array([[0.0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]])
+    others = np.array([[0.0, 0, 0, 0, 1, 0], [0, 0, 1, 0, 0, 0]])
+    assert intervals.compare_scores(some, others).p_value > 0.01
     rng = np.random.default_rng(6)
     found = 0
     for _ in range(SIMULATIONS):
@@ -202,6 +206,19 @@ def test_a_difference_of_single_runs_has_a_width_and_stays_possible(wrong):
     others = np.array([[0.0] * wrong + [1.0] * (16 - wrong)])
     over_rows = intervals.compare_scores(np.ones((1, 16)), others).over_rows
     assert over_rows.low < over_rows.estimate - 0.05 and over_rows.high <= 1
+
+
+def test_agreement_on_all_rows_makes_a_difference_more_certain():
+    rng = np.random.default_rng(0)
+    some = rng.binomial(1, 0.5, (2, 128)).astype(float)
+    same = intervals.compare_scores(some, some)
+    others = some.copy()
+    others[0, 0] = 1 - others[0, 0]
+    assert same.p_value is None or same.p_value == 1
+    one = intervals.compare_scores(some[:1], some[:1]).over_rows
+    flipped = intervals.compare_scores(some[:1], others[:1]).over_rows
+    assert 0.02 < one.high < 0.04 and one.low == -one.high
+    assert one.high - one.low < 3 * (flipped.high - flipped.low)
 
 
 def test_scores_beyond_1_that_never_vary_have_no_p_value():

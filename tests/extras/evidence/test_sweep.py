@@ -21,8 +21,10 @@ from kit.extras.evidence import sweep
 
 # It writes what a finished run leaves. A run whose folder has `fail` next to it fails.
 STAND_IN = """
-import pathlib, sys
+import os, pathlib, sys
 words = sys.argv[1:]
+if "kill" in words:
+    os.kill(os.getppid(), 9)
 name = words[-1].partition("=")[2]
 folder = pathlib.Path("runs") / name
 (pathlib.Path("runs") / "calls.txt").open("a").write(" ".join(words) + "\\n")
@@ -91,13 +93,26 @@ def test_a_repeated_sweep_runs_what_is_missing(place, capsys):
     assert "3 runs in runs/sums, 1 of them finished" in capsys.readouterr().out
 
 
-def test_a_run_of_another_recipe_is_refused(place):
+def test_a_run_of_another_recipe_is_refused(place, monkeypatch):
     """Two keys with the same last part have the same folders, as lr of actor and critic."""
     run = place / "runs" / "sums" / "lr=1e-5-seed2"
     run.mkdir(parents=True)
     config = OmegaConf.merge(make_recipe().verl, {"data": {"seed": 2}})
     (run / "config.yaml").write_text(OmegaConf.to_yaml(config))
     sweep.main([*RECIPE, "--seeds", "1", "--vary", "actor.optim.lr=1e-5"])
+
+    def plan(files, words, is_dry_run):
+        """Read a seed and a name that values of the recipe may contain."""
+        recipe = make_recipe()
+        recipe.verl.data.seed = int(words[-3].partition("=")[2])
+        recipe.verl.file = words[-1].partition("=")[2]
+        return SimpleNamespace(recipe=recipe)
+
+    monkeypatch.setattr(sweep.cli, "plan", plan)
+    config.file = "sums/lr=1e-5-seed2"
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    sweep.main([*RECIPE, "--seeds", "1", "--vary", "actor.optim.lr=1e-5"])
+    sweep.main([*RECIPE, "--seeds", "2", "--vary", "actor.optim.lr=1e-5", "--dry-run"])
     config.critic = {"optim": {"lr": 1e-5}}
     (run / "config.yaml").write_text(OmegaConf.to_yaml(config))
     message = (
@@ -187,7 +202,7 @@ def test_each_variant_is_compared_with_the_first(tmp_path, monkeypatch, capsys):
     # an unfinished run of an earlier command, with more seeds, is no part of the comparison
     (tmp_path / "runs" / "s" / "a-seed3").mkdir()
     runs = [
-        sweep.SweepRun(f"s/{name}-seed{seed}", name, make_recipe(), (), tmp_path)
+        sweep.SweepRun(f"s/{name}-seed{seed}", name, make_recipe(), (), (), tmp_path)
         for seed in (1, 2)
         for name in ("a", "b", "b2")
     ]
@@ -262,13 +277,13 @@ def test_a_run_saves_before_a_stopped_sweep_ends(tmp_path, number):
 def test_ray_queues_the_runs(place, capsys):
     """On a CPU, a run uses all cores, so they run one after the other. A lost one has failed."""
     names = [f"sums/base-seed{n}" for n in (1, 2, 3)]
-    command = (sys.executable, str(place / "stand_in.py"))
     recipe = make_recipe()
-    runs = [sweep.SweepRun(name, "base", recipe, (*command, f"x={name}"), place) for name in names]
-    kill = "import os; os.kill(os.getppid(), 9)"
-    runs.append(sweep.SweepRun("sums/lost", "base", recipe, (sys.executable, "-c", kill), place))
-    assert sweep.run_through_ray(runs) == [0, 0, 0, 1]
-    assert len(read_calls(place)) == 3
+    runs = [sweep.SweepRun(name, "base", recipe, (), (f"x={name}",), place) for name in names]
+    runs.append(runs[0]._replace(name="sums/lost", words=("kill", "x=sums/lost")))
+    runs.append(runs[0]._replace(name="sums/no_folder", folder=place / "runs" / "calls.txt"))
+    assert sweep.run_through_ray(runs) == [0, 0, 0, 1, 1]
+    assert len(read_calls(place)) == 4
     output = capsys.readouterr().out
     assert "sums/base-seed3: finished after" in output
     assert "sums/lost: its worker was lost" in output
+    assert "sums/no_folder: not started: NotADirectoryError" in output

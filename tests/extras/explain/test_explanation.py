@@ -80,9 +80,12 @@ def test_shares_are_summed_by_server_length_and_reward():
         episode.reward = float(reward)
         episode.server = server
     shares = sum_shares(episodes, [Part(1.0, d) for d in (0.1, 0.2, 0.3, 0.4)], 1.0)
-    assert shares["server"] == {"a": pytest.approx(0.3), "b": pytest.approx(0.7)}
-    assert shares["reward"] == {"0": pytest.approx(0.4), "1": pytest.approx(0.6)}
-    assert shares["length"] == {"1 tokens": 0.1, "2 tokens": 0.5, "9 tokens": 0.4}
+    assert shares["server"] == [("a", pytest.approx(0.3)), ("b", pytest.approx(0.7))]
+    assert shares["reward"] == [("0", pytest.approx(0.4)), ("1", pytest.approx(0.6))]
+    assert shares["length"] == [
+        ("1 to 2 tokens", pytest.approx(0.6)),
+        ("9 tokens", pytest.approx(0.4)),
+    ]
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60))

@@ -118,11 +118,18 @@ def test_each_claim_is_in_the_files_of_the_run(tmp_path, monkeypatch):
     assert not [key for key in recipe if key.startswith(("critic.", "ray_kwargs."))]
 
 
-@pytest.mark.parametrize("words", [["--replay", "old/step_*.jsonl"], ["--replay=old/step_*.jsonl"]])
+@pytest.mark.parametrize(
+    "words", [["--replay", "old/step_*.jsonl"], ["--replay=~/old/step_*.jsonl"]]
+)
 def test_the_card_of_a_replay_has_its_recording_and_no_verifier(tmp_path, monkeypatch, words):
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "old").mkdir()
     recording = write(tmp_path / "old" / "step_1.jsonl", "{}")
-    text = compose(tmp_path, monkeypatch=monkeypatch, arguments=[*COMMAND, *words])
+    recipe = plant(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with open("runs/tiny/metrics.jsonl", "a") as metrics:
+        metrics.write(json.dumps({"step": 5, "time": 1.7e9, "replay/ess": 0.9}) + "\n")
+    text = card.compose(recipe, Path("runs/tiny"), [*COMMAND, *words])
     assert "It was trained on recorded episodes, without sampling." in text
     assert (
         f"| recording | old/step\\_1.jsonl | `{hashlib.sha256(recording.read_bytes()).hexdigest()}`"
