@@ -174,7 +174,8 @@ class RunLog:
         if is_replay:
             say("Next: score the held-out rows, with the recipe of this run:")
             model = f"actor_rollout_ref.model.path={self.folder}/export"
-            say(f"    python algorithm.py --config RECIPE evaluate {model}")
+            name = f"trainer.experiment_name={self.folder.name}_scores"
+            say(f"    python algorithm.py --config RECIPE evaluate {model} {name}")
             return
         say(f"Next: open {self.folder}/report.html, or train longer:")
         say(f"    {repeat_command(f'trainer.total_training_steps={2 * self.last}')}")

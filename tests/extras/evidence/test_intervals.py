@@ -46,6 +46,23 @@ def test_an_interval_covers_the_difference_as_often_as_it_says(seeds, seed_sd, e
     assert 0.93 <= covered / SIMULATIONS <= 0.97
 
 
+@pytest.mark.parametrize(("rows", "shift"), [(10, 0.0), (64, 0.0), (ROWS, -5.0)])
+def test_an_interval_covers_the_difference_with_few_rows_and_few_right_answers(rows, shift):
+    """shift: of the log-odds; -5 gives 2% of right answers."""
+    rng = np.random.default_rng(7)
+    truth = 0.0  # no effect
+    covered = 0
+    for _ in range(SIMULATIONS):
+        row = rng.normal(shift, 1.5, rows)
+        tables = []
+        for _ in range(2):
+            logits = row + rng.normal(0, 0.15, rows) + rng.normal(0, 0.3, (3, 1))
+            tables.append(rng.binomial(1, 1 / (1 + np.exp(-logits))).astype(float))
+        interval = intervals.compare_scores(*tables).interval
+        covered += interval.low <= truth <= interval.high
+    assert 0.94 <= covered / SIMULATIONS <= 0.99
+
+
 def test_two_small_tables_without_an_effect_are_never_certainly_different():
     """With few rows, all the variance can seem to come from single scores."""
     some = np.array([[1.0, 0, 1, 0], [0, 1, 0, 1]])
