@@ -318,7 +318,7 @@ def format_rest(rest: Estimate, devices: Devices) -> str:
     hours = rest.seconds.middle / 3600 * devices.number
     text = f"{format_times(rest.seconds)}, {hours:.3g} {devices.unit} on {devices.name}"
     if rest.missing:
-        text += f", without {' and '.join(rest.missing)}, not measured yet"
+        text += f", plus {' and '.join(rest.missing)}, not measured yet"
     return text
 
 

@@ -352,7 +352,7 @@ def test_a_dry_run_estimates_the_whole_run(tmp_path):
     plant(tmp_path / "a", lines, "trainer.test_freq=10")
     (line,) = dry_run(tmp_path, "trainer.test_freq=10")
     assert line.startswith("price       3.58 min (3.58 min to 3.58 min), ")
-    assert "without 1 checkpoint, not measured yet, by 5 steps" in line
+    assert "plus 1 checkpoint, not measured yet, by 5 steps" in line
 
 
 def test_a_folder_that_is_no_run_is_passed_over(tmp_path):
