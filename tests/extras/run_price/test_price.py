@@ -103,7 +103,7 @@ def test_work_that_was_never_measured_is_named(tmp_path):
     (line,) = estimate.describe_running(folder, estimate.read_config(folder), "train", 20)
     cores = resources.cores()
     assert line.startswith("price       to step 20: 2.83 min (2.83 min to 2.83 min), ")
-    assert f"{170 / 3600 * cores:.3g} CPU hours on {cores} cores, without" in line
+    assert f"{170 / 3600 * cores:.3g} CPU hours on {cores} cores, plus" in line
     assert line.endswith("evaluations and 1 checkpoint, not measured yet")
 
 
