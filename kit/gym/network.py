@@ -93,6 +93,9 @@ async def _read_body(answer: httpx.Response) -> bytes:
 # --- ports ---------------------------------------------------------------------------------------
 
 
+chosen_ports: set[int] = set()  # of this process: servers may not listen on theirs yet
+
+
 def is_port_in_use(host: str, port: int) -> bool:
     """Return whether a process listens on host:port."""
     with socket.socket() as probe:
@@ -101,7 +104,7 @@ def is_port_in_use(host: str, port: int) -> bool:
 
 
 def find_free_port(host: str = HOST) -> int:
-    """Return a port on which nothing listens now.
+    """Return a port on which nothing listens now, and which no earlier call returned.
 
     The range is 20000 to 32767: above the ports of Ray's workers and below the ports that Linux
     gives to outgoing connections. Both could take the port while the new server still imports.
@@ -109,8 +112,11 @@ def find_free_port(host: str = HOST) -> int:
     """
     while True:
         port = 20000 + secrets.randbelow(12768)
+        if port in chosen_ports:
+            continue
         try:
             bind_once(host, port)
+            chosen_ports.add(port)
             return port
         except OSError as error:
             if error.errno != errno.EADDRINUSE:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from kit.gym import network
 from kit.gym import servers as gym_servers
 from kit.gym.network import GymStartError, find_free_port, wait_ready
 from tests.helpers.http import Endpoint, send
@@ -74,3 +75,11 @@ def test_the_answer_of_another_process_does_not_count():
     finally:
         gym_servers.stop_servers([process])
         other.close()
+
+
+def test_two_servers_that_do_not_listen_yet_have_different_ports(monkeypatch):
+    numbers = iter([4000, 4000, 4001])
+    monkeypatch.setattr(network, "chosen_ports", set())
+    monkeypatch.setattr(network, "bind_once", lambda host, port: None)
+    monkeypatch.setattr(network.secrets, "randbelow", lambda limit: next(numbers))
+    assert [network.find_free_port(), network.find_free_port()] == [24000, 24001]
