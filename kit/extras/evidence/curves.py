@@ -121,7 +121,7 @@ def read_scored_step(folder: Path, path: Path) -> int | None:
     if step and scored_at and scored_at != checkpoints.read_weights_time(Path(adapter or model)):
         raise ConfigError(
             f"{path} has scores of weights that {weights} had at {scored_at}, and it has others "
-            "now. Delete this file, and repeat `evaluate` if you need its scores."
+            "now. Remove this file, and run `evaluate` again if you need its scores."
         )
     return step or 0
 
