@@ -148,10 +148,16 @@ def describe_interval(name: str, scores: Mapping[str, float]) -> str:
 
 def read_interval(name: str, scores: Mapping[str, float]) -> dict[str, float] | None:
     """Return the interval of a score, as compute_score_interval does, or None if it has none."""
-    other = name.replace("val-core/", "val-aux/", 1)
-    low = scores.get(other + LOW)
-    high = scores.get(other + HIGH)
+    ends = name_interval(name)
+    low = scores.get(ends[LOW])
+    high = scores.get(ends[HIGH])
     return None if low is None or high is None else {LOW: low, HIGH: high}
+
+
+def name_interval(name: str) -> dict[str, str]:
+    """Return {LOW, HIGH: the metric with this end of a score's interval}."""
+    other = name.replace("val-core/", "val-aux/", 1)
+    return {LOW: other + LOW, HIGH: other + HIGH}
 
 
 def compute_pass_at_k(rewards: Sequence[float], k: int) -> float:
@@ -196,14 +202,6 @@ def warn_about_failures(metrics: Mapping[str, float], say: Callable[[str], None]
 
 
 # --- rollouts of a training step ------------------------------------------------------------------
-
-
-def read_tokens(line: Mapping[str, float]) -> float | None:
-    """Return the tokens of a step from a line of metrics.jsonl, prompts included.
-
-    They are those of all episodes; in earlier runs and in `sft`, of those that were trained on.
-    """
-    return line.get(ALL_TOKENS) or line.get("perf/total_num_tokens")
 
 
 def compute_rollout_metrics(

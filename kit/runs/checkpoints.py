@@ -329,9 +329,10 @@ def check(checkpoint: Path, recipe: Recipe) -> list[str]:
         raise RunError(
             f"{checkpoint} is of `{saved_command}`, not of `{recipe.command}`. {NEW_NAME}."
         )
-    changes = list_changes(checkpoint / "config.yaml", recipe)
     before = read_recipe(checkpoint / "config.yaml")
-    fixed = find_fixed_keys(recipe, list(changes), before, flatten(redacted(recipe.verl)))
+    now = flatten(redacted(recipe.verl))
+    changes = list_changes(before, now)
+    fixed = find_fixed_keys(recipe, list(changes), before, now)
     allowed = [text for key, text in changes.items() if key not in fixed]
     notes = [f"Changed since {checkpoint}: {', '.join(allowed)}"] if allowed else []
     refused = [f"{changes[key]} ({reason})" for key, reason in fixed.items()]
@@ -354,10 +355,8 @@ def check(checkpoint: Path, recipe: Recipe) -> list[str]:
     return notes
 
 
-def list_changes(path: Path, recipe: Recipe) -> dict[str, str]:
-    """Return {key: "key old -> new"} of what a recipe changes in a saved one, `path`."""
-    before = read_recipe(path)
-    now = flatten(redacted(recipe.verl))
+def list_changes(before: Json, now: Json) -> dict[str, str]:
+    """Return {key: "key old -> new"} of two flat recipes, without UNREPORTED_KEY."""
     keys = [key for key in before | now if before.get(key) != now.get(key)]
     return {
         key: f"{key} {before.get(key)} -> {now.get(key)}"

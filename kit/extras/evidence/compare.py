@@ -284,7 +284,7 @@ def describe_runs(folders: Sequence[Path]) -> list[str]:
 
 def find_starts(curves: Sequence[RunCurve]) -> list[Evaluation]:
     """Return the evaluations before the first step, [] if a run has none."""
-    by_step = [{one.steps: one for one in curve.evaluations} for curve in curves]
+    by_step = [curve.by_step for curve in curves]
     return [steps[0] for steps in by_step] if all(0 in steps for steps in by_step) else []
 
 
@@ -342,7 +342,7 @@ class Band(NamedTuple):
 
 def compute_band(name: str, curves: Sequence[RunCurve], test_set: str, score: str) -> Band:
     """Compute the curve of a variant, with intervals over its rows and, if it has some, seeds."""
-    by_step = [{one.steps: one for one in curve.evaluations} for curve in curves]
+    by_step = [curve.by_step for curve in curves]
     band = Band(name, [], [], [], [])
     for step in sorted(set(by_step[0]).intersection(*by_step[1:])):
         picked = [evaluations[step] for evaluations in by_step]

@@ -59,6 +59,11 @@ class RunCurve(NamedTuple):
     folder: Path
     evaluations: list[Evaluation]
 
+    @property
+    def by_step(self) -> dict[int, Evaluation]:
+        """The evaluations by step. Of two at one step, the one in the run's own rollouts counts."""
+        return {one.steps: one for one in self.evaluations}
+
 
 def find_runs(patterns: Sequence[str]) -> list[Path]:
     """Return the run folders that patterns such as 'runs/a*' match. Raises ConfigError."""
@@ -213,7 +218,7 @@ def pick_evaluations(
 
 def pick_step(curves: Sequence[RunCurve]) -> tuple[float, list[Evaluation]]:
     """Return the last step at which all runs have an evaluation. Raises ConfigError."""
-    by_step = [{one.steps: one for one in curve.evaluations} for curve in curves]
+    by_step = [curve.by_step for curve in curves]
     common = max(set(by_step[0]).intersection(*by_step), default=0)
     is_trained = all(max(steps) > 0 for steps in by_step)
     if any(common not in steps for steps in by_step) or (is_trained and common == 0):

@@ -20,9 +20,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from env import Json
 from kit.config import resources
-from kit.config.keys import ROOT
+from kit.config.keys import ROOT, flatten
 from kit.config.recipe import Recipe
+from kit.config.redaction import redacted
 from kit.errors import ConfigError
 from kit.extras.evidence import compare
 from kit.runs import checkpoints, cli
@@ -229,10 +231,11 @@ def check_run(run: SweepRun) -> None:
     path = Path("runs") / run.name / "config.yaml"
     if not path.is_file():
         return
-    if set(checkpoints.list_changes(path, run.recipe)) <= set(SEED_KEYS):
+    before = checkpoints.read_recipe(path)
+    if set(list_changes(before, run.recipe)) <= set(SEED_KEYS):
         return
     planned = cli.plan(run.configs, run.words, is_dry_run=True)  # values may contain name and seed
-    texts = list(checkpoints.list_changes(path, planned.recipe).values())
+    texts = list(list_changes(before, planned.recipe).values())
     if texts:
         shown = ", ".join(texts[:CHANGES_SHOWN])
         more = f", and {len(texts) - CHANGES_SHOWN} more" if len(texts) > CHANGES_SHOWN else ""
@@ -240,6 +243,11 @@ def check_run(run: SweepRun) -> None:
             f"{path.parent} is a run of another recipe: {shown}{more}. Set another "
             "trainer.experiment_name."
         )
+
+
+def list_changes(before: Json, recipe: Recipe) -> dict[str, str]:
+    """Return what a recipe changes in the values of a saved one, by key."""
+    return checkpoints.list_changes(before, flatten(redacted(recipe.verl)))
 
 
 def is_finished(run: SweepRun) -> bool:

@@ -257,9 +257,10 @@ def measure_gradients(
         for name, part in sums.items()
     ]
     outlier = find_outlier_group(norms)
-    candidates = members.get(outlier, [])
-    largest = np.argsort([-parts[row].norm for row in candidates])[:1]
-    return [candidates[place] for place in largest]
+    if not outlier:
+        return []
+    sizes = [parts[row].norm for row in members[outlier]]
+    return [members[outlier][sizes.index(max(sizes))]]
 
 
 def list_members(episodes: Sequence[Episode]) -> dict[str, list[int]]:

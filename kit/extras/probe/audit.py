@@ -79,6 +79,15 @@ class RowAudit:
         """Whether the truth earned a reward in one of the formats."""
         return bool(self.case.truth)
 
+    @property
+    def fails_on_truth(self) -> bool:
+        """Whether the verifier fails on the truth in all formats.
+
+        Not if the row has tools: its verifier may look at calls and not at the text.
+        """
+        failed = [reply.reward is None for reply in self.tried]
+        return bool(failed) and all(failed) and not self.task.tools
+
 
 @dataclass
 class ServerAudit:
@@ -320,23 +329,10 @@ def is_wrong(outcome: Outcome, threshold: float) -> bool:
     return (outcome.gain >= threshold) != (outcome.probe.expects == RIGHT)
 
 
-def find_failing(audit: ServerAudit) -> list[RowAudit]:
-    """Return the rows for which the verifier fails on the truth in all formats.
-
-    If a row has tools, its verifier may look at calls and not at the text.
-    """
-    rows = []
-    for row in audit.rows:
-        failed = [reply.reward is None for reply in row.tried]
-        if failed and all(failed) and not row.task.tools:
-            rows.append(row)
-    return rows
-
-
 def find_unsatisfied(audit: ServerAudit) -> list[RowAudit]:
     """Return the rows whose truth earns nothing in any format, not counting failures.
 
-    As in `find_failing`, not those with tools.
+    As in `fails_on_truth`, not those with tools.
     """
     rows = []
     for row in audit.rows:

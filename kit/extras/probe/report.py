@@ -20,7 +20,6 @@ from kit.extras.probe.audit import (
     RowAudit,
     ServerAudit,
     Weakness,
-    find_failing,
     find_unsatisfied,
     find_weaknesses,
 )
@@ -71,7 +70,8 @@ def summarize(judged: Sequence[Judged]) -> str:
 def judge(audit: ServerAudit, threshold: float, ignored: Sequence[str]) -> Judged:
     """Find the weaknesses of a verifier. ignored: kinds that do not count."""
     weaknesses = find_weaknesses(audit, threshold, ignored)
-    return Judged(audit, weaknesses, find_unsatisfied(audit), find_failing(audit))
+    failing = [row for row in audit.rows if row.fails_on_truth]
+    return Judged(audit, weaknesses, find_unsatisfied(audit), failing)
 
 
 # --- text ----------------------------------------------------------------------------------------
@@ -142,9 +142,8 @@ def describe_failing(judged: Judged) -> Iterator[str]:
 
 def list_replies(audit: ServerAudit) -> Iterator[tuple[str, Reply]]:
     """Yield each reply with the kind of its response, without rows whose truth always fails."""
-    failing = find_failing(audit)
     for row in audit.rows:
-        for reply in row.tried if row not in failing else []:
+        for reply in row.tried if not row.fails_on_truth else []:
             yield "the truth in some form", reply
         for outcome in row.outcomes:
             yield outcome.probe.kind, outcome.reply

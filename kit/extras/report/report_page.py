@@ -27,7 +27,7 @@ import orjson
 
 from kit.config.keys import flatten
 from kit.data.episode import gc_paused
-from kit.data.metrics import HIGH, LOW
+from kit.data.metrics import HIGH, LOW, name_interval
 from kit.errors import ConfigError, RunError
 from kit.extras.report import diagnosis, episode_view
 from kit.extras.report.metric_docs import find_metric
@@ -272,12 +272,12 @@ def build_lines(chart: Chart, number: int, run: RunData) -> list[dict[str, Any]]
 
 def list_margins(name: str, run: RunData) -> dict[str, list[float]]:
     """List how far the interval of a score reaches above and below it; {} if it has none."""
-    other = name.replace("val-core/", "val-aux/", 1)
-    if other + LOW not in run.steps or other + HIGH not in run.steps:
+    ends = name_interval(name)
+    if not set(ends.values()) <= set(run.steps):
         return {}
     scores = run.steps[name].dropna()
-    above = run.steps[other + HIGH].reindex(scores.index) - scores
-    below = scores - run.steps[other + LOW].reindex(scores.index)
+    above = run.steps[ends[HIGH]].reindex(scores.index) - scores
+    below = scores - run.steps[ends[LOW]].reindex(scores.index)
     return {"above": above.fillna(0.0).tolist(), "below": below.fillna(0.0).tolist()}
 
 

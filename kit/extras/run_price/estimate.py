@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from env import Json
 from kit.config import resources
 from kit.data.json_lines import read_metrics
-from kit.data.metrics import read_tokens
+from kit.data.metrics import ALL_TOKENS
 from kit.errors import ConfigError
 from kit.runs.console import count_nouns
 
@@ -208,6 +208,14 @@ def measure_lines(lines: Sequence[Json], name: str) -> Measured:
         spent=sum(seconds) + sum(tests.values()) + sum(saves),
         start=sum(line[START] for line in lines if line.get(START)),
     )
+
+
+def read_tokens(line: Json) -> float | None:
+    """Return the tokens of a step, prompts included, None if it has none.
+
+    They are those of all episodes; in earlier runs and in `sft`, of those that were trained on.
+    """
+    return line.get(ALL_TOKENS) or line.get("perf/total_num_tokens")
 
 
 def measure_step(line: Json) -> float:
