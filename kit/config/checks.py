@@ -15,10 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from omegaconf import DictConfig, OmegaConf
 
 from env import Task
+from kit.config import parallel_sizes, resources
 from kit.config.keys import SAMPLING_COMMANDS
 from kit.config.load import ACTOR, MODEL, ROLLOUT
+from kit.config.parallel_sizes import ULYSSES
 from kit.config.recipe import Recipe
-from kit.config.resources import rollout_gpus
 from kit.config.user_functions import (
     ADVANTAGE,
     LOSS_MODE,
@@ -43,7 +44,6 @@ CODE_EXECUTING_SERVERS = (
     "scicodepile",
     "vibench",
 )
-ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
 CORRECTION = "algorithm.rollout_correction"
 PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 # verl's suffix "+" selects straight-through gradients
@@ -55,6 +55,7 @@ AGGREGATIONS = (
     "seq-mean-token-sum-norm",
     "seq-mean-token-mean",
 )
+PRECISIONS = (None, "fp32", "float32", "32", "bf16", "bfloat16", "fp16", "float16", "16")
 CHOICES: dict[str, Sequence[object]] = {  # a test compares them with verl's
     f"{ACTOR}.kl_loss_type": KL_TYPES,
     f"{ACTOR}.loss_agg_mode": AGGREGATIONS,
@@ -65,7 +66,11 @@ CHOICES: dict[str, Sequence[object]] = {  # a test compares them with verl's
     f"{CORRECTION}.loss_type": ("reinforce", "ppo_clip"),
     f"{CORRECTION}.rollout_is": (None, "token", "sequence"),
     f"{ROLLOUT}.pipeline_model_parallel_size": (1,),
+    **{f"{section}.model_dtype": PRECISIONS for section in parallel_sizes.FSDP_SECTIONS.values()},
 }
+# Up to these values, sampling takes the most likely token: vLLM raises temperatures to 0.01, and
+# that token has a probability of at least 0.01 in practice. A top_k of -1 is off.
+GREEDY_UP_TO = {"temperature": 0.01, "top_p": 0.01, "top_k": 1}
 TOOL_EXAMPLE = (
     '{"type": "function", "name": ..., "description": ..., "parameters": {...}, "strict": true}'
 )
@@ -90,10 +95,11 @@ def check_sizes(config: DictConfig, command: str, split: int) -> Iterator[str]:
 
     split: GPUs that work on the same rows.
     """
-    yield from check_rollout_parallelism(config)
+    yield from parallel_sizes.check_rollout_gpus(config)
     if command not in SAMPLING_COMMANDS:
+        yield from parallel_sizes.check_training_gpus(config, split)
         yield from check_warmup(config)
-        yield from check_batch_sizes(config, split)
+        yield from check_batch_sizes(config)
         yield from check_cpu_engine(config, split)
 
 
@@ -116,40 +122,26 @@ def check_warmup(config: DictConfig) -> Iterator[str]:
             )
 
 
-def check_rollout_parallelism(config: DictConfig) -> Iterator[str]:
-    """The GPUs divide into whole rollout replicas."""
-    rollout = config.actor_rollout_ref.rollout
-    replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size
-    actor_gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    # verl's actor has the same requirement if the replicas have separate GPUs
-    for count in sorted({rollout_gpus(config), actor_gpus}):
-        if count % replica:
-            yield (
-                f"{count} GPUs must be a multiple of {ROLLOUT}.tensor_model_parallel_size * "
-                f"data_parallel_size = {replica}. Lower these, or raise trainer.n_gpus_per_node."
-            )
-
-
-def check_batch_sizes(config: DictConfig, split: int) -> Iterator[str]:
+def check_batch_sizes(config: DictConfig) -> Iterator[str]:
     """The batch divides into equal mini-batches, and each mini-batch equally among the GPUs."""
     actor = config.actor_rollout_ref.actor
-    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    if world % split:
-        key = f"{ACTOR}.{config.model_engine}" if config.model_engine != "dp" else ULYSSES
-        yield f"{world} GPUs must be a multiple of {key}={split}. Lower it."
     prompts = config.data.train_batch_size
-    mini_batch = actor.ppo_mini_batch_size
-    if prompts % mini_batch:
-        yield (
-            f"data.train_batch_size={prompts} must be a multiple of "
-            f"{ACTOR}.ppo_mini_batch_size={mini_batch}. Change one of them."
-        )
     n = config.actor_rollout_ref.rollout.n
-    if mini_batch * n % world:
-        yield (
-            f"{ACTOR}.ppo_mini_batch_size * rollout.n = {mini_batch} * {n} episodes must be a "
-            f"multiple of {world} GPUs. Change one of these."
-        )
+    for role, section in (("actor", ACTOR), ("critic", "critic")):
+        mini_batch = OmegaConf.select(config, section).ppo_mini_batch_size
+        if role == "critic" and mini_batch == actor.ppo_mini_batch_size:
+            continue  # as for the actor
+        if prompts % mini_batch:
+            yield (
+                f"data.train_batch_size={prompts} must be a multiple of "
+                f"{section}.ppo_mini_batch_size={mini_batch}. Change one of them."
+            )
+        world = resources.gpus_per_node(config, role) * config.trainer.nnodes
+        if mini_batch * n % world:
+            yield (
+                f"{section}.ppo_mini_batch_size * rollout.n = {mini_batch} * {n} episodes must be "
+                f"a multiple of {world} GPUs. Change one of these."
+            )
     needed = [
         f"{ACTOR}.ppo_micro_batch_size_per_gpu",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
@@ -180,30 +172,32 @@ def check_cpu_engine(config: DictConfig, split: int) -> Iterator[str]:
 def check_sampling(config: DictConfig, command: str) -> Iterator[str]:
     """Responses that must differ are sampled, not decoded greedily."""
     rollout = config.actor_rollout_ref.rollout
-    fix = "Set {0}.do_sample=true and {0}.temperature=0.8"
-    must_differ = command == "train" or (command == "rollout" and rollout.n > 1)
-    if is_greedy(rollout) and must_differ:
+    settings, fix = find_greedy(ROLLOUT, rollout)
+    if settings and (command == "train" or (command == "rollout" and rollout.n > 1)):
         division = ""
-        if command == "train":
+        if command == "train" and rollout.temperature <= 0:
             division = ", and the trainer divides by the temperature"
-        yield (
-            f"{ROLLOUT}: do_sample={rollout.do_sample}, temperature={rollout.temperature} make all "
-            f"responses to a prompt equal{division}. {fix.format(ROLLOUT)}."
-        )
+        yield f"{ROLLOUT}: {settings} make all responses to a prompt equal{division}. {fix}."
     val = rollout.val_kwargs
+    key = f"{ROLLOUT}.val_kwargs"
+    settings, fix = find_greedy(key, val)
     evaluates = command == "evaluate" or (command == "train" and config.env.val_files)
     asks_to_sample = val.n > 1 or val.do_sample or val.temperature > 0
-    if evaluates and is_greedy(val) and asks_to_sample:
-        key = f"{ROLLOUT}.val_kwargs"
+    if settings and evaluates and asks_to_sample:
         yield (
-            f"{key}: do_sample={val.do_sample}, temperature={val.temperature} decode greedily, so "
-            f"n={val.n} responses to a row are equal. {fix.format(key)}, or remove all three."
+            f"{key}: {settings} decode greedily, so n={val.n} responses to a row are equal. "
+            f"{fix}, or remove do_sample, temperature and n."
         )
 
 
-def is_greedy(sampling: DictConfig) -> bool:
-    """Whether these sampling settings take the most likely token each time."""
-    return not sampling.do_sample or sampling.temperature <= 0
+def find_greedy(section: str, sampling: DictConfig) -> tuple[str, str]:
+    """(the settings with which sampling takes the most likely token, their fix), or empty texts."""
+    cut = [key for key, limit in GREEDY_UP_TO.items() if 0 <= sampling[key] <= limit]
+    if not sampling.do_sample or "temperature" in cut:
+        fix = f"Set {section}.do_sample=true and {section}.temperature=0.8"
+        return f"do_sample={sampling.do_sample}, temperature={sampling.temperature}", fix
+    settings = ", ".join(f"{key}={sampling[key]}" for key in ("temperature", *cut) if cut)
+    return settings, f"Remove {' and '.join(f'{section}.{key}' for key in cut)}"
 
 
 def check_algorithm(config: DictConfig) -> Iterator[str]:

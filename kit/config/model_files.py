@@ -29,6 +29,7 @@ OFFLINE = "HF_HUB_OFFLINE"
 # formats that neither transformers nor vLLM reads from these models
 UNUSED = ["*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.pth", "*.ot", "original/*", "onnx/*"]
 UNREACHABLE = (OSError, HfHubHTTPError, httpx.HTTPError)
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 REWARD_HEADS = ("ForTokenClassification", "ForSequenceClassification")
 
 
@@ -92,10 +93,10 @@ def stop_token_ids(
     return {tokenizer.eos_token_id, *ids} - {None}
 
 
-def check_reward_model(config: DictConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_reward_model(config: DictConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     """Check that the reward model has a scalar head and the policy's vocabulary.
 
-    Raises ConfigError.
+    Returns its configuration. Raises ConfigError.
     """
     hf_config = check_vocabulary(config, REWARD_MODEL, tokenizer)
     architecture = (hf_config.architectures or [""])[0]
@@ -104,6 +105,7 @@ def check_reward_model(config: DictConfig, tokenizer: PreTrainedTokenizerBase) -
             f"{REWARD_MODEL}={OmegaConf.select(config, REWARD_MODEL)}: {hf_config.architectures} "
             "has no scalar head. Give a classifier with one label."
         )
+    return hf_config
 
 
 def check_vocabulary(
@@ -127,7 +129,7 @@ def check_vocabulary(
 
 def expert_count(text_config: PretrainedConfig) -> int:
     """Experts of a layer; 0 if the model is no mixture of experts."""
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+    for key in EXPERT_COUNTS:
         if count := getattr(text_config, key, 0):
             return int(count)
     return 0

@@ -28,6 +28,7 @@ import env
 from gym_client import GymError
 from kit.config.recipe import Recipe
 from kit.config.schedule import POSITION
+from kit.config.training_effect import check_schedule
 from kit.data.episode import Episode
 from kit.data.row_files import parse_object, read_raw_rows, report_progress
 from kit.data.tasks import FileEntry, parse_entries
@@ -196,7 +197,9 @@ def prepare(
         )
     set_steps(config, "sft", len(inputs.train) // limits.train_batch_size)
     inputs.per_epoch = len(inputs.train)
-    return Prepared(recipe.with_config(config), inputs)
+    recipe = recipe.with_config(config)
+    check_schedule(recipe)
+    return Prepared(recipe, inputs)
 
 
 def load_examples(recipe: Recipe, inputs: RunInputs, entries: Sequence[Any]) -> list[Example]:

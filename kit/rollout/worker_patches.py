@@ -32,6 +32,18 @@ def monkey_patch_training_worker() -> None:
     worker: Any = engine_workers.TrainingWorker
     worker.reset = make_reset(worker.reset)
     worker.train_batch = make_train_batch(worker.train_batch)
+    monkey_patch_trl()
+
+
+def monkey_patch_trl() -> None:
+    """Let verl 0.9.1 load models where TRL is installed, for example for reward functions.
+
+    It would import a class from TRL that 1.x does not have, to patch it. No model here is of that
+    class.
+    """
+    from verl.models.transformers import monkey_patch
+
+    monkey_patch.is_trl_available = lambda: False
 
 
 def make_reset(verl_reset: Reset) -> Reset:

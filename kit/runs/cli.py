@@ -18,7 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 import env
 import gym_client
 from kit import features
+from kit.config.keys import is_below
 from kit.config.load import COMMANDS, load_config
+from kit.config.packages import describe_import_error
 from kit.config.recipe import Recipe
 from kit.errors import ConfigError, RunError, Stop, UserFunctionError
 from kit.features import Feature, OnFeatures, ignore_features
@@ -144,6 +146,10 @@ def exit_on_errors() -> Iterator[None]:
         yield
     except (*EXPECTED_ERRORS, OmegaConfBaseException) as error:
         exit_with(str(error))
+    except ImportError as error:
+        if is_below(error.name or "kit", "kit"):
+            raise
+        exit_with(describe_import_error(error))
     except OSError as error:
         if error.errno not in files.WRITE_FAILED:
             raise

@@ -27,6 +27,7 @@ from kit import features
 from kit.config import user_functions
 from kit.config.keys import to_plain
 from kit.config.model_files import download_models
+from kit.config.packages import describe_import_error
 from kit.config.recipe import Recipe
 from kit.errors import RunError
 from kit.features import EventLoop
@@ -165,10 +166,7 @@ def explain_start_errors() -> Iterator[None]:
             raise RunError(files.describe_write_error(path, error)) from error
         raise RunError(f"The run did not start: {error}. Correct this, then start again") from error
     except ImportError as error:
-        raise RunError(
-            f"The run did not start: a package cannot be imported: {error}. Install the packages "
-            "again: requirements-gpu.txt, or requirements-cpu.txt for a CPU."
-        ) from error
+        raise RunError(f"The run did not start: {describe_import_error(error)}") from error
     except RuntimeError as error:
         if "start new thread" not in str(error):
             raise

@@ -27,7 +27,9 @@ from kit.config.load import (
     ROLLOUT,
     raise_all,
 )
+from kit.config.parallel_sizes import check_models
 from kit.config.recipe import Recipe, find_parallelism, freeze
+from kit.config.training_effect import check_schedule
 from kit.data import generated_rows
 from kit.data.processor import TextProcessor
 from kit.data.row_files import find_files, read_raw_rows
@@ -50,6 +52,7 @@ from kit.runs.verifier_trial import try_verifiers
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+CRITIC = "critic.model.path"
 TRAIN = "env.train_files"
 VAL = "env.val_files"
 # {command: the keys that it reads}; the first key must be set
@@ -98,6 +101,7 @@ def prepare(
             process_specs.check_server(name, server)
     inputs.processor.check(config, inputs.tasks, command)
     recipe = checked.recipe.with_config(config)
+    check_schedule(recipe)
     for feature in recipe.features:
         feature.check_inputs(recipe, inputs)
     inputs.trials = try_verifiers(custom, inputs.tasks, recipe, inputs.tokenizer)
@@ -133,7 +137,8 @@ def check_recipe(
     files = model_files.load_model_files(config)
     processor = make_processor(config, files.hf_config, files.tokenizer)
     template = make_template(config, processor, files.stop_ids)
-    check_other_models(recipe, files.tokenizer)
+    models = {"policy": files.hf_config, **load_other_models(recipe, files.tokenizer)}
+    raise_all([ConfigError(problem) for problem in check_models(recipe, models)])
     if config.model_engine == FSDP:
         adapters.check_adapter(config, files.hf_config)
     set_sizes(config, files.hf_config, command, active)
@@ -253,12 +258,19 @@ def import_external_library(config: DictConfig) -> None:
         ) from None
 
 
-def check_other_models(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the reward model and the teacher read the policy's ids. Raises ConfigError."""
+def load_other_models(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, PretrainedConfig]:
+    """Check that other models read the policy's ids -> {name: its files}. Raises ConfigError."""
+    models = {}
+    if recipe.has_critic and recipe.get(CRITIC) != recipe.model.path:
+        models["critic"] = model_files.check_vocabulary(recipe.verl, CRITIC, tokenizer)
     if recipe.has_reward_model:
-        model_files.check_reward_model(recipe.verl, tokenizer)
+        models["reward model"] = model_files.check_reward_model(recipe.verl, tokenizer)
     if recipe.teacher:
-        model_files.check_vocabulary(recipe.verl, user_functions.TEACHER, tokenizer)
+        key = user_functions.TEACHER
+        models["teacher"] = model_files.check_vocabulary(recipe.verl, key, tokenizer)
+    return models
 
 
 # --- files and servers that the recipe names -----------------------------------------------------
@@ -275,6 +287,8 @@ def check_files(config: DictConfig, command: str) -> Iterator[Exception]:
         needed.append(model_files.REWARD_MODEL)
     if config.distillation.enabled:
         needed.append(user_functions.TEACHER)
+    if OmegaConf.select(config, CRITIC) != config.actor_rollout_ref.model.path:
+        needed.append(CRITIC)
     for key in needed:
         yield from check_model_path(config, key)
 
@@ -320,6 +334,8 @@ def check_model_path(config: DictConfig, key: str) -> Iterator[Exception]:
     folder = Path(name).expanduser()
     if folder.is_dir():
         OmegaConf.update(config, key, str(folder.resolve()))  # workers run in other folders
+    elif folder.is_file():
+        yield ConfigError(f"{key}={name} is a file. Give the model's folder, {folder.parent}.")
     elif model_files.is_missing_folder(name):
         yield ConfigError(
             f"{key}={name}: no such model folder. Give an existing one, or a name of the hub "

@@ -16,6 +16,7 @@ from kit.config.keys import find_changes, is_below
 from kit.config.neutral_sampling import find_distortions
 from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
+from kit.config.training_effect import warn_of_lost_updates
 from kit.gym.python_verifiers.settings import count_processes
 from kit.rollout import template_trial
 from kit.rollout.chat_template import TURNS
@@ -195,6 +196,7 @@ def list_warnings(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
     for feature in recipe.features:
         yield from feature.warnings(recipe, inputs)
     yield from adapters.warn_of_base(recipe.model)
+    yield from warn_of_lost_updates(recipe, inputs.model)
     if not recipe.has_episodes:
         return
     distortions = find_distortions(recipe.rollout)

@@ -147,6 +147,11 @@ def test_names_of_recipes_are_unique():
             "train_batch_size=8 must be a multiple",
         ),
         (
+            "critic.ppo_mini_batch_size=3",
+            ConfigError,
+            r"train_batch_size=8 must be a multiple of critic\.ppo_mini_batch_size=3",
+        ),
+        (
             "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
             ConfigError,
             "1 GPUs must be a multiple of .*=2",
@@ -165,6 +170,11 @@ def test_names_of_recipes_are_unique():
             "actor_rollout_ref.actor.use_dynamic_bsz=false",
             ConfigError,
             "false needs .*ppo_micro_batch_size_per_gpu and",
+        ),
+        (
+            "actor_rollout_ref.actor.fsdp_config.model_dtype=bf8",
+            ConfigError,
+            "model_dtype=bf8 is not supported. Use one of: null, fp32",
         ),
         (
             "actor_rollout_ref.actor.strategy=megatron",
@@ -226,6 +236,11 @@ def test_names_of_recipes_are_unique():
             "actor_rollout_ref.model.path=./nowhere",
             ConfigError,
             "model.path=./nowhere: no such model folder. Give",
+        ),
+        (
+            f"actor_rollout_ref.model.path={RECIPE}",
+            ConfigError,
+            r"model.path=.*tiny.yaml is a file. Give the model's folder",
         ),
         (
             "actor_rollout_ref.model.external_lib=no_such_module",
@@ -297,6 +312,16 @@ GREEDY = (
         ),
         ("train", ["do_sample=false"], "all responses to a prompt equal"),
         ("rollout", ["temperature=0"], "all responses to a prompt equal. Set"),
+        ("train", ["top_k=1"], r"top_k=1 make all .* equal\. Remove .*rollout\.top_k\."),
+        ("train", ["top_p=1e-6"], "Remove .*rollout.top_p"),
+        ("train", ["temperature=0.009"], r"temperature=0\.009 make all responses"),
+        ("train", ["top_k=2", "top_p=0.1", "temperature=0.1"], ""),
+        (
+            "evaluate",
+            ["val_kwargs.n=4", "val_kwargs.do_sample=true", "val_kwargs.temperature=1"]
+            + ["val_kwargs.top_k=1"],
+            "top_k=1 decode greedily, so n=4 responses",
+        ),
         ("rollout", ["temperature=0", "n=1"], ""),
         ("evaluate", ["temperature=0"], ""),
         ("evaluate", ["val_kwargs.n=4"], GREEDY),

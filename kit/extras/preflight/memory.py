@@ -537,7 +537,7 @@ def check_cache(recipe: Recipe, episodes: int) -> Iterator[str]:
     rollout = recipe.rollout
     needed = 1
     if recipe.command == "train" and recipe.trainer.device != "cpu":
-        share = recipe.data.train_batch_size * rollout.n / count_replicas(recipe)
+        share = recipe.data.train_batch_size * rollout.n / recipe.replicas
         needed = min(rollout.max_num_seqs, math.ceil(share))
     if episodes >= needed:
         return
@@ -551,9 +551,3 @@ def check_cache(recipe: Recipe, episodes: int) -> Iterator[str]:
         f"{text}. Raise {KEYS_TO_LOWER['generate']}, or {ROLLOUT}.tensor_model_parallel_size. "
         f"{PAGE}"
     )
-
-
-def count_replicas(recipe: Recipe) -> int:
-    """The replicas of the rollout engine on all nodes."""
-    rollout = recipe.rollout
-    return recipe.rollout_gpus // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)

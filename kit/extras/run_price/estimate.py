@@ -5,7 +5,8 @@ their own times and frequencies. The first step after each start compiles and fi
 does not count if it is slower than the median of the others. All other steps count, skipped ones
 too. A single step is shown as the median, with quartiles. The estimate is the mean step times the
 steps left, because a few slow steps count, too. Its range is twice the standard error: of the steps
-left, which vary, and of the mean, which was measured on a few.
+left, which vary, and of the mean, which was measured on a few. If steps get slower or faster, the
+range ends at their last pace.
 
 Not counted: the start, pauses between a stop and a resume, the report, the export.
 """
@@ -23,6 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from env import Json
 from kit.config import resources
+from kit.config.keys import flatten, is_used, matches_any
+from kit.config.redaction import redacted
 from kit.data.json_lines import read_metrics
 from kit.data.metrics import ALL_TOKENS
 from kit.errors import ConfigError
@@ -35,37 +38,28 @@ UPDATE = "timing_s/update_actor"  # `sft` has this and no STEP
 SAVE = "timing_s/save_checkpoint"
 TEST = "timing_s/testing"
 START = "timing_s/start"
-# Keys that decide how much work a step, an evaluation or a checkpoint is.
-WORK_KEYS = (
-    "actor_rollout_ref.model.path",
-    "actor_rollout_ref.model.lora_rank",
-    "actor_rollout_ref.actor.ppo_epochs",
-    "actor_rollout_ref.actor.ppo_mini_batch_size",
-    "actor_rollout_ref.actor.use_kl_loss",
-    "actor_rollout_ref.rollout.n",
-    "actor_rollout_ref.rollout.name",
-    "actor_rollout_ref.rollout.nnodes",
-    "actor_rollout_ref.rollout.val_kwargs.n",
-    "algorithm.adv_estimator",
-    "algorithm.filter_groups.enable",
-    "algorithm.filter_groups.max_num_gen_batches",
-    "algorithm.use_kl_in_reward",
-    "data.train_batch_size",
-    "data.max_prompt_length",
-    "data.max_response_length",
-    "env.train_files",
-    "env.val_files",
-    "env.val_max_rows",
-    "env.verifier",
-    "env.shadow_verifier",
-    "gym.judges",
-    "gym.servers",
-    "model_engine",
+# Patterns of keys that decide nothing about the work of a step, an evaluation or a checkpoint, and
+# keys that match but do. Recipes with other values of any other key do other work.
+IDLE_KEYS = (
+    "actor_rollout_ref.rollout.prometheus.*",
+    "algorithm.gamma",
+    "algorithm.lam",
+    "env.keep_rollouts",
+    "gym.policy_endpoint.*",
+    "ray_kwargs.**",
+    "trainer.*",
+    "**.clip_ratio_*",
+    "**.*_coef*",
+    "**.optim.**",
+    "**.seed",
+    "**.temperature",
+)
+NOT_IDLE = (
+    "trainer.critic_warmup",
     "trainer.device",
     "trainer.n_gpus_per_node",
     "trainer.nnodes",
     "trainer.one_step_off",
-    "trainer.resource_pools",
 )
 
 
@@ -78,12 +72,13 @@ class Range(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Measured values of one kind. typical: their median, with the quartiles."""
+    """Measured values of one kind, in order. typical: their median, with the quartiles."""
 
     typical: Range
     mean: float
     variance: float
     size: int
+    last: float  # the line through the values at the last one
 
 
 class Sum(NamedTuple):
@@ -91,16 +86,25 @@ class Sum(NamedTuple):
 
     mean: float = 0.0
     variance: float = 0.0
+    at_last_pace: float = 0.0
 
     def plus(self, sample: Sample, count: int) -> Sum:
         """Add `count` more values like those of a sample."""
         variance = sample.variance * (count + count**2 / sample.size)
-        return Sum(self.mean + count * sample.mean, self.variance + variance)
+        return Sum(
+            self.mean + count * sample.mean,
+            self.variance + variance,
+            self.at_last_pace + count * sample.last,
+        )
 
     def to_range(self) -> Range:
-        """Return the sum with twice its standard error. No part of it is negative."""
+        """Return the sum with twice its standard error, or as far as the last pace leads.
+
+        No part of it is negative.
+        """
         margin = 2 * self.variance**0.5
-        return Range(max(0.0, self.mean - margin), self.mean, self.mean + margin)
+        low = min(self.mean - margin, self.at_last_pace)
+        return Range(max(0.0, low), self.mean, max(self.mean + margin, self.at_last_pace))
 
 
 class Schedule(NamedTuple):
@@ -238,7 +242,11 @@ def describe_sample(values: Sequence[float]) -> Sample:
     """Return what the estimate needs of at least one value."""
     typical = Range(*map(float, np.percentile(values, QUARTILES)))
     variance = float(np.var(values, ddof=1)) if len(values) > 1 else 0.0
-    return Sample(typical, float(np.mean(values)), variance, len(values))
+    mean = float(np.mean(values))
+    last = mean
+    if len(values) >= MIN_STEPS:
+        last = float(np.polyval(np.polyfit(range(len(values)), values, 1), len(values) - 1))
+    return Sample(typical, mean, variance, len(values), last)
 
 
 # --- estimate ------------------------------------------------------------------------------------
@@ -371,10 +379,10 @@ def find_earlier(config: DictConfig, runs: Path) -> tuple[Path, Measured] | None
     return None
 
 
-def list_work(config: DictConfig) -> list[object]:
-    """Return the values of WORK_KEYS, as plain data."""
-    values = []
-    for key in WORK_KEYS:
-        value = OmegaConf.select(config, key)
-        values.append(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
-    return values
+def list_work(config: DictConfig) -> Json:
+    """Return {key: value} of the keys that decide the work, as a run saves them."""
+    return {
+        key: value
+        for key, value in flatten(redacted(config)).items()
+        if is_used(key) and (key in NOT_IDLE or not matches_any(key, IDLE_KEYS))
+    }

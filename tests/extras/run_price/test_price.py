@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from kit import features
 from kit.config import resources
-from kit.config.load import load_config
+from kit.config.load import ACTOR, ROLLOUT, load_config
 from kit.config.redaction import redacted
 from kit.data.episode import Episode, append_tokens
 from kit.data.rollout_files import to_record, write_record
@@ -80,7 +80,8 @@ def test_the_estimate_takes_the_mean_and_the_step_shows_quartiles(tmp_path):
     assert measured.test is None and measured.save is None
     rest = estimate.estimate_rest(measured, Schedule(19, 5, -1, True, True), 9)
     error = (7.5 * (10 + 10**2 / 9)) ** 0.5  # ten more steps of variance 7.5, a mean of nine
-    assert rest.seconds == pytest.approx((50 - 2 * error, 50, 50 + 2 * error))
+    at_last_pace = 10 * 9
+    assert rest.seconds == pytest.approx((50 - 2 * error, 50, at_last_pace))
     assert rest.missing == ("3 evaluations", "1 checkpoint")  # after 10, 15, 19
 
 
@@ -331,9 +332,13 @@ def test_a_dry_run_finds_an_earlier_run_of_the_same_work(tmp_path):
     lines = [START | {"timing_s/testing": 5.0}, step(1, 60), *[step(n, 10) for n in range(2, 7)]]
     assert dry_run(tmp_path) == []
     plant(tmp_path / "a", lines)
-    (line,) = dry_run(tmp_path, "data.seed=9", "trainer.total_training_steps=50")
+    idle = ["data.seed=9", "trainer.total_training_steps=50", f"{ACTOR}.optim.lr=1e-5"]
+    (line,) = dry_run(tmp_path, *idle, f"{ROLLOUT}.temperature=0.7", "trainer.test_freq=3")
     assert f"by 5 steps of {tmp_path / 'a'}" in line
-    for change in ("data.train_batch_size=16", "actor_rollout_ref.rollout.n=4", "env.val_files=[]"):
+    work = ["data.train_batch_size=16", f"{ROLLOUT}.n=4", "env.val_files=[]"]
+    work += [f"{ROLLOUT}.multi_turn.max_assistant_turns=20", "trainer.nnodes=2"]
+    work += [f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.ppo_max_token_len_per_gpu=9000"]
+    for change in work:
         assert dry_run(tmp_path, change) == []
     plant(tmp_path / "mine", [step(n, 70) for n in (1, 2, 3)])
     plant(tmp_path / "new", lines)

@@ -1,0 +1,70 @@
+"""Tests of messages about installed packages that cannot be used together."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from ray.exceptions import RayTaskError
+from transformers import LlamaConfig, LlamaForCausalLM
+from verl.models.transformers import monkey_patch
+from verl.utils.import_utils import is_trl_available
+
+from kit.config.packages import describe_import_error
+from kit.rollout.worker_patches import monkey_patch_trl
+
+
+@pytest.fixture
+def neighbor(tmp_path, monkeypatch):
+    """A package `trl` next to the others, whose code a test may write."""
+    package = tmp_path / "trl"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    metadata = tmp_path / "trl-1.16.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 1.16.0\n")
+    (metadata / "top_level.txt").write_text("trl\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    is_trl_available.cache_clear()
+    yield package
+    is_trl_available.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
+        del sys.modules[name]
+
+
+def test_verl_loads_a_model_where_a_trl_without_its_class_is_installed(neighbor, monkeypatch):
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=8,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    )
+    monkeypatch.setattr(monkey_patch, "is_trl_available", monkey_patch.is_trl_available)
+    with pytest.raises(ImportError, match=r"cannot import name .* from 'trl'") as caught:
+        monkey_patch.apply_monkey_patch(model, use_remove_padding=False)
+    text = describe_import_error(caught.value)
+    assert text.startswith("verl 0.9.1 cannot use trl 1.16.0, which is installed too: cannot imp")
+    assert text.endswith("Uninstall trl, or use an environment without it.")
+    monkey_patch_trl()
+    monkey_patch.apply_monkey_patch(model, use_remove_padding=False)
+
+
+def test_the_import_error_of_a_worker_names_who_imports_what(neighbor: Path):
+    trace = 'File "/env/lib/site-packages/peft/mapping.py", line 9, in <module>\n' * 30
+    cause = ImportError("cannot import name 'x' from 'trl'", name="trl.models")
+    error = RayTaskError("init_model", trace, cause).as_instanceof_cause()
+    text = describe_import_error(error)
+    assert text.startswith("peft ") and "cannot use trl 1.16.0" in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("verl.utils.x", " (verl 0.9.1)"), ("no_such_module", ""), (None, "")],
+)
+def test_packages_of_the_requirements_and_missing_ones_are_installed_again(name, found):
+    text = describe_import_error(ImportError("cannot import it.", name=name))
+    assert text.startswith(f"a package cannot be imported: cannot import it{found}. Install the")

@@ -1,0 +1,102 @@
+"""Tests of recipes whose steps would train nothing."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kit.config.load import ACTOR, load_config
+from kit.config.recipe import freeze
+from kit.config.training_effect import find_long_warmups, warn_of_lost_updates
+from kit.errors import ConfigError
+from kit.extras import sft
+from tests.helpers.recipes import CPU, RECIPE, load, tiny, write_chats
+
+STEPS = 12
+PPO = "algorithm.adv_estimator=gae"
+
+
+def make_recipe(*changes, command="train", files=("math_cpu", "cpu")):
+    config, defaults = load_config(files, [f"trainer.total_training_steps={STEPS}", *changes])
+    for section in (ACTOR, "critic"):  # as set_steps
+        optim = config.critic.optim if section == "critic" else config.actor_rollout_ref.actor.optim
+        optim.total_training_steps = STEPS
+    return freeze(config, defaults, command)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["trainer.critic_warmup=1"], "critic_warmup=1: without a critic, these steps"),
+        ([PPO, "trainer.critic_warmup=11"], ""),
+        ([PPO, "trainer.critic_warmup=12"], "critic_warmup=12: in 12 steps the policy would"),
+        ([f"{ACTOR}.optim.lr_warmup_steps=12"], ""),
+        ([f"{ACTOR}.optim.lr_warmup_steps=13"], "actor.optim: its warm-up of 13 steps .* 12"),
+        ([PPO, "critic.optim.lr_warmup_steps=13"], "critic.optim: its warm-up of 13 steps"),
+        (["critic.optim.lr_warmup_steps=13"], ""),  # there is no critic
+        (
+            [PPO, "trainer.critic_warmup=4", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.75"],
+            "actor.optim: its warm-up of 9 steps .* within 8",
+        ),
+    ],
+)
+def test_a_warm_up_that_outlasts_the_run_is_an_error(changes, message):
+    problems = list(find_long_warmups(make_recipe(*changes)))
+    assert len(problems) == bool(message)
+    assert re.search(message, "".join(problems))
+
+
+def test_megatrons_warm_up_ends_before_its_decay():
+    files = ("math", "megatron")
+    decay = [f"{ACTOR}.optim.lr_decay_steps=8", f"{ACTOR}.optim.lr_warmup_steps=8"]
+    (problem,) = find_long_warmups(make_recipe(*decay, files=files))
+    assert "warm-up of 8 steps" in problem and "within 7" in problem
+    assert not list(find_long_warmups(make_recipe(decay[0], files=files)))
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_the_start_counts_the_steps_of_the_rows(workspace, command):
+    """Eight rows in batches of eight: one epoch is one step."""
+    changes = ["trainer.total_epochs=2", "trainer.total_training_steps=null"]
+    changes.append(f"{ACTOR}.optim.lr_warmup_steps=3")
+    with pytest.raises(ConfigError, match=r"warm-up of 3 steps .* within 2"):
+        if command == "train":
+            load(workspace, *changes)
+        else:
+            chats = write_chats(workspace)
+            sft.prepare(*load_config([str(CPU), str(RECIPE)], tiny(workspace, *changes, *chats)))
+
+
+@given(st.sampled_from(["bf16", "fp16", "fp32"]), st.floats(-8, -3), st.sampled_from([0.02, 0.1]))
+def test_a_rate_that_cannot_move_a_weight_is_a_warning(dtype, exponent, size):
+    lr = 10**exponent
+    key = f"{ACTOR}.fsdp_config.model_dtype={dtype}"
+    recipe = make_recipe(key, f"{ACTOR}.optim.lr={lr!r}")
+    model: Any = SimpleNamespace(initializer_range=size)
+    warnings = list(warn_of_lost_updates(recipe, model))
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    weight = torch.tensor(size, dtype=precision)
+    moved = (weight.double() + lr).to(precision)
+    assert bool(warnings) == bool(moved == weight)
+
+
+def test_weights_of_another_kind_get_no_warning_of_lost_updates():
+    coarse = [f"{ACTOR}.fsdp_config.model_dtype=bf16", f"{ACTOR}.optim.lr=1e-6"]
+    model: Any = SimpleNamespace()
+    (warning,) = warn_of_lost_updates(make_recipe(*coarse), model)
+    assert "fsdp_config.model_dtype=bf16" in warning and "lr=1e-06" in warning
+    for change in (
+        "actor_rollout_ref.model.lora_rank=4",
+        f"{ACTOR}.optim.override_optimizer_config={{bf16_stochastic_round: true}}",
+        f"{ACTOR}.optim.override_optimizer_config={{lr: 0.01}}",
+    ):
+        assert not list(warn_of_lost_updates(make_recipe(*coarse, change), model))
+    critic = [PPO, "critic.fsdp.model_dtype=bf16", "critic.optim.lr=1e-6"]
+    (warning,) = warn_of_lost_updates(make_recipe(*critic), model)
+    assert warning.startswith("critic.fsdp.model_dtype=bf16")
