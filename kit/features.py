@@ -61,6 +61,8 @@ class Feature:
     layout_keys: Sequence[str] = ()  # keys that a resumed run must not change
     skips_nonfinite_steps = True  # whether its optimizer leaves the weights as they are
 
+    describes_work = False  # whether a dry run prints its dry_run_lines before the settings
+
     def __init__(self, config: DictConfig, command: str):
         """Parse the recipe. command: train, rollout, evaluate or sft."""
         self.command = command
@@ -160,8 +162,9 @@ class Feature:
         """
         return None
 
-    def write_report(self, folder: Path) -> None:
-        """Write the report of a run. folder: of the run."""
+    def write_report(self, folder: Path) -> Iterable[str]:
+        """Write the report of a run, and return lines about its first finding. folder: its own."""
+        return ()
 
     def write_export(self, recipe: Recipe, folder: Path) -> None:
         """Add files to the export of a run, which is complete. folder: of the run."""

@@ -17,11 +17,16 @@ from hypothesis import strategies as st
 
 from kit.config.python_files import import_file
 from kit.data.verl_rows import parse_row
+from kit.errors import UserFunctionError
+from kit.gym.python_verifiers.calls import describe_failure
 from kit.gym.python_verifiers.session import make_arguments
 from templates.trl import compute_score
 from tests.helpers.recipes import ROOT
 
 FUNCTIONS = '''
+import json
+
+
 def brief(completions, **columns):
     """For text prompts: a completion is text."""
     return [float(len(completion) < 5) for completion in completions]
@@ -45,6 +50,22 @@ def sometimes(completions, only_if, **columns):
 
 def two(completions, **columns):
     return [0.0, 1.0]
+
+
+def number(completions, **columns):
+    return 0.5
+
+
+def first(completions, **columns):
+    return [divide(completion) for completion in completions]
+
+
+def divide(completion):
+    return 1 / 0  # LINE of divide
+
+
+def parse(completions, **columns):
+    return [json.loads(text) for text in completions]  # LINE of parse
 '''
 TEXT = "2 + 2 ="
 MESSAGES = [{"role": "system", "content": "Add."}, {"role": "user", "content": TEXT}]
@@ -113,14 +134,35 @@ def test_each_weight_is_1_by_default(functions_file):
     ("names", "weights", "message"),
     [
         (["brief", "length"], [1.0], "1 numbers for 2 reward_funcs"),
-        (["two"], None, "two returned 2 rewards for one completion"),
+        (["two"], None, r"two returned \[0.0, 1.0\] for one completion"),
+        (["number"], None, "number returned 0.5 for one completion"),
         (["sometimes"], None, "sometimes returned None: the row has no reward"),
+        (["accurcy"], None, r"my_rewards\.py has no function .*accurcy\. Did you mean accuracy\?"),
     ],
 )
 def test_an_invalid_result_fails_the_episode(functions_file, names, weights, message):
     row = {"prompt": TEXT, "only_if": False}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserFunctionError, match=message):
         score(functions_file, row, "4", names, reward_weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "functions"),
+    [("first", "divide", "divide, called by first"), ("parse", "parse", "parse")],
+)
+def test_an_error_has_the_line_of_the_users_file(functions_file, name, line, functions):
+    """Not that of the template, nor that of the library which raised it."""
+    with pytest.raises(ArithmeticError if name == "first" else ValueError) as raised:
+        score(functions_file, {"prompt": TEXT}, "four", [name])
+    number = 1 + [f"LINE of {line}" in text for text in FUNCTIONS.splitlines()].index(True)
+    failure = describe_failure(raised.value, str(ROOT / "templates" / "trl.py"))
+    assert failure["why"].startswith(f"failed at {functions_file}:{number} in {functions}: ")
+
+
+def test_one_function_may_be_text(functions_file):
+    arguments = make_arguments(parse_row({"prompt": TEXT}, "rows.jsonl:1"), "4", "compute_score")
+    result = compute_score(**arguments, reward_funcs=f"{functions_file}:brief")
+    assert asyncio.run(result) == {"brief": 1.0, "score": 1.0}
 
 
 def test_the_guides_functions_work_for_text_prompts():

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from env import Json
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder of the repository
+MIN_SIMILARITY = 0.8  # of the last parts of two keys: a wrong suggestion is worse than none
 SAMPLING_COMMANDS = ("rollout", "evaluate")  # they train nothing
 EPISODE_COMMANDS = ("train", *SAMPLING_COMMANDS)
 
@@ -33,9 +34,13 @@ class KeyTable(NamedTuple):
     lists: list[str]
     unused: dict[str, str | None]
     renamed: dict[str, str]
+    peers: dict[str, list[str]]
 
 
 KEYS = KeyTable(**yaml.safe_load(Path(__file__).with_name("verl_keys.yaml").read_text()))
+ADVICE_OF_PEERS: dict[str, str] = {}  # {name: a key of this kit, or a sentence}
+for advice, names in KEYS.peers.items():
+    ADVICE_OF_PEERS |= dict.fromkeys(names, advice)
 USED_KEYS = [*KEYS.used, *KEYS.dataclass_fields, *KEYS.kit, "gym", "env"]
 
 
@@ -179,7 +184,7 @@ def nesting_hint(unknown: UnknownKey) -> str:
 def unknown_key_hint(
     key: str, overlay: Json, engine: str, engine_keys: Mapping[str, Sequence[str]]
 ) -> str:
-    """A sentence about a key that does not exist: its new name, its engine, or a similar key.
+    """A sentence about a key that does not exist: its new name, its engine, or the key to set.
 
     engine: the recipe's model_engine. engine_keys: {model_engine: the keys of its defaults}.
     """
@@ -189,13 +194,34 @@ def unknown_key_hint(
         if other != engine and any(is_below(leaf, key) for leaf in keys):
             return f"It belongs to model_engine={other}, and this recipe has {engine}. Remove it."
     usable = [leaf for leaf in engine_keys[engine] if is_used(leaf)]
+    written = [leaf for leaf in flatten(overlay) if is_below(leaf, key)]
     # a key that was written without its first part, such as `rollout.n`
-    completed = [f"actor_rollout_ref.{leaf}" for leaf in flatten(overlay) if is_below(leaf, key)]
-    similar = [leaf for leaf in completed if leaf in usable]
-    similar = similar or difflib.get_close_matches(key, usable, n=1)
-    if similar:
-        return f"Did you mean {similar[0]}?"
+    completed = [f"actor_rollout_ref.{leaf}" for leaf in written]
+    for found in completed:
+        if found in usable:
+            return f"Did you mean {found}?"
+    for leaf in written:
+        found = ADVICE_OF_PEERS.get(leaf.rpartition(".")[2]) or find_similar(leaf, usable)
+        if found:
+            return found if found.endswith(".") else f"Did you mean {found}?"
     return "See configs/base.yaml, and verl's trainer/config for verl's keys."
+
+
+def find_similar(key: str, leaves: Iterable[str]) -> str:
+    """Return the leaf that is most similar to a key, if their last parts are similar, else ""."""
+    name = key.rpartition(".")[2]
+    candidates = []
+    for leaf in leaves:
+        ratio = difflib.SequenceMatcher(None, name, leaf.rpartition(".")[2]).ratio()
+        is_other_model = is_below(leaf, "critic") and not is_below(key, "critic")
+        if ratio >= MIN_SIMILARITY and not is_other_model:
+            candidates.append(leaf)
+    return next(iter(difflib.get_close_matches(key, candidates, n=1, cutoff=0)), "")
+
+
+def make_command(target: str) -> str:
+    """Return the command that makes a target of the Makefile from the current folder."""
+    return f"make {target}" if Path.cwd() == ROOT else f"make -C {ROOT} {target}"
 
 
 def select_nested(values: object, key: str) -> object:

@@ -166,6 +166,14 @@ def read_overlays(
     return overlays, messages
 
 
+def list_written(files: Sequence[str], overrides: Sequence[str]) -> Json:
+    """{dotted key: value} of configs/base.yaml, recipe files and key=value, unresolved."""
+    written = flatten(read_yaml(str(ROOT / "configs" / "base.yaml")))
+    for overlay in read_overlays(files, overrides)[0]:
+        written |= flatten(overlay.content)
+    return written
+
+
 @functools.cache
 def value_kinds() -> Kinds:
     """Which keys are texts, by the default engine's configuration."""

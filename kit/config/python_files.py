@@ -6,18 +6,25 @@ The processes of Python verifiers use this file, too, so it imports nothing that
 from __future__ import annotations
 
 import builtins
+import difflib
 import functools
 import importlib.util
 import os
 import shlex
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
+from typing import Any
 
+from kit.errors import UserFunctionError
+
+KIT = Path(__file__).resolve().parents[2]  # the folder of the repository
+KIT_FILES = ("algorithm.py", "env.py", "gym_client.py", "inference.py", "training.py")
+STANDARD_LIBRARY = Path(os.__file__).parent
 FOLDERS: dict[str, Path] = {}  # {name of the package that stands for a folder: the folder}
 
 
@@ -154,20 +161,103 @@ def list_locations(spec: ModuleSpec) -> list[str]:
     return [os.path.realpath(location) for location in locations]
 
 
-def list_callables(module: ModuleType) -> list[str]:
-    """List the functions and classes that a module defines."""
+# --- the files of users --------------------------------------------------------------------------
+
+
+def import_callable(
+    reference: str, key: str = ""
+) -> Callable[..., Any]:  # the caller decides what it returns
+    """Import a function or class by path.py:name. Raises UserFunctionError.
+
+    key: of the recipe, for messages.
+    """
+    module = import_user_file(reference, key)
+    name = reference.rpartition(":")[2]
+    member = getattr(module, name, None)
+    if callable(member):
+        return member
     names = []
-    for name, member in vars(module).items():
-        if callable(member) and getattr(member, "__module__", "") == module.__name__:
-            names.append(name)
-    return names
+    for other, value in vars(module).items():
+        if callable(value) and getattr(value, "__module__", "") == module.__name__:
+            names.append(other)
+    similar = difflib.get_close_matches(name, names, n=2)
+    hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
+    kind = "function" if key else "function or class"
+    raise UserFunctionError(
+        f"{begin(reference, key)}{module.__file__} has no {kind} {name}.{hint} It has "
+        f"{', '.join(names) or 'none'}."
+    )
 
 
-def find_failed_line(error: BaseException, path: str) -> int | None:
-    """Find the last line of a file in the traceback of an error, None if it has none."""
-    frames = walk_tb(error.__traceback__)
-    lines = [line for frame, line in frames if frame.f_code.co_filename == path]
-    return lines[-1] if lines else None
+def import_user_file(reference: str, key: str = "") -> ModuleType:
+    """Import the file of path.py:name. Raises UserFunctionError for any exception of the file."""
+    path = find_user_file(reference, key)
+    try:
+        return import_file(path.resolve())
+    except Exception as error:
+        place = describe_place(error, str(path.resolve()))
+        raise UserFunctionError(
+            f"{begin(reference, key)}{path} cannot be imported:{place} {type(error).__name__}: "
+            f"{error}. {suggest_fix(error, path)}"
+        ) from error
+
+
+def find_user_file(reference: str, key: str = "") -> Path:
+    """Find the file of path.py:name, in this folder or the kit's. Raises UserFunctionError."""
+    file, _, name = reference.rpartition(":")
+    if not file.endswith(".py"):
+        raise UserFunctionError(
+            f"{begin(reference, key)}{reference!r} names no function. Write path.py:function."
+        )
+    for path in (Path(file), KIT / file):
+        if path.is_file():
+            return path
+    hint = "Give its path from one of these."
+    for template in (KIT / "templates").glob("*.py"):
+        if f"\ndef {name}(" in template.read_text():
+            file_of_kit = f"templates/{template.name}"
+            hint = f"{name} is in {file_of_kit}: write {file_of_kit}:{name}."
+    raise UserFunctionError(
+        f"{begin(reference, key)}no file {file} in the current folder ({Path.cwd()}) or the "
+        f"kit's. {hint}"
+    )
+
+
+def begin(reference: str, key: str) -> str:
+    """Return the beginning of a message about a function that a key of a recipe names."""
+    return f"{key}={reference}: " if key else ""
+
+
+def is_user_file(file: str) -> bool:
+    """Whether a file of a traceback is a user's: of no library, and not of the kit.
+
+    The kit's templates are no user's files, because they call the functions of users.
+    """
+    path = Path(file)
+    libraries = {"site-packages", "dist-packages"}
+    if file.startswith("<") or libraries & set(path.parts) or STANDARD_LIBRARY in path.parents:
+        return False
+    if path.parent == KIT:
+        return path.name not in KIT_FILES
+    return not {KIT / "kit", KIT / "templates"} & set(path.parents)
+
+
+def describe_place(error: BaseException, path: str) -> str:
+    """Return " failed at FILE:LINE:" for the deepest line of a user's file in a traceback.
+
+    path: of the file that the recipe names. If the line is in another file, its function follows,
+    and the function that the named file called. Returns "" if neither has a line.
+    """
+    frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+    is_named = [code.co_filename == path for code, _ in frames]
+    begin = len(frames) - is_named[::-1].index(True) if any(is_named) else 0
+    called = [place for place in frames[begin:] if is_user_file(place[0].co_filename)]
+    if not called:
+        return f" failed at {path}:{frames[begin - 1][1]}:" if begin else ""
+    first, last = [code.co_qualname.partition(".<locals>")[0] for code, _ in (called[0], called[-1])]
+    functions = last if first == last else f"{last}, called by {first}"
+    code, line = called[-1]
+    return f" failed at {code.co_filename}:{line} in {functions}:"
 
 
 def suggest_fix(error: Exception, path: Path) -> str:

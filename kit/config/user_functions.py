@@ -46,8 +46,6 @@ import numbers
 import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
@@ -56,11 +54,11 @@ import env
 import gym_client
 from kit.config.keys import ROOT
 from kit.config.python_files import (
-    find_failed_line,
+    describe_place,
+    find_user_file,
     folder_package,
-    import_file,
-    list_callables,
-    suggest_fix,
+    import_callable,
+    import_user_file,
 )
 from kit.config.sections import SPEC
 from kit.errors import ConfigError, RunError, UserFunctionError
@@ -234,43 +232,9 @@ def load_function(
     name = str(settings.pop("function", ""))
     if not is_user_function(name):
         raise UserFunctionError(f"{key}={spec} is not a function. Write {SPEC}.")
-    module = import_function_file(name, key)
-    attribute = name.rpartition(":")[2]
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        names = ", ".join(list_callables(module)) or "none"
-        raise UserFunctionError(
-            f"{key}={name}: {module.__file__} has no function {attribute}. It has {names}."
-        )
+    function = import_callable(name, key)
     check_signature(function, key, name, settings)
-    return guard(function, key, name, str(module.__file__), settings)
-
-
-def find_function_file(name: str, key: str) -> Path:
-    """The file of `path.py:function`, in this folder or the kit's. Raises UserFunctionError."""
-    file, _, function = name.rpartition(":")
-    for path in (Path(file), ROOT / file):
-        if path.is_file():
-            return path
-    hint = "Give its path from one of these."
-    for template in (ROOT / "templates").glob("*.py"):
-        if f"\ndef {function}(" in template.read_text():
-            hint = f"{function} is in templates/{template.name}: write "
-            hint += f"templates/{template.name}:{function}."
-    raise UserFunctionError(
-        f"{key}={name}: no file {file} in the current folder ({Path.cwd()}) or the kit's. {hint}"
-    )
-
-
-def import_function_file(name: str, key: str) -> ModuleType:
-    """The module of `path.py:function`. Raises UserFunctionError."""
-    path = find_function_file(name, key)
-    try:
-        return import_file(path.resolve())
-    except Exception as error:  # whatever the file raises
-        raise UserFunctionError(
-            f"{key}={name}: {path} cannot be imported: {error!r}. Fix: {suggest_fix(error, path)}"
-        ) from error
+    return guard(function, key, name, str(find_user_file(name).resolve()), settings)
 
 
 def check_signature(
@@ -315,7 +279,7 @@ def register_in_verl(adv_estimator: str, loss_mode: str) -> None:
         if is_user_function(name):
             registry[name] = load_function(name, key)
             # the workers cannot import the file or the files next to it
-            package = folder_package(import_function_file(name, key))
+            package = folder_package(import_user_file(name, key))
             ray.cloudpickle.register_pickle_by_value(package)
 
 
@@ -342,10 +306,9 @@ def guard(
         except (ConfigError, UserFunctionError, RunError, env.DataError, gym_client.GymError):
             raise
         except Exception as error:  # whatever the function raises
-            line = find_failed_line(error, file)
-            place = f"{file}:{line}" if line else file
+            place = describe_place(error, file) or f" failed at {file}:"
             raise UserFunctionError(
-                f"{key}={name} failed at {place}: {type(error).__name__}: {error}. Correct it."
+                f"{key}={name}{place} {type(error).__name__}: {error}. Correct it."
             ) from error
         expected = describe_expected(key, result, [*args, *kwargs.values()])
         if expected:

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import env
 from env import DataError, UnsupportedRowError
+from kit.config.keys import make_command
 from kit.data.ground_truths import find_ground_truth
 from kit.data.row_files import (
     PARQUET_SUFFIXES,
@@ -140,7 +141,8 @@ def find_servers(python: str) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise DataError(
-            f"--python {python} cannot import nemo_gym: {error}. Run `make gym` to install it."
+            f"--python {python} cannot import nemo_gym: {error}. Run `{make_command('gym')}` to "
+            "install it."
         ) from None
     return Path(done.stdout.strip())
 

@@ -27,6 +27,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import NormalizedName, canonicalize_name
 
+from kit.config.keys import make_command
 from kit.gym import process_specs
 from kit.gym.network import GymStartError
 
@@ -89,7 +90,8 @@ def check_base(server: str, python: str) -> Path:
     base = process_specs.find_package(python)
     if base is None:
         raise InstallError(
-            f"no environment for {server}: {python} has no nemo-gym. To install it, run `make gym`."
+            f"no environment for {server}: {python} has no nemo-gym. To install it, run "
+            f"`{make_command('gym')}`."
         )
     if not (base / "resources_servers" / server / "app.py").is_file():
         servers = [path.parent.name for path in base.glob("resources_servers/*/app.py")]

@@ -96,11 +96,24 @@ async def _read_body(answer: httpx.Response) -> bytes:
 chosen_ports: set[int] = set()  # of this process: servers may not listen on theirs yet
 
 
-def is_port_in_use(host: str, port: int) -> bool:
-    """Return whether a process listens on host:port."""
-    with socket.socket() as probe:
-        probe.settimeout(2.0)
-        return probe.connect_ex((host, port)) == 0
+def check_address(section: str, host: str, port: int | None) -> None:
+    """Check that a server can listen on host:port. Raises GymStartError.
+
+    section: of the recipe, with the keys host and port. port: None for any.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port or 0), family=family).close()
+    except OSError as error:
+        reasons = {errno.EADDRINUSE: "is in use", errno.EACCES: "is only for root"}
+        if error.errno in reasons:
+            raise GymStartError(
+                f"{section}.port={port}: port {port} on {host} {reasons[error.errno]}. Set another "
+                "port."
+            ) from None
+        raise GymStartError(
+            f"{section}.host={host} is not an address of this machine ({error}). Set 127.0.0.1."
+        ) from None
 
 
 def find_free_port(host: str = HOST) -> int:
@@ -108,7 +121,7 @@ def find_free_port(host: str = HOST) -> int:
 
     The range is 20000 to 32767: above the ports of Ray's workers and below the ports that Linux
     gives to outgoing connections. Both could take the port while the new server still imports.
-    Raises GymStartError if `host` is not an address of this machine.
+    Raises OSError if `host` is not an address of this machine (check_address).
     """
     while True:
         port = 20000 + secrets.randbelow(12768)
@@ -120,9 +133,7 @@ def find_free_port(host: str = HOST) -> int:
             return port
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise GymStartError(
-                    f"host {host!r} is not an address of this machine ({error}). Set 127.0.0.1."
-                ) from None
+                raise
 
 
 def bind_once(host: str, port: int) -> None:
@@ -216,9 +227,9 @@ def find_problem(url: str, process: Popen[bytes] | None, timeout_s: float) -> st
 
 
 def read_tail(log: Path | None) -> str:
-    """Return the last five lines of a log in one line."""
+    """Return the last five lines of a log, or their beginnings, in one line."""
     lines = log.read_text(errors="replace").strip().splitlines() if log else []
-    return " | ".join(lines[-5:])
+    return " | ".join(f"{line:.200}" for line in lines[-5:])
 
 
 class Discovery(NamedTuple):

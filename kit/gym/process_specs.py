@@ -32,7 +32,7 @@ from pathlib import Path
 
 from env import Json
 from kit import features
-from kit.config.keys import ROOT
+from kit.config.keys import ROOT, make_command
 from kit.gym import network
 from kit.gym.network import HOST, GymStartError
 from kit.gym.server_process import AGENTS, ENVIRONMENTS, MODELS, RESOURCES, ProcessSpec
@@ -83,20 +83,14 @@ def check_start(name: str, start: Json) -> None:
             f"gym.servers.{name}: Gym reserves the name {name}. "
             f"Choose another name and set start.server={name}."
         )
-    python = str(start.get("python") or PYTHON)
+    python = find_python(start)
     if not (Path(python).is_file() and os.access(python, os.X_OK)):
         raise GymStartError(
-            f"gym.servers.{name}: no interpreter at {python}. To make it, run `make gym`."
+            f"gym.servers.{name}: no interpreter at {python}. To make it, run "
+            f"`{make_command('gym')}`."
         )
-    host = start.get("host") or HOST
-    port = start.get("port")
-    network.find_free_port(host)  # raises for a host of another machine
     find_folder(name, start)
-    if port and network.is_port_in_use(host, int(port)):
-        raise GymStartError(
-            f"gym.servers.{name}: port {port} on {host} is in use. "
-            "Set another port, or set url to use the server that listens there."
-        )
+    network.check_address(key, start.get("host") or HOST, start.get("port"))
 
 
 def check_variables(key: str, names: Sequence[str]) -> None:
@@ -106,6 +100,13 @@ def check_variables(key: str, names: Sequence[str]) -> None:
         raise GymStartError(
             f"{key}: the environment variable {missing[0]} is not set. Export it, or remove it."
         )
+
+
+def find_python(start: Json) -> str:
+    """Return the interpreter of a server. Its path is relative to this folder or the project."""
+    python = str(start.get("python") or PYTHON)
+    is_here = Path(python).is_file() or not (ROOT / python).is_file()
+    return python if is_here else str(ROOT / python)
 
 
 def find_folder(name: str, start: Json) -> str:
@@ -232,7 +233,7 @@ def resolve_python(name: str, start: Json) -> str:
     server, else that of .venv-gym. Raises GymStartError.
     """
     folder = find_folder(name, start)
-    python = str(start.get("python") or PYTHON)
+    python = find_python(start)
     if start.get("install"):
         key = f"gym.servers.{name}.start.install"
         try:

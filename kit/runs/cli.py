@@ -19,7 +19,7 @@ import env
 import gym_client
 from kit import features
 from kit.config.keys import is_below
-from kit.config.load import COMMANDS, load_config
+from kit.config.load import COMMANDS, list_written, load_config
 from kit.config.packages import describe_import_error
 from kit.config.recipe import Recipe
 from kit.errors import ConfigError, RunError, Stop, UserFunctionError
@@ -29,6 +29,7 @@ from kit.rollout.inputs import RunInputs
 from kit.runs import checkpoints, files, isolation, prepare, summary, trial
 from kit.runs import replay as recorded
 from kit.runs.console import console, remove_control_characters
+from kit.runs.verifier_trial import try_verifiers
 
 EXPECTED_ERRORS = (  # printed as a message, without a traceback
     ConfigError,
@@ -38,6 +39,11 @@ EXPECTED_ERRORS = (  # printed as a message, without a traceback
     gym_client.GymError,
     network.GymStartError,
 )
+QUIET = {  # {library: the lowest level that is printed}
+    "torch.distributed": logging.ERROR,
+    "torch.fx": logging.ERROR,
+    "vllm.tool_parsers": logging.CRITICAL + 1,  # a traceback for each call that cannot be parsed
+}
 DESCRIPTION = "Quintet: RL post-training on NeMo Gym tasks with verl and vLLM."
 EXAMPLES = """commands, with an example each:
   train       python algorithm.py --config configs/math.yaml trainer.total_training_steps=100
@@ -120,13 +126,20 @@ def plan(
     return Plan(recipe, inputs, resume_from, loaded, notes)
 
 
+class FixedLogger(logging.Logger):
+    """A logger that keeps its level. The import of vLLM resets those of its loggers."""
+
+    def setLevel(self, level: int | str) -> None:  # noqa: N802  (the name in logging)
+        """Do nothing."""
+
+
 def silence_libraries() -> None:
     """Hide notices of libraries about packages that are missing or unused. Errors still show."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"verl\.")
-    for name in ("ray", "torch.fx", "torch.distributed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # it logs a traceback for each tool call that cannot be parsed
-    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+    for name, level in QUIET.items():
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+        logger.__class__ = FixedLogger
     # model_hosting_container_standards, which vLLM imports, sets the root logger to ERROR
     for name in ("gym_client", "kit"):
         logger = logging.getLogger(name)
@@ -180,6 +193,12 @@ def parse_arguments() -> argparse.Namespace:
         "--dry-run", action="store_true", help="check everything and print it; start nothing"
     )
     parser.add_argument(
+        "--try",
+        dest="try_response",
+        metavar="RESPONSE",
+        help="a dry run that also prints what the Python verifier pays for this response",
+    )
+    parser.add_argument(
         "--replay",
         metavar="'STEP_*.jsonl'",
         default="",
@@ -214,20 +233,39 @@ def read_plan() -> Plan | None:
     command = commands[0]
     if args.replay and command != "train":
         raise ConfigError(f"--replay belongs to `train`. Remove `{command}`.")
-    on_features = ignore_features if args.dry_run else begin_imports
-    planned = plan(args.config, overrides, command, args.replay, on_features, args.dry_run)
-    text = describe_plan(planned, args.dry_run)
+    is_dry_run = args.dry_run or args.try_response is not None
+    on_features = ignore_features if is_dry_run else begin_imports
+    planned = plan(args.config, overrides, command, args.replay, on_features, is_dry_run)
+    if args.try_response is not None:
+        try_response(args.try_response, planned)
+    text = describe_plan(planned, is_dry_run, args.config, overrides)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-    return None if args.dry_run else planned
+    return None if is_dry_run else planned
 
 
-def describe_plan(planned: Plan, is_dry_run: bool) -> str:
-    """Return what a command prints before it runs. A dry run prints no more than that."""
-    texts = [summary.summarize(planned.recipe, planned.inputs), *planned.notes]
-    if is_dry_run:  # the summary comes after the long list of changes
-        texts.insert(0, summary.describe_changes(planned.recipe))
-        texts.append(summary.describe_dry_run(planned.recipe, planned.inputs))
-    return remove_control_characters("\n".join(texts))
+def try_response(response: str, planned: Plan) -> None:
+    """Repeat the trial of the Python verifiers with a response of the user. Raises ConfigError."""
+    recipe, inputs, *_ = planned
+    specs = inputs.verifiers.specs
+    if not specs:
+        raise ConfigError(
+            "--try needs a Python verifier, since a dry run starts no Gym server. Remove --try, or "
+            "use `python algorithm.py probe`."
+        )
+    tokenizer = inputs.tokenizer
+    inputs.trials = try_verifiers(specs, inputs.tasks, recipe, tokenizer, response)
+
+
+def describe_plan(
+    planned: Plan, is_dry_run: bool, files: Sequence[str] = (), overrides: Sequence[str] = ()
+) -> str:
+    """Return what a command prints before it runs. A dry run prints no more than that.
+
+    files, overrides: of the recipe. A dry run does not repeat their values.
+    """
+    written = list_written(files, overrides) if is_dry_run else None
+    text = summary.summarize(planned.recipe, planned.inputs, planned.notes, written)
+    return remove_control_characters(text)
 
 
 def begin_imports(active: Sequence[Feature], config: DictConfig) -> None:

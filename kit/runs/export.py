@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -58,8 +57,6 @@ def merge(checkpoint: Path, target: Path) -> None:
     The weights have the dtype of the rollout engine. So the folder has the policy that the run
     sampled from and evaluated.
     """
-    # it warns about DTensors that are read without a process group
-    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     from verl.model_merger.base_model_merger import ModelMergerConfig
 
     actor = checkpoint / "actor"

@@ -19,6 +19,8 @@ ENGINE_CAUSE = re.compile(rf"({ERROR_NAME}: .+|\w+ proc \S+ died.*)")
 # lines that repeat that the engine failed, and do not name the cause
 ENGINE_NO_CAUSE = re.compile("Engine ?[Cc]ore|WorkerProc|stack trace|cancelled")
 
+MAX_CAUSE = 600  # characters. Ray and CUDA describe the memory of a whole machine
+
 
 def list_worker_logs(logs: Path) -> list[Path]:
     """Return the logs of Ray's workers, the most recently written one first."""
@@ -70,7 +72,7 @@ def find_root_cause(error: BaseException, logs: Path) -> str:
         return f"{problem}{_find_engine_cause(logs)}. Worker logs: {logs}"
     causes = re.findall(rf"^\W*({ERROR_NAME}: .+)$", text, re.MULTILINE)
     cause = causes[-1] if causes else " ".join(text.split()) or repr(error)
-    return f"{cause}. Worker logs: {logs}"
+    return f"{cause:.{MAX_CAUSE}}. Worker logs: {logs}"
 
 
 def _find_engine_cause(logs: Path) -> str:
@@ -82,5 +84,5 @@ def _find_engine_cause(logs: Path) -> str:
     for path in list_worker_logs(logs):
         for cause in ENGINE_CAUSE.findall(path.read_text(errors="replace")):
             if not ENGINE_NO_CAUSE.search(cause):
-                return f": {cause.rstrip('.')}"
+                return f": {cause.rstrip('.'):.{MAX_CAUSE}}"
     return " and logged no cause (killed by SIGKILL, or out of memory?)"

@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +18,7 @@ import env
 from env import Json
 from kit import features
 from kit.config import adapters, checks, model_files, trackers, user_functions
-from kit.config.keys import EPISODE_COMMANDS, SAMPLING_COMMANDS, to_plain
+from kit.config.keys import EPISODE_COMMANDS, SAMPLING_COMMANDS, make_command, to_plain
 from kit.config.load import (
     ACTOR,
     COMMANDS,
@@ -339,7 +340,7 @@ def check_model_path(config: DictConfig, key: str) -> Iterator[Exception]:
     elif model_files.is_missing_folder(name):
         yield ConfigError(
             f"{key}={name}: no such model folder. Give an existing one, or a name of the hub "
-            "(`make model` fetches the demo's model)."
+            f"(`{make_command('model')}` fetches the demo's model)."
         )
 
 
@@ -360,12 +361,29 @@ def check_servers(config: DictConfig) -> Iterator[Exception]:
                 process_specs.check_server(name, server)
             except network.GymStartError as error:
                 yield error
-    port = config.gym.policy_endpoint.port
-    if port and not os.environ.get("POLICY_API_KEY"):
+    yield from check_ports(config)
+    endpoint = config.gym.policy_endpoint
+    try:
+        network.check_address("gym.policy_endpoint", endpoint.host, endpoint.port)
+    except network.GymStartError as error:
+        yield error
+    if endpoint.port and not os.environ.get("POLICY_API_KEY"):
         yield ConfigError(
             "gym.policy_endpoint.port needs the environment variable POLICY_API_KEY, the key that "
             "agents send. Set it."
         )
+
+
+def check_ports(config: DictConfig) -> Iterator[Exception]:
+    """No two servers of the run listen on the same port."""
+    sections = {"gym.policy_endpoint": to_plain(config.gym.policy_endpoint)}
+    for name, server in to_plain(config.gym.servers).items():
+        sections[f"gym.servers.{name}.start"] = (server or {}).get("start") or {}
+    ports = Counter(settings.get("port") for settings in sections.values())
+    for section, settings in sections.items():
+        port = settings.get("port")
+        if port and ports[port] > 1:
+            yield ConfigError(f"{section}.port={port}: another server has it, too. Change one.")
 
 
 # --- rows ----------------------------------------------------------------------------------------

@@ -48,6 +48,8 @@ class Run:
             self.files.write_report()
         finally:
             self.files.close()
+        if kind is None and self.recipe.trains:
+            self.log.print_findings()
 
     def end_at(self, step: int) -> None:
         """Set the number of the last step, which the learning-rate schedule does not follow."""

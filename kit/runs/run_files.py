@@ -6,6 +6,7 @@ docs/reference.md explains every file.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 import traceback
@@ -51,6 +52,7 @@ class RunFiles:
         self.checkpoint = checkpoint
         self.report_written_at = 0.0
         self.report_seconds = 0.0  # to write the last report.html
+        self.findings: list[str] = []  # lines of the last report: its first problem
         self.nonfinite_steps = 0  # in a row
         self.changed_variables: list[str] = []  # environment variables that this run has set
         self.locks: list[files.FolderLock] = []  # of the folders that no other run may use
@@ -281,8 +283,8 @@ class RunFiles:
             return
         begin = time.monotonic()
         try:
-            for feature in self.recipe.features:
-                feature.write_report(self.folder)
+            reports = [feature.write_report(self.folder) for feature in self.recipe.features]
+            self.findings = list(itertools.chain.from_iterable(reports))
         except Exception as error:
             log = self.folder / "logs" / "report.log"
             say(f"report.html was not written ({error!r:.200}). See {log}")

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shlex
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from omegaconf import OmegaConf
@@ -159,7 +155,7 @@ class RunLog:
             print_examples(episodes, 1)
 
     def print_result(self, scores: Mapping[str, float], is_replay: bool = False) -> None:
-        """Print the scores of the first and the last evaluation, and what to do next."""
+        """Print the scores of the first and the last evaluation."""
         minutes = (time.monotonic() - self.stages.started_at) / 60
         say(f"\nFinished in {minutes:.1f} min. The run is in {self.folder}/")
         first = self.read_first_scores()
@@ -176,9 +172,13 @@ class RunLog:
             model = f"actor_rollout_ref.model.path={self.folder}/export"
             name = f"trainer.experiment_name={self.folder.name}_scores"
             say(f"    python algorithm.py --config RECIPE evaluate {model} {name}")
-            return
-        say(f"Next: open {self.folder}/report.html, or train longer:")
-        say(f"    {repeat_command(f'trainer.total_training_steps={2 * self.last}')}")
+
+    def print_findings(self) -> None:
+        """Print the first problem that the report of the run found, and where the report is."""
+        for line in self.files.findings:
+            say(line)
+        if (self.folder / "report.html").is_file():
+            say(f"Report: {self.folder}/report.html")
 
     def read_first_scores(self) -> Json:
         """The metrics of the first evaluation, of this run or of one that it resumes."""
@@ -192,15 +192,3 @@ def select_scores(scores: Mapping[str, float]) -> list[str]:
     """List the scores to print. pass@1 is left out, because it is the same as mean@n of acc."""
     names = [name for name in scores if name.startswith("val-core/")]
     return [name for name in names if not name.endswith("pass@1")]
-
-
-def repeat_command(argument: str) -> str:
-    """The command line of this process with another value of one key. argument: key=value."""
-    python = os.path.relpath(sys.executable)
-    if python.startswith(".."):
-        python = sys.executable
-    if Path(sys.argv[0]).name != "algorithm.py":  # a notebook, for example
-        return f"the same code with {argument}"
-    key = argument.partition("=")[0]
-    words = [word for word in sys.argv if not word.startswith(f"{key}=")]
-    return shlex.join([python, *words, argument])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import yaml
-from omegaconf import OmegaConf
 
 from env import Json
 from kit.config import adapters, checks
@@ -24,19 +22,41 @@ from kit.rollout.inputs import RunInputs
 from kit.runs.prepare import find_unsandboxed
 
 ENGINES = {"vllm": "vLLM", "hf": "transformers", "sglang": "SGLang"}
-MAX_DROPPED = 5  # dropped rows that the summary names
+MAX_NAMED = 5  # files, and dropped rows, that the summary names
 
 
-def summarize(recipe: Recipe, inputs: RunInputs) -> str:
-    """The sizes that follow from a recipe, and its warnings."""
+def summarize(
+    recipe: Recipe, inputs: RunInputs, notes: Sequence[str] = (), written: Json | None = None
+) -> str:
+    """What a person reads before a run, then its settings.
+
+    notes: lines that follow the warnings. written: for a dry run, {dotted key: value} of the recipe
+    files and arguments.
+    """
+    is_dry_run = written is not None
     lines = [*describe_rows(recipe, inputs), *describe_work(recipe, inputs)]
-    for feature in recipe.features:
-        lines += feature.summary_lines(recipe, inputs)
+    if is_dry_run:
+        lines += describe_by_features(recipe, inputs, describes_work=True)
     lines += describe_verifiers(recipe, inputs)
-    if recipe.has_episodes:
-        lines.append(describe_devices(recipe))
-    warnings = [f"WARNING     {text}" for text in list_warnings(recipe, inputs)]
-    return "\n".join([*lines, *warnings])
+    if is_dry_run:
+        lines += describe_first_prompts(inputs)
+    lines += [f"WARNING     {text}" for text in list_warnings(recipe, inputs)]
+    lines += [*notes, *describe_settings(recipe, inputs)]
+    if written is not None:
+        lines += describe_by_features(recipe, inputs, describes_work=False)
+        ids = f"{sorted(inputs.stop_ids)}, pad id {inputs.tokenizer.pad_token_id} (masked)"
+        lines += [f"stop ids    {ids}", *describe_changes(recipe, written)]
+        lines.append("dry run: model, files, sizes and servers are valid; nothing was started")
+    return "\n".join(lines)
+
+
+def describe_by_features(recipe: Recipe, inputs: RunInputs, describes_work: bool) -> list[str]:
+    """The lines that features add to a dry run. describes_work: of which features."""
+    lines: list[str] = []
+    for feature in recipe.features:
+        if feature.describes_work == describes_work:
+            lines += feature.dry_run_lines(recipe, inputs)
+    return lines
 
 
 def describe_length(recipe: Recipe) -> str:
@@ -45,7 +65,7 @@ def describe_length(recipe: Recipe) -> str:
 
 
 def describe_rows(recipe: Recipe, inputs: RunInputs) -> list[str]:
-    """The model, the rows and their servers."""
+    """The rows and their files."""
     reason = f"prompt over {recipe.data.max_prompt_length} tokens"
     if not recipe.has_episodes:
         reason = f"over {describe_length(recipe)}"
@@ -53,19 +73,13 @@ def describe_rows(recipe: Recipe, inputs: RunInputs) -> list[str]:
     counts = [f"{count} of each batch from {name}" for name, count in generated.items()]
     if inputs.train or not generated:
         counts.insert(0, f"{len(inputs.train)} for training")
-    has_reference = recipe.has_reference and not recipe.teacher
+    files = Counter(task.file for task in [*inputs.train, *inputs.validation])
     lines = [
-        f"model       {recipe.model.path}",
-        *adapters.describe_adapter(recipe.model, has_reference),
         f"rows        {', '.join(counts)}, {len(inputs.validation)} held out, "
         f"{len(inputs.dropped)} dropped ({reason})",
+        *[f"            {count} of {name}" for name, count in list(files.items())[:MAX_NAMED]],
     ]
-    lines += [f"            dropped {row}" for row in inputs.dropped[:MAX_DROPPED]]
-    if recipe.has_episodes:
-        servers = Counter(task.server for task in inputs.tasks)
-        names = [f"{name} ({count} rows)" for name, count in servers.items()]
-        lines.append(f"servers     {', '.join(names)}")
-    return lines
+    return lines + [f"            dropped {row}" for row in inputs.dropped[:MAX_NAMED]]
 
 
 def describe_work(recipe: Recipe, inputs: RunInputs) -> list[str]:
@@ -84,8 +98,6 @@ def describe_work(recipe: Recipe, inputs: RunInputs) -> list[str]:
         rows = len(inputs.validation)
         return [f"evaluate    {rows} rows x {rollout.val_kwargs.n} episodes of at most {longest}"]
     return [
-        *describe_functions(recipe),
-        *describe_other_models(recipe),
         describe_step(recipe),
         describe_training(recipe, inputs)
         + f"; {recipe.algorithm.adv_estimator}, "
@@ -99,7 +111,7 @@ def describe_step(recipe: Recipe) -> str:
     prompts = recipe.data.train_batch_size
     n = recipe.rollout.n
     updates = recipe.optimizer_steps
-    plural = "" if updates == 1 else "s"
+    plural = "" if updates == 1 else f"s of {recipe.actor.ppo_mini_batch_size} prompts"
     return (
         f"step        {prompts} prompts x {n} responses = {prompts * n} episodes of at most "
         f"{describe_length(recipe)}; {updates} optimizer step{plural}"
@@ -152,16 +164,38 @@ def describe_function(spec: str | Json) -> str:
 
 
 def describe_verifiers(recipe: Recipe, inputs: RunInputs) -> list[str]:
-    """The Python verifiers and their processes, and the rewards of their trial."""
-    if not inputs.verifiers.specs:
+    """The servers of the rows, Python verifiers with the rewards of their trial, and the reward."""
+    if not recipe.has_episodes:
         return []
-    names = ", ".join(map(str, inputs.verifiers.specs.values()))
-    pool = recipe.env.verifier_pool
-    return [
-        f"verifier    {names}: {count_processes(pool)} processes, {pool.timeout_s:g} s a call, "
-        f"{pool.memory_gb:g} GiB each",
-        *[f"            {line}" for line in inputs.trials],
+    servers = Counter(task.server for task in inputs.tasks)
+    lines = [f"servers     {', '.join(f'{name} ({n} rows)' for name, n in servers.items())}"]
+    if inputs.verifiers.specs:
+        names = ", ".join(map(str, inputs.verifiers.specs.values()))
+        pool = recipe.env.verifier_pool
+        lines.append(
+            f"verifier    {names}: {count_processes(pool)} processes, {pool.timeout_s:g} s a call, "
+            f"{pool.memory_gb:g} GiB each"
+        )
+        lines += [f"            {line}" for line in inputs.trials]
+    else:
+        lines.append("verifier    Gym servers, which start with the run (to try them: `probe`)")
+    return lines + (describe_functions(recipe) if recipe.command == "train" else [])
+
+
+def describe_settings(recipe: Recipe, inputs: RunInputs) -> list[str]:
+    """The models, what features add to the verifiers, and the devices."""
+    has_reference = recipe.has_reference and not recipe.teacher
+    lines = [
+        f"model       {recipe.model.path}",
+        *adapters.describe_adapter(recipe.model, has_reference),
     ]
+    if recipe.command == "train":
+        lines += describe_other_models(recipe)
+    for feature in recipe.features:
+        lines += feature.summary_lines(recipe, inputs)
+    if recipe.has_episodes:
+        lines.append(describe_devices(recipe))
+    return lines
 
 
 def describe_devices(recipe: Recipe) -> str:
@@ -277,30 +311,18 @@ def warn_of_overlap(inputs: RunInputs) -> Iterator[str]:
 # --- dry run -------------------------------------------------------------------------------------
 
 
-def describe_changes(recipe: Recipe) -> str:
-    """The first lines of a dry run: changes to verl's defaults, and Quintet's own sections."""
-    lines = ["changes to verl's defaults:"]
+def describe_changes(recipe: Recipe, written: Json) -> list[str]:
+    """The values that neither verl's defaults nor `written` has.
+
+    They follow from the model, the rows and the machine.
+    """
+    lines = ["further changes to verl's defaults, in no recipe and not in configs/base.yaml:"]
     shown = redacted(recipe.verl)
     for key, (value, default) in find_changes(shown, recipe.defaults).items():
-        if recipe.has_critic or not is_below(key, "critic"):
+        is_in_recipe = key in written and (written[key] == value or "${" in str(written[key]))
+        if (recipe.has_critic or not is_below(key, "critic")) and not is_in_recipe:
             lines.append(f"    {key}: {value} (was {default})")
-    for section in ("gym", "env"):
-        text = OmegaConf.to_yaml(shown[section]).strip()
-        lines.append(f"{section}:\n{textwrap.indent(text, '    ')}")
-    return "\n".join(lines)
-
-
-def describe_dry_run(recipe: Recipe, inputs: RunInputs) -> str:
-    """The last lines of a dry run: those of features, stop ids, the first prompts."""
-    lines: list[str] = []
-    for feature in recipe.features:
-        lines += feature.dry_run_lines(recipe, inputs)
-    lines.append(
-        f"stop ids    {sorted(inputs.stop_ids)}, pad id {inputs.tokenizer.pad_token_id} (masked)"
-    )
-    lines += describe_first_prompts(inputs)
-    lines.append("dry run: model, files, sizes and servers are valid; nothing was started")
-    return "\n".join(lines)
+    return lines
 
 
 def describe_first_prompts(inputs: RunInputs) -> list[str]:

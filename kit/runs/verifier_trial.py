@@ -32,10 +32,11 @@ def try_verifiers(
     tasks: Sequence[Task],
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
+    response: str = RESPONSE,
 ) -> list[str]:
     """Call each verifier for its first row of each data_source -> a line with each row's rewards.
 
-    The responses are RESPONSE and, if the verifier is a function and the row's ground truth has a
+    The responses are `response` and, if the verifier is a function and the row's ground truth has a
     short expected answer, FORMS with this answer. A further line counts the rows without a ground
     truth, if other rows of the function have one, and one counts the data sources after the first
     MAX_SOURCES, which are not tried. Raises UserFunctionError.
@@ -48,7 +49,7 @@ def try_verifiers(
         for name, spec in specs.items():
             own_tasks = [task for task in tasks if task.server == name]
             pool = Pool(spec, recipe, Path(logs))
-            lines += runner.run(try_verifier(pool, own_tasks, tokenizer, required))
+            lines += runner.run(try_verifier(pool, own_tasks, tokenizer, required, response))
     return lines
 
 
@@ -69,7 +70,11 @@ def select_tasks(tasks: Sequence[Task]) -> list[Task]:
 
 
 async def try_verifier(
-    pool: Pool, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase, required: Sequence[str]
+    pool: Pool,
+    tasks: Sequence[Task],
+    tokenizer: PreTrainedTokenizerBase,
+    required: Sequence[str],
+    response: str = RESPONSE,
 ) -> list[str]:
     """Start a verifier and call it for some of its tasks. Returns lines for the summary.
 
@@ -83,8 +88,7 @@ async def try_verifier(
             missing = [task.row_id for task in tasks if is_empty(find_ground_truth(task.row))]
         selected = select_tasks(tasks)
         for task in selected[:MAX_SOURCES]:
-            hint = describe_missing(missing, len(tasks)) if task.row_id in missing else ""
-            lines.append(await try_row(pool, task, kind, tokenizer, hint, required))
+            lines.append(await try_row(pool, task, kind, tokenizer, required, response))
     except GymError as error:
         raise UserFunctionError(f"{pool.spec.key}={error}") from None
     finally:
@@ -101,26 +105,25 @@ async def try_row(
     task: Task,
     kind: str,
     tokenizer: PreTrainedTokenizerBase,
-    hint: str,
     required: Sequence[str],
+    first: str,
 ) -> str:
     """Call a verifier for one row. Returns a line with the rewards. Raises UserFunctionError.
 
-    hint: the end of the error's message. required: the reward components that it must return.
+    required: the reward components that it must return. first: the first response.
     """
     rewards: dict[str, float | None] = {}  # by response
-    for response in list_responses(task, kind):
+    for response in [first, *list_right_responses(task, kind)]:
         try:
             result = await call_verifier(pool, task, response, tokenizer)
         except GymError as error:
             trial = f"(tried on row {task.row_id} with the response {response!r})"
-            message = f"{pool.spec.key}={error} {trial} {hint}".rstrip()
-            raise UserFunctionError(message) from None
+            raise UserFunctionError(f"{pool.spec.key}={error} {trial}") from None
         if isinstance(result, VerifyResult):
             check_components(pool, task, result, required)
         reward = result.reward if result else None
         rewards[response] = reward
-        if response != RESPONSE and is_positive(reward):
+        if response != first and is_positive(reward):
             break
     line = f"tried on row {task.row_id}: reward {describe_rewards(rewards)}"
     if kind == "verify" and len(rewards) == 1:
@@ -142,17 +145,17 @@ def describe_missing(ids: Sequence[str], count: int) -> str:
 
 
 def describe_rewards(rewards: Mapping[str, float | None]) -> str:
-    """Describe the rewards of RESPONSE and of the ground truth, if it was tried.
+    """Describe the rewards of the first response and of the ground truth, if it was tried.
 
     >>> describe_rewards({RESPONSE: 0.0, "42": 0.0, "#### 42": 1.0})
     "0 for 'So the answer is 7.', 1 for the ground truth '#### 42'"
     """
-    tried = [response for response in rewards if response != RESPONSE]
+    first, *tried = rewards
     earning = [response for response in tried if is_positive(rewards[response])]
     parts = []
-    for response in [RESPONSE, *(earning or tried)[:1]]:
+    for response in [first, *(earning or tried)[:1]]:
         reward = rewards[response]
-        label = "" if response == RESPONSE else "the ground truth "
+        label = "" if response == first else "the ground truth "
         shown = "none (masked)" if reward is None else f"{reward:g}"
         parts.append(f"{shown} for {label}{response!r}")
     text = ", ".join(parts)
@@ -166,17 +169,15 @@ def is_positive(reward: float | None) -> bool:
     return reward is None or reward > 0
 
 
-def list_responses(task: Task, kind: str) -> list[str]:
-    """Return the responses to try on a row. kind: `verify` for a function, `step` for a class."""
-    responses = [RESPONSE]
-    if kind == "verify":
-        try:
-            answer = read_expected_answers(find_ground_truth(task.row))[0]
-        except ValueError:  # a function may have a ground truth of any other form
-            return responses
-        if len(answer) <= MAX_ANSWER:
-            responses += [form.format(answer) for form in FORMS]
-    return responses
+def list_right_responses(task: Task, kind: str) -> list[str]:
+    """Return the ground truth as responses. kind: `verify` for a function, `step` for a class."""
+    if kind != "verify":
+        return []
+    try:
+        answer = read_expected_answers(find_ground_truth(task.row))[0]
+    except ValueError:  # a function may have a ground truth of any other form
+        return []
+    return [form.format(answer) for form in FORMS] if len(answer) <= MAX_ANSWER else []
 
 
 def check_components(pool: Pool, task: Task, result: VerifyResult, required: Sequence[str]) -> None:

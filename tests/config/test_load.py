@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import re
+import socket
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -58,6 +59,16 @@ def load_tiny(*changes, files=(str(CPU), str(RECIPE))):
             r"Set actor_rollout_ref\.actor\.clip_ratio_low and actor_rollout_ref",
         ),
         (f"{ROLLOUT}.multi_turn.enable=true", r"Set gym\.servers instead"),
+        # names of TRL, at any place
+        ("max_completion_length=9", r"Did you mean data\.max_response_length\?"),
+        ("trainer.learning_rate=1e-5", r"Did you mean actor_rollout_ref\.actor\.optim\.lr\?"),
+        ("grpo_config.num_generations=4", r"Did you mean actor_rollout_ref\.rollout\.n\?"),
+        ("reward_funcs=[my.py:f]", r"Set env\.verifier=\{function: templates/trl\.py"),
+        # a section that does not exist
+        ("actor_rollout_ref.rolout.n=3", r"Did you mean actor_rollout_ref\.rollout\.n\?"),
+        ("optim.weight_decay=0.1", r"Did you mean actor_rollout_ref\.actor\.optim\.weight_decay"),
+        # no key has a similar last part
+        ("data.completions_in_total=3", "unknown key data.completions_in_total. See configs/base"),
         ("actor_rollout_ref.actor.rollout_n=4", r"Set actor_rollout_ref\.rollout\.n instead\.$"),
         (
             "trainer.total_training_steps=ten",
@@ -535,3 +546,23 @@ def test_the_recipes_for_gsm8k_have_the_sizes_of_verls_published_run():
         assert OmegaConf.to_container(math[part], resolve=False) == OmegaConf.to_container(
             function[part], resolve=False
         )
+
+
+def test_the_ports_of_a_recipe_are_checked_before_anything_starts(monkeypatch):
+    monkeypatch.setenv("POLICY_API_KEY", "key")
+    config = load_tiny("gym.policy_endpoint.port=8000", "gym.servers.a.start={port: 8000}")
+    first, second = map(str, prepare.check_ports(config))
+    assert first.startswith("gym.policy_endpoint.port=8000: another server has it, too.")
+    assert second.startswith("gym.servers.a.start.port=8000: another server has it, too.")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        config = load_tiny(f"gym.policy_endpoint.port={port}", "gym.servers={reasoning_gym: null}")
+        (problem,) = prepare.check_servers(config)
+        assert str(problem).startswith(f"gym.policy_endpoint.port={port}: port {port} on 127.0.0.1")
+
+
+def test_from_another_folder_a_missing_interpreter_is_made_in_the_project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_tiny("gym.servers.reasoning_gym.start.python=nowhere")
+    (problem,) = prepare.check_servers(config)
+    assert f"run `make -C {ROOT} gym`" in str(problem)

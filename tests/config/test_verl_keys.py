@@ -21,8 +21,17 @@ import verl
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from kit.config.keys import KEYS, find_changes, flatten, is_kit_key, is_used, matches_any
-from kit.config.load import base_configs, load_config, value_kinds
+from kit.config.keys import (
+    KEYS,
+    find_changes,
+    flatten,
+    is_below,
+    is_kit_key,
+    is_used,
+    matches_any,
+    unknown_key_hint,
+)
+from kit.config.load import base_configs, default_keys, load_config, value_kinds
 from kit.config.numbers import find_rule
 from tests.helpers.recipes import ROOT
 
@@ -288,3 +297,34 @@ def test_find_changes_compares_with_the_value_that_verl_would_use():
         "new.key": ("x", None),
     }
     assert OmegaConf.to_container(config) == before
+
+
+def find_keys(text: str) -> list[str]:
+    """Find the keys of a recipe in a text."""
+    sections = "actor_rollout_ref|algorithm|data|env|gym|trainer"
+    return re.findall(rf"\b(?:{sections})(?:\.[a-z_]+)+", text)
+
+
+def test_each_key_of_a_hint_is_used():
+    known = [*flatten(base_configs()[0]), *KEYS.dataclass_fields]
+    for advice in KEYS.peers:
+        for key in find_keys(advice):
+            exists = any(is_below(leaf, key) or is_below(key, leaf) for leaf in known)
+            assert exists and is_used(key), key
+
+
+def test_the_guide_and_the_hints_give_the_same_keys_for_trls_names():
+    text = (ROOT / "docs" / "guides" / "from_trl.md").read_text().partition("## 5. Key by key")[2]
+    rows = [line.split(" | ") for line in text.partition("\n## ")[0].splitlines()]
+    columns: dict[str, str] = {}  # {TRL's name: the other columns of its rows}
+    for first, *others in rows:
+        for name in re.findall(r"`([a-z]+_[a-z_]+|beta|delta|epsilon|seed|temperature)`", first):
+            columns[name] = columns.get(name, "") + " ".join(others)
+    del columns["sequence_mask"]  # a value
+    assert len(columns) > 40
+    keys = {"dp": default_keys("dp")}
+    for name, text in columns.items():
+        hint = unknown_key_hint(name, {name: 1}, "dp", keys)
+        names = [key.rpartition(".")[2] for key in find_keys(hint)]
+        is_shown = any(f"{key}`" in text for key in names)
+        assert is_shown or hint.startswith("Remove it"), (name, hint)

@@ -32,9 +32,11 @@ def test_a_server_that_cannot_start_is_an_error_with_its_cause(tmp_path):
     with pytest.raises(GymStartError, match=r"no interpreter at nowhere/python.*`make gym`"):
         check_server("x", {"start": {"python": "nowhere/python"}})
     busy = Endpoint(send(200, {}))
-    with pytest.raises(GymStartError, match=r"port \d+ on 127.0.0.1 is in use"):
+    with pytest.raises(GymStartError, match=r"x\.start\.port=.*: port \d+ on 127.0.0.1 is in use"):
         check_server("x", {"start": {**START, "port": busy.port}})
     busy.close()
+    with pytest.raises(GymStartError, match=r"x\.start\.host=192\.0\.2\.1 is not an address of"):
+        check_server("x", {"start": {**START, "host": "192.0.2.1"}})
     servers = {"x": {"start": {**START, "server": "nosuch"}}}
     with (
         pytest.raises(GymStartError, match="no resources server 'nosuch'"),

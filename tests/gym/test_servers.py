@@ -436,7 +436,7 @@ def test_a_server_that_is_restarted_during_the_stop_is_stopped(breakable_server,
     time.sleep(1.5)
     assert len(processes) == 2
     assert processes[1].poll() is not None
-    assert not network.is_port_in_use("127.0.0.1", servers["a"]["start"]["port"])
+    network.check_address("a", "127.0.0.1", servers["a"]["start"]["port"])  # it is free
 
 
 def test_a_server_that_was_never_ready_is_not_restarted(breakable_server, tmp_path):

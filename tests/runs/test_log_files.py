@@ -68,6 +68,14 @@ def test_any_other_error_is_reported_in_one_line(tmp_path, error, expected):
     assert cause == f"{expected}. Worker logs: {tmp_path}"
 
 
+def test_a_long_error_is_cut(tmp_path):
+    """Ray lists the ten largest processes of the machine, with their command lines."""
+    error = "Task was killed due to the node running low on memory.\n" + "1 2.5 python -x\n" * 200
+    cause = log_files.find_root_cause(RuntimeError(error), tmp_path)
+    assert cause.startswith("Task was killed due to the node running low on memory. 1 2.5 python")
+    assert len(cause) < 700 + len(str(tmp_path))
+
+
 def test_the_newest_log_that_is_not_empty_is_reported(tmp_path):
     assert log_files.read_newest_log_tail(tmp_path) == f"See the logs in {tmp_path}"
     (tmp_path / "ray").mkdir()

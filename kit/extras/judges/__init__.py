@@ -120,7 +120,7 @@ def list_models(name: str, start: Json) -> dict[str, str]:
     """
     try:
         folder = process_specs.find_folder(name, start)
-        package = process_specs.find_package(str(start.get("python") or process_specs.PYTHON))
+        package = process_specs.find_package(process_specs.find_python(start))
     except GymStartError:
         return {}
     if package is None or not (package / RESOURCES / folder / "app.py").is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from kit.features import Feature
@@ -10,8 +11,12 @@ from kit.features import Feature
 class Report(Feature):
     """The page report.html."""
 
-    def write_report(self, folder: Path) -> None:
-        """Write report.html of a run's folder."""
-        from kit.extras.report import report_page  # takes a second
+    def write_report(self, folder: Path) -> Iterable[str]:
+        """Write report.html of a run's folder, and return lines about its first finding."""
+        from kit.extras.report import diagnosis, report_page, run_data  # takes a second
 
-        report_page.write_page([folder], folder / "report.html")
+        run = run_data.RunData(folder)
+        report_page.write_runs([run], folder / "report.html")
+        for finding in diagnosis.find_problems(run)[:1]:
+            return [f"Found: {finding.problem}", f"Next: {finding.next_step}"]
+        return []

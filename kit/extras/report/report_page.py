@@ -96,8 +96,15 @@ def write_page(
     comparison: what the command `compare` shows: lines, and charts with bands.
     Raises ConfigError if a path is not a run directory, RunError if the page cannot be written.
     """
+    return write_runs([RunData(path) for path in paths], out, comparison)
+
+
+def write_runs(
+    runs: Sequence[RunData], out: Path, comparison: Mapping[str, object] | None = None
+) -> Path:
+    """Write the page of runs that are open already, as `write_page`."""
     with gc_paused():
-        page = render_page([RunData(path) for path in paths], comparison)
+        page = render_page(runs, comparison)
     with files.replace_atomically(out) as partial:
         partial.write_text(page)
     return out

@@ -17,8 +17,9 @@ import torch
 
 from env import DataError, Json
 from kit.config.keys import ROOT, flatten
+from kit.config.python_files import find_user_file
 from kit.config.recipe import Recipe
-from kit.config.user_functions import find_function_file, is_user_function
+from kit.config.user_functions import is_user_function
 from kit.data.row_files import find_files
 from kit.errors import ConfigError, UserFunctionError
 from kit.gym import process_specs
@@ -87,7 +88,7 @@ def list_functions(recipe: Recipe) -> Iterator[HashedFile]:
         for text in find_references(value):
             use = f"{key}: {text.rpartition(':')[2]}"
             try:
-                yield hash_file(use, find_function_file(text, key))
+                yield hash_file(use, find_user_file(text))
             except (OSError, UserFunctionError):
                 yield HashedFile(use, text.rpartition(":")[0], "", 0.0)
 
@@ -119,7 +120,7 @@ def list_servers(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def describe_server(name: str, start: Json) -> str:
     """What runs as a Gym server that the run starts."""
-    version = find_gym_version(str(start.get("python") or process_specs.PYTHON))
+    version = find_gym_version(process_specs.find_python(start))
     folder = start.get("path")
     if not folder:
         return f"resources server {start.get('server') or name} of nemo-gym {version}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
@@ -10,13 +11,13 @@ import math
 import numbers
 import pickle
 import reprlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from decimal import Decimal
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from kit.config.python_files import find_failed_line, import_file, list_callables, suggest_fix
+from kit.config.python_files import describe_place, import_callable
 from kit.data.ground_truths import Json
+from kit.errors import UserFunctionError
 from kit.gym.python_verifiers.verl_scorer import load_verl_scorer
 
 SCORE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl's names
@@ -52,25 +53,12 @@ def load_verifier(path: str, attribute: str, settings: Json) -> functools.partia
 
     path: of its file, empty for verl's scorer. Raises VerifierError.
     """
-    verifier = import_verifier(path, attribute) if path else load_verl_scorer()
+    try:
+        verifier = import_callable(f"{path}:{attribute}") if path else load_verl_scorer()
+    except UserFunctionError as error:
+        raise VerifierError(str(error)) from error
     check_signature(verifier, f"{attribute} of {path}" if path else attribute, settings)
     return functools.partial(verifier, **settings)
-
-
-def import_verifier(path: str, attribute: str) -> Callable[..., object]:
-    """Import a function or class from a file. Raises VerifierError."""
-    try:
-        module = import_file(Path(path))
-    except Exception as error:
-        reason = describe_failure(error, path)["why"]
-        raise VerifierError(
-            f"{path} cannot be imported: {reason}. {suggest_fix(error, Path(path))}"
-        ) from error
-    verifier = getattr(module, attribute, None)
-    if not callable(verifier):
-        names = ", ".join(list_callables(module)) or "none"
-        raise VerifierError(f"{path} has no function or class {attribute}. It has {names}.")
-    return verifier
 
 
 def check_signature(verifier: Callable[..., object], name: str, settings: Json) -> None:
@@ -138,9 +126,13 @@ def reset(
     return CallResult({"observation": observation}, pickle_environment(environment))
 
 
-def step(_: object, runner: asyncio.Runner, env_state: bytes, text: str) -> CallResult:
+def step(
+    verifier: functools.partial[Environment], runner: asyncio.Runner, env_state: bytes, text: str
+) -> CallResult:
     """Give the text of the policy to an environment. Raises VerifierError."""
-    environment: Environment = pickle.loads(env_state)
+    environment_class: Any = verifier.func
+    with explain_pickle_errors(environment_class, "unpickled"):
+        environment: Environment = pickle.loads(env_state)
     value = await_result(environment.step(text), runner)
     answer = parse_step(value)
     if answer is None:
@@ -172,13 +164,21 @@ async def wait_for(value: Awaitable[object]) -> object:
 
 def pickle_environment(environment: Environment) -> bytes:
     """Pickle an environment: its next step may run in another process. Raises VerifierError."""
-    try:
+    with explain_pickle_errors(type(environment), "pickled"):
         return pickle.dumps(environment)
-    except Exception as error:  # __reduce__ of the class may raise any exception
+
+
+@contextlib.contextmanager
+def explain_pickle_errors(environment_class: type, verb: str) -> Iterator[None]:
+    """Raise VerifierError for any exception. verb: what is done with an environment."""
+    try:
+        yield
+    except Exception as error:  # methods of the class may raise any exception
         raise VerifierError(
-            f"an instance of {type(environment).__name__} cannot be pickled "
+            f"an instance of {environment_class.__name__} cannot be {verb} "
             f"({type(error).__name__}: {error}), but its next step may run in another process. "
-            "Keep only numbers, text, lists and arrays in it."
+            "Keep only numbers, text, lists and arrays in it. If that is not possible, keep the "
+            "actions, and play them again."
         ) from error
 
 
@@ -219,11 +219,15 @@ def to_json_value(value: object) -> object:
 
 
 def describe_failure(error: BaseException, path: str) -> Json:
-    """Return the reason of a failed call, with the last line in the verifier's file."""
+    """Return the reason of a failed call, with the last line in a file of the user.
+
+    path: of the verifier's file.
+    """
     if isinstance(error, VerifierError):
         return {"failed": "bad_answer", "why": str(error)}
-    line = find_failed_line(error, path)
-    place = f"failed at {path}:{line}" if line else "failed"
+    if isinstance(error, UserFunctionError):  # of a template, about a function of the user
+        return {"failed": "bad_answer", "why": f"failed: {error}"}
+    place = describe_place(error, path).strip() or "failed:"
     reason = "memory" if isinstance(error, MemoryError) else "raised"
     message = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return {"failed": reason, "why": f"{place}: {message:.500}"}
+    return {"failed": reason, "why": f"{place} {message:.500}"}

@@ -21,6 +21,7 @@ import gym_client
 from gym_client import GymError, Json
 from kit import features
 from kit.config.keys import ROOT
+from kit.config.python_files import is_user_file
 from kit.config.recipe import Recipe
 from kit.gym import servers as gym_servers
 from kit.gym.python_verifiers import process_tree
@@ -284,8 +285,9 @@ class Worker:
             log.seek(max(log_start, self.log.stat().st_size - MAX_LOG_TAIL_BYTES))
             text = log.read().decode(errors="replace")
         frames = re.findall(r'File "(.+?)", line (\d+) in', text)
-        own_frames = [frame for frame in frames if frame[0] == self.spec.path]
-        for file, line in own_frames or frames:
+        own_frames = [frame for frame in frames if is_user_file(frame[0])]
+        named_frames = [frame for frame in frames if frame[0] == self.spec.path]
+        for file, line in own_frames or named_frames or frames:
             return f" at {file}:{line}"
         return ""
 

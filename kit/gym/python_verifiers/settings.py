@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from gym_client import Json
 from kit.config import user_functions
 from kit.config.keys import to_plain
+from kit.config.python_files import find_user_file
 from kit.config.resources import cores
 from kit.config.sections import VerifierPool
 from kit.errors import ConfigError, UserFunctionError
@@ -93,7 +94,7 @@ def read_spec(value: str | Json, key: str) -> VerifierSpec:
             f"{key}={value} is not a Python verifier. Name path.py:function, path.py:Class or "
             f"{VERL}, or {{function: one of these, and its settings}}."
         )
-    path = user_functions.find_function_file(reference, key)
+    path = find_user_file(reference, key)
     return VerifierSpec(name, reference, key, str(path.resolve()), settings)
 
 

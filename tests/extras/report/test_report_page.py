@@ -10,9 +10,11 @@ import pytest
 
 from kit.extras.report import diagnosis, report_page
 from kit.extras.report.run_data import RunData
-from tests.extras.report.test_diagnosis import write_run
+from kit.runs.run import Run
+from tests.extras.report.test_diagnosis import STEPS, find_problems, write_run
 from tests.helpers.models import make_model
 from tests.helpers.runs import write_synthetic_run
+from tests.helpers.verifiers import make_recipe
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +92,16 @@ def test_explained_steps_are_on_the_page_and_other_files_are_not(tmp_path, model
     run_data = RunData(folder)
     assert report_page.list_explanations([run_data]) == [content | {"run": run_data.name}]
     assert run_data.unreadable == ["explain_5.json is no JSON"]
+
+
+def test_a_run_ends_with_its_first_finding(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = Run(make_recipe("verl"))
+    run.folder.mkdir(parents=True)
+    find_problems(run.folder, {"rollout/ended/length_frac": [1.0] * STEPS})  # it writes the run
+    run.files.write_report()
+    run.log.print_findings()
+    found, next_step, report = capsys.readouterr().out.splitlines()
+    assert found.startswith("Found: 100% of the responses are truncated at ")
+    assert next_step.startswith("Next: raise data.max_response_length")
+    assert report == "Report: runs/run/report.html"

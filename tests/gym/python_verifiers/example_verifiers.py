@@ -165,6 +165,16 @@ class Unpicklable(Game):
         self.rest = (n for n in range(3))
 
 
+class Delegating(Game):
+    """It is pickled, but not unpickled: __getattr__ then reads an attribute that is not set yet."""
+
+    def __init__(self):
+        self.inner = "text"
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
 class PairStep(Game):
     """Its step returns two values instead of three."""
 

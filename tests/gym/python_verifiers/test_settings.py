@@ -34,6 +34,11 @@ from tests.helpers.verifiers import EXAMPLE_SOURCE, CharTokenizer, make_recipe
             r"an instance of Unpicklable cannot be pickled \(TypeError: cannot pickle 'generator'",
         ),
         (
+            "my.py:Delegating",
+            r"an instance of Delegating cannot be unpickled \(RecursionError: .*\), but its next "
+            "step may run in another process. .* keep the actions, and play them again",
+        ),
+        (
             "my.py:PairStep",
             r"my.py:PairStep step returned \('only', 1.0\); it must return "
             r"\(observation, reward, done\)",
