@@ -587,9 +587,9 @@ T = TypeVar("T", bound=Weighted)
 
 
 def take_batch(
-    tasks: Sequence[T], size: int, step: int, seed: int, shuffle: bool = True
+    tasks: Sequence[T], size: int, start: int, seed: int, shuffle: bool = True
 ) -> list[T]:
-    """Take the `size` tasks of training step `step` (1, 2, ...) from an endless stream of epochs.
+    """Take the next `size` tasks from an endless stream of epochs, of which `start` were taken.
 
     Each epoch has its own order. A batch may begin in one epoch and end in the next. If the entries
     of env.train_files have weights, each entry (`file`) is such a stream and gives its quota to
@@ -597,26 +597,25 @@ def take_batch(
     Raises DataError.
 
     >>> rows = [Task(name, {}, "", [], [], file=name[0], weight=1) for name in ("a1", "a2", "b1")]
-    >>> [[t.row_id for t in take_batch(rows, 2, step, 0, shuffle=False)] for step in (1, 2)]
+    >>> [[t.row_id for t in take_batch(rows, 2, start, 0, shuffle=False)] for start in (0, 2)]
     [['a1', 'b1'], ['a2', 'b1']]
     """
     if not tasks:
         raise DataError("There are no rows to take a batch from. Name files in env.train_files.")
     if not any(task.weight for task in tasks):
-        return take_from_stream(tasks, size, step, seed, 0, shuffle)
+        return take_from_stream(tasks, size, start, seed, 0, shuffle)
     batch: list[T] = []
     for stream, (file, quota) in enumerate(compute_quotas(tasks, size).items()):
         rows = [task for task in tasks if task.file == file]
-        batch += take_from_stream(rows, quota, step, seed, stream, shuffle)
+        batch += take_from_stream(rows, quota, start * quota // size, seed, stream, shuffle)
     return batch
 
 
 def take_from_stream(
-    rows: Sequence[T], size: int, step: int, seed: int, stream: int, shuffle: bool
+    rows: Sequence[T], size: int, start: int, seed: int, stream: int, shuffle: bool
 ) -> list[T]:
-    """Take the rows of one step from an endless stream of epochs. stream: its number."""
-    start = (step - 1) * size
-    stop = step * size
+    """Take the next rows from an endless stream of epochs. stream: its number."""
+    stop = start + size
     batch: list[T] = []
     for epoch in range(start // len(rows), (stop - 1) // len(rows) + 1):
         order: Any = range(len(rows))

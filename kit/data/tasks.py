@@ -262,10 +262,13 @@ def list_references(row: Json) -> dict[str, str]:
 class RowSource(Protocol):
     """The rows to train on, batch by batch: FileRows, or those of kit/data/generated_rows.py."""
 
-    def batch(self, number: int, size: int, pass_rates: Mapping[str, float]) -> list[Task]:
+    def batch(
+        self, number: int, size: int, start: int, pass_rates: Mapping[str, float]
+    ) -> list[Task]:
         """Return the tasks of a batch. number: 1, 2, ... pass_rates: {row id: pass rate}.
 
-        The result depends on the arguments alone, so a resumed run gets the same batches.
+        start: the rows of all earlier batches, which may have had another size. The result depends
+        on the arguments alone, so a resumed run gets the same batches.
         """
 
     def count_file_rows(self, size: int) -> int:
@@ -277,14 +280,19 @@ class RowSource(Protocol):
 
 @dataclass
 class FileRows:
-    """The rows of files. A sampler picks each batch."""
+    """The rows of files. Each is used once an epoch, or a sampler picks each batch."""
 
     tasks: list[Task]
-    sampler: Callable[..., list[Task]]  # env.sampler: (tasks, size, batch, seed, pass_rates)
+    sampler: Callable[..., list[Task]] | None  # env.sampler: (tasks, size, batch, seed, pass_rates)
     seed: int
+    shuffle: bool = True  # data.shuffle, without a sampler
 
-    def batch(self, number: int, size: int, pass_rates: Mapping[str, float]) -> list[Task]:
-        """Return the tasks of a batch, as the sampler picks them."""
+    def batch(
+        self, number: int, size: int, start: int, pass_rates: Mapping[str, float]
+    ) -> list[Task]:
+        """Return the tasks of a batch, in order or as the sampler picks them."""
+        if self.sampler is None:
+            return env.take_batch(self.tasks, size, start, self.seed, self.shuffle)
         return list(self.sampler(self.tasks, size, number, self.seed, pass_rates))
 
     def count_file_rows(self, size: int) -> int:

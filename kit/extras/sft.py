@@ -276,13 +276,13 @@ class Trainer:
         step = self.state.step + 1
         run.stages.begin_step(step)
         with run.stage("update_actor"):
-            rows = env.take_batch(
-                self.inputs.train, data.train_batch_size, step, data.seed, data.shuffle
-            )
+            size = data.train_batch_size
+            start = self.state.rows
+            rows = env.take_batch(self.inputs.train, size, start, data.seed, data.shuffle)
             batch = training.build_batch(rows, self.inputs.tokenizer.pad_token_id, temperature=1.0)
             batch.meta_info[POSITION] = step - 1  # of the learning rate
             metrics = update_sft(self.workers.actor, batch, self.recipe)
-            self.state = replace(self.state, step=step)
+            self.state = replace(self.state, step=step, rows=start + size)
         reason = finite_check.find_reason_to_skip(batch, metrics, self.recipe)
         if reason:
             say(f"step {step} skipped: {run.files.keep_nonfinite(step, reason, batch)}")

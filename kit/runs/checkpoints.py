@@ -85,6 +85,7 @@ class LoopState:
     batches: int = 0  # batches of prompts so far
     pass_rates: dict[str, float] = dataclasses.field(default_factory=dict)  # {row id: rate}
     kl_coef: float = 0.0  # the adaptive coefficient of the KL penalty
+    rows: int = 0  # prompts of all batches so far, whose size a resumed run may change
 
 
 def save(workers: Workers, folder: Path, state: LoopState, recipe: Recipe) -> Path:
@@ -468,4 +469,8 @@ def load(workers: Workers, checkpoint: Path) -> LoopState:
     for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
         if group is not None:
             group.load_checkpoint(str((checkpoint / name).absolute()))
-    return LoopState(**read(checkpoint / "data.pt"))
+    saved = read(checkpoint / "data.pt")
+    if "rows" not in saved:  # of an earlier version
+        size = read_recipe(checkpoint / "config.yaml")["data.train_batch_size"]
+        saved["rows"] = (saved["batches"] or saved["step"]) * size
+    return LoopState(**saved)
