@@ -60,6 +60,7 @@ import env
 from kit.config.recipe import Recipe
 from kit.config.schedule import POSITION
 from kit.data.episode import Episode
+from kit.data.fingerprint import name_rates, place_rates
 from kit.data.metrics import (
     compute_component_means,
     compute_rollout_metrics,
@@ -349,7 +350,8 @@ class Trainer:
 
     def save(self) -> Path | None:
         """Save the workers' weights if they are finite -> the last checkpoint."""
-        return self.run.files.save(self.workers, self.saved_state)
+        rates = name_rates(self.saved_state.pass_rates, self.inputs.train, self.run.files.functions)
+        return self.run.files.save(self.workers, replace(self.saved_state, pass_rates=rates))
 
     def evaluate_if_due(self) -> None:
         """Evaluate after every trainer.test_freq steps, and after the last one."""
@@ -386,7 +388,7 @@ def train(plan: cli.Plan) -> Iterator[Trainer]:
 
     On Ctrl-C, SIGTERM or an error, save the last complete update.
     """
-    with Run(plan.recipe, plan.resume_from) as run:
+    with Run(plan.recipe, plan.resume_from, plan.fingerprint) as run:
         with contextlib.ExitStack() as stack:
             trainer = start_trainer(plan, run, stack)
             with run.stages.save_on_stop(trainer.save):
@@ -410,6 +412,8 @@ def start_trainer(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trai
     if plan.resume_from:
         with run.stage("load_checkpoint"):
             state = checkpoints.load(workers, plan.resume_from)
+            rates = place_rates(state.pass_rates, plan.inputs.train, run.files.functions)
+            state = replace(state, pass_rates=rates)
         say(f"Resumed from {plan.resume_from}")
     trainer = Trainer(plan.recipe, plan.inputs, run, workers, servers, state)
     trainer.update_weights()
