@@ -60,6 +60,7 @@ import env
 from kit.config.recipe import Recipe
 from kit.config.schedule import POSITION
 from kit.data.episode import Episode
+from kit.data.fingerprint import name_rates, place_rates
 from kit.data.metrics import (
     compute_component_means,
     compute_rollout_metrics,
@@ -183,8 +184,10 @@ class Trainer:
         with self.run.stage("gen"):
             while batches < limit and len({e.group_id for e in kept}) < size:
                 batches += 1
-                self.state = replace(self.state, batches=self.state.batches + 1)
-                tasks = self.take_tasks(self.state.batches)
+                tasks = self.take_tasks()
+                self.state = replace(
+                    self.state, batches=self.state.batches + 1, rows=self.state.rows + size
+                )
                 new = self.rollout(tasks, f"step_{self.state.step}", before=episodes)
                 rates = self.state.pass_rates | update_pass_rates(new, self.state.pass_rates)
                 self.state = replace(self.state, pass_rates=rates)
@@ -200,10 +203,11 @@ class Trainer:
             raise SkippedStep(f"no group is left to train on. See {path}")
         return kept
 
-    def take_tasks(self, batch: int) -> list[env.Task]:
-        """The prompts of a batch, by its number."""
+    def take_tasks(self) -> list[env.Task]:
+        """The prompts of the next batch."""
+        batch = self.state.batches + 1
         size = self.recipe.data.train_batch_size
-        tasks = self.inputs.source.batch(batch, size, self.state.pass_rates)
+        tasks = self.inputs.source.batch(batch, size, self.state.rows, self.state.pass_rates)
         if self.recipe.max_prompt_batches > 1:
             # `collect` drops surplus rows at the end of the batch, so mix those of all files
             random.Random(f"{self.recipe.data.seed} {batch}").shuffle(tasks)
@@ -231,9 +235,9 @@ class Trainer:
     def start_next_rollout(self) -> None:
         """With trainer.one_step_off, sample the next batch while this one is trained on."""
         if self.recipe.kit.one_step_off and self.state.step < self.run.last:
-            batch = self.state.batches + 1
-            tasks = self.take_tasks(batch)
-            self.servers.start_rollout(*make_rollout_args(self.recipe, tasks, str(batch), False))
+            name = str(self.state.batches + 1)
+            tasks = self.take_tasks()
+            self.servers.start_rollout(*make_rollout_args(self.recipe, tasks, name, False))
 
     def shape_rewards(self, episodes: Sequence[Episode]) -> None:
         """Set `shaped_reward`: the verifier's reward, or what env.reward makes of the episode."""
@@ -346,7 +350,8 @@ class Trainer:
 
     def save(self) -> Path | None:
         """Save the workers' weights if they are finite -> the last checkpoint."""
-        return self.run.files.save(self.workers, self.saved_state)
+        rates = name_rates(self.saved_state.pass_rates, self.inputs.train, self.run.files.functions)
+        return self.run.files.save(self.workers, replace(self.saved_state, pass_rates=rates))
 
     def evaluate_if_due(self) -> None:
         """Evaluate after every trainer.test_freq steps, and after the last one."""
@@ -371,9 +376,8 @@ class Trainer:
     def log_step(self, episodes: Sequence[Episode]) -> None:
         """Write the step's metrics to metrics.jsonl and the console."""
         step = self.state.step
-        prompts = self.state.batches * self.recipe.data.train_batch_size
         self.metrics |= self.run.stages.timings() | {"training/global_step": step}
-        self.metrics["training/epoch"] = prompts / self.inputs.per_epoch
+        self.metrics["training/epoch"] = self.state.rows / self.inputs.per_epoch
         self.run.log.write(step, self.metrics)
         self.run.log.print_step(step, self.metrics, episodes)
 
@@ -384,7 +388,7 @@ def train(plan: cli.Plan) -> Iterator[Trainer]:
 
     On Ctrl-C, SIGTERM or an error, save the last complete update.
     """
-    with Run(plan.recipe, plan.resume_from) as run:
+    with Run(plan.recipe, plan.resume_from, plan.fingerprint) as run:
         with contextlib.ExitStack() as stack:
             trainer = start_trainer(plan, run, stack)
             with run.stages.save_on_stop(trainer.save):
@@ -408,6 +412,8 @@ def start_trainer(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trai
     if plan.resume_from:
         with run.stage("load_checkpoint"):
             state = checkpoints.load(workers, plan.resume_from)
+            rates = place_rates(state.pass_rates, plan.inputs.train, run.files.functions)
+            state = replace(state, pass_rates=rates)
         say(f"Resumed from {plan.resume_from}")
     trainer = Trainer(plan.recipe, plan.inputs, run, workers, servers, state)
     trainer.update_weights()

@@ -26,6 +26,7 @@ import itertools
 import json
 import random
 import sys
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,6 +234,7 @@ class Task:
     tools: list[Json] = field(default_factory=list)  # in chat format
     file: str = ""  # the entry of env.train_files that has the row; no two have the same name
     weight: float | None = None  # the share of this entry in each batch
+    key: str = ""  # the row's name in any file, by its content (kit/data/fingerprint.py)
 
 
 def render_row(row: Json, row_id: str) -> tuple[list[Json], list[Json]]:
@@ -583,49 +585,70 @@ class Weighted(Protocol):
     def weight(self) -> float | None: ...
 
 
-T = TypeVar("T", bound=Weighted)
+class Named(Weighted, Protocol):
+    """A task. key: its name by its content, or "" if nothing gave it one."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def row_id(self) -> str: ...
+
+
+T = TypeVar("T", bound=Named)
 
 
 def take_batch(
-    tasks: Sequence[T], size: int, step: int, seed: int, shuffle: bool = True
+    tasks: Sequence[T], size: int, start: int, seed: int, shuffle: bool = True
 ) -> list[T]:
-    """Take the `size` tasks of training step `step` (1, 2, ...) from an endless stream of epochs.
+    """Take the next `size` tasks from an endless stream of epochs, of which `start` were taken.
 
-    Each epoch has its own order. A batch may begin in one epoch and end in the next. If the entries
-    of env.train_files have weights, each entry (`file`) is such a stream and gives its quota to
-    each batch. The result depends on the arguments alone, so a resumed run gets the same batches.
-    Raises DataError.
+    Each epoch has its own order, by the content of the rows and not by their places. A batch may
+    begin in one epoch and end in the next. If the entries of env.train_files have weights, each
+    entry (`file`) is such a stream and gives its quota to each batch. The result depends on the
+    arguments alone, so a resumed run gets the same batches. Raises DataError.
 
     >>> rows = [Task(name, {}, "", [], [], file=name[0], weight=1) for name in ("a1", "a2", "b1")]
-    >>> [[t.row_id for t in take_batch(rows, 2, step, 0, shuffle=False)] for step in (1, 2)]
+    >>> [[t.row_id for t in take_batch(rows, 2, start, 0, shuffle=False)] for start in (0, 2)]
     [['a1', 'b1'], ['a2', 'b1']]
     """
     if not tasks:
         raise DataError("There are no rows to take a batch from. Name files in env.train_files.")
     if not any(task.weight for task in tasks):
-        return take_from_stream(tasks, size, step, seed, 0, shuffle)
+        return take_from_stream(tasks, size, start, seed, 0, shuffle)
     batch: list[T] = []
     for stream, (file, quota) in enumerate(compute_quotas(tasks, size).items()):
         rows = [task for task in tasks if task.file == file]
-        batch += take_from_stream(rows, quota, step, seed, stream, shuffle)
+        batch += take_from_stream(rows, quota, start * quota // size, seed, stream, shuffle)
     return batch
 
 
 def take_from_stream(
-    rows: Sequence[T], size: int, step: int, seed: int, stream: int, shuffle: bool
+    rows: Sequence[T], size: int, start: int, seed: int, stream: int, shuffle: bool
 ) -> list[T]:
-    """Take the rows of one step from an endless stream of epochs. stream: its number."""
-    start = (step - 1) * size
-    stop = step * size
+    """Take the next rows from an endless stream of epochs. stream: its number."""
+    stop = start + size
     batch: list[T] = []
     for epoch in range(start // len(rows), (stop - 1) // len(rows) + 1):
         order: Any = range(len(rows))
         if shuffle:
-            order = np.random.default_rng([seed, epoch, stream]).permutation(len(rows))
+            order = shuffle_rows(rows, np.random.default_rng([seed, epoch, stream]))
         epoch_start = epoch * len(rows)
         indices = order[max(start - epoch_start, 0) : stop - epoch_start]
         batch += [rows[index] for index in indices]
     return batch
+
+
+def shuffle_rows(rows: Sequence[Named], rng: np.random.Generator) -> Sequence[int]:
+    """Return an order of rows. If a row is added or moved, the order of the others stays.
+
+    Each row draws a number that depends on its key: the finalizer of SplitMix64 (Steele et al.
+    2014, section 4), with a random start.
+    """
+    keys = [zlib.crc32((row.key or row.row_id).encode()) for row in rows]
+    numbers = np.array(keys, np.uint64) + rng.integers(2**62, dtype=np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
+    return [int(index) for index in np.argsort(numbers ^ (numbers >> np.uint64(31)), kind="stable")]
 
 
 def compute_quotas(tasks: Sequence[Weighted], size: int) -> dict[str, int]:

@@ -43,7 +43,7 @@ def split_epochs(row_ids, count):
 @pytest.mark.parametrize(("count", "size"), [(10, 3), (9, 3), (3, 7), (1, 2)])
 def test_batches_are_one_stream_with_each_row_once_per_epoch(count, size):
     tasks = make_tasks(a=(count, None))
-    batches = [list_row_ids(env.take_batch(tasks, size, step, seed=1)) for step in range(1, 21)]
+    batches = [list_row_ids(env.take_batch(tasks, size, size * i, seed=1)) for i in range(20)]
     assert {len(batch) for batch in batches} == {size}
     stream = list(itertools.chain.from_iterable(batches))
     epochs = split_epochs(stream, count)
@@ -51,20 +51,27 @@ def test_batches_are_one_stream_with_each_row_once_per_epoch(count, size):
     assert len(epochs) >= 2 and all(sorted(epoch) == row_ids for epoch in epochs)
     # a batch does not depend on the batches before it
     in_reverse = {}
-    for step in reversed(range(1, 21)):
-        in_reverse[step] = list_row_ids(env.take_batch(list(tasks), size, step, seed=1))
-    assert [in_reverse[step] for step in range(1, 21)] == batches
+    for i in reversed(range(20)):
+        in_reverse[i] = list_row_ids(env.take_batch(list(tasks), size, size * i, seed=1))
+    assert [in_reverse[i] for i in range(20)] == batches
+
+
+def test_a_batch_of_another_size_continues_the_stream():
+    tasks = make_tasks(a=(24, None))
+    stream = list_row_ids(env.take_batch(tasks, 48, 0, seed=1))
+    batches = [env.take_batch(tasks, size, start, seed=1) for size, start in ((12, 0), (36, 12))]
+    assert list_row_ids(itertools.chain(*batches)) == stream
 
 
 def test_the_order_depends_on_seed_and_epoch():
     tasks = make_tasks(a=(30, None))
-    first = list_row_ids(env.take_batch(tasks, 30, 1, 1))
-    other_epoch = list_row_ids(env.take_batch(tasks, 30, 2, 1))
-    other_seed = list_row_ids(env.take_batch(tasks, 30, 1, 2))
+    first = list_row_ids(env.take_batch(tasks, 30, 0, 1))
+    other_epoch = list_row_ids(env.take_batch(tasks, 30, 30, 1))
+    other_seed = list_row_ids(env.take_batch(tasks, 30, 0, 2))
     assert first != other_epoch and first != other_seed and first != list_row_ids(tasks)
-    unshuffled = env.take_batch(tasks, 3, 2, seed=1, shuffle=False)
+    unshuffled = env.take_batch(tasks, 3, 3, seed=1, shuffle=False)
     assert list_row_ids(unshuffled) == ["a:4", "a:5", "a:6"]
-    unshuffled = env.take_batch(make_tasks(a=(4, None)), 3, 2, seed=1, shuffle=False)
+    unshuffled = env.take_batch(make_tasks(a=(4, None)), 3, 3, seed=1, shuffle=False)
     assert list_row_ids(unshuffled) == ["a:4", "a:1", "a:2"]
     with pytest.raises(env.DataError, match="no rows"):
         env.take_batch([], 3, 1, seed=1)
@@ -72,7 +79,7 @@ def test_the_order_depends_on_seed_and_epoch():
 
 def test_weighted_batches_have_the_same_composition_and_use_every_row():
     tasks = make_tasks(a=(7, 0.5), b=(40, 0.3), c=(1, 0.2))
-    batches = [env.take_batch(tasks, 8, step, seed=3) for step in range(1, 21)]
+    batches = [env.take_batch(tasks, 8, 8 * i, seed=3) for i in range(20)]
     for batch in batches:
         assert [task.file for task in batch] == ["a"] * 4 + ["b"] * 2 + ["c"] * 2
     stream = list(itertools.chain.from_iterable(batches))
@@ -83,13 +90,13 @@ def test_weighted_batches_have_the_same_composition_and_use_every_row():
     rows_of_a = [task.row_id for task in stream if task.file == "a"]
     assert rows_of_a[:7] != rows_of_a[7:14]
     # a batch does not depend on the batches before it
-    in_reverse = {step: env.take_batch(tasks, 8, step, seed=3) for step in reversed(range(1, 21))}
-    assert [in_reverse[step] for step in range(1, 21)] == batches
-    assert [env.take_batch(tasks, 8, step, seed=4) for step in range(1, 21)] != batches
+    in_reverse = {i: env.take_batch(tasks, 8, 8 * i, seed=3) for i in reversed(range(20))}
+    assert [in_reverse[i] for i in range(20)] == batches
+    assert [env.take_batch(tasks, 8, 8 * i, seed=4) for i in range(20)] != batches
 
 
 def test_files_of_the_same_size_have_different_orders():
-    row_ids = list_row_ids(env.take_batch(make_tasks(a=(20, 1), b=(20, 1)), 40, 1, seed=1))
+    row_ids = list_row_ids(env.take_batch(make_tasks(a=(20, 1), b=(20, 1)), 40, 0, seed=1))
     lines = [row_id.split(":")[1] for row_id in row_ids]
     assert lines[:20] != lines[20:]
 

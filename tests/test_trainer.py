@@ -174,11 +174,12 @@ def test_the_epoch_counts_batches_of_prompts_and_not_steps(workspace, recorder, 
     changes = [*QUIET, files, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4"]
     with algorithm.train(make_plan(workspace, *changes)) as trainer:
         row_ids: list[str] = []
-        for batch in (1, 2, 3):
-            row_ids += [task.row_id for task in trainer.take_tasks(batch)]
+        for batch in range(3):
+            trainer.state = replace(trainer.state, batches=batch, rows=4 * batch)
+            row_ids += [task.row_id for task in trainer.take_tasks()]
         assert sum(row_id.startswith(str(more)) for row_id in row_ids) == 4
         assert len(set(row_ids)) == 12
-        trainer.state = replace(trainer.state, step=1, batches=6)
+        trainer.state = replace(trainer.state, step=1, batches=6, rows=24)
         assert trainer.step_or_skip()["training/epoch"] == 7 * 4 / 12
 
 
@@ -213,11 +214,12 @@ def test_a_step_samples_each_training_task_with_the_rollout_settings(workspace, 
     changes = [*QUIET, *(f"{ROLLOUT}.{setting}" for setting in settings)]
     with algorithm.train(make_plan(workspace, *changes)) as trainer:
         trainer.state = replace(trainer.state, step=3)
+        first = [task.row_id for task in trainer.take_tasks()]
         trainer.step_or_skip()
         [rollout] = recorder.servers.rollouts
         row_ids = list_row_ids(rollout.requests)
         assert row_ids[::2] == row_ids[1::2]
-        assert row_ids[::2] == [task.row_id for task in trainer.take_tasks(1)]
+        assert row_ids[::2] == first
         assert list_group_ids(rollout.requests)[:3] == ["1/0", "1/0", "1/1"]
         assert rollout.sampling["temperature"] == 0.7
         assert rollout.sampling["top_p"] == 0.75

@@ -23,8 +23,9 @@ from tests.helpers.workers import is_close
 
 
 def take_row_ids(trainer, batch: int) -> list[str]:
-    """The row ids of the prompts of a batch."""
-    return [task.row_id for task in trainer.take_tasks(batch)]
+    """The row ids of the prompts of a batch of four."""
+    trainer.state = replace(trainer.state, batches=batch - 1, rows=4 * (batch - 1))
+    return [task.row_id for task in trainer.take_tasks()]
 
 
 @pytest.mark.parametrize("name", ["remax", "grpo"])
@@ -45,6 +46,7 @@ def test_greedy_responses_are_sampled_for_an_advantage_that_reads_them(workspace
 
 def test_a_sampler_gets_the_sizes_and_seed_of_the_recipe_and_the_pass_rates(workspace, recorder):
     changes = [*QUIET, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4", "data.seed=7"]
+    changes.append("env.sampler=templates/samplers.py:by_pass_rate")
     with algorithm.train(make_plan(workspace, *changes)) as trainer:
         trainer.state = replace(trainer.state, pass_rates={"x": 0.5})
         order = take_row_ids(trainer, 3)

@@ -8,6 +8,7 @@ the second section need verl, which takes 7 s to import.
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -98,6 +99,7 @@ def check_sizes(config: DictConfig, command: str, split: int) -> Iterator[str]:
     yield from parallel_sizes.check_rollout_gpus(config)
     if command not in SAMPLING_COMMANDS:
         yield from parallel_sizes.check_training_gpus(config, split)
+        yield from check_contents(config)
         yield from check_warmup(config)
         yield from check_batch_sizes(config)
         yield from check_cpu_engine(config, split)
@@ -109,6 +111,18 @@ def check_run_name(config: DictConfig) -> Iterator[str]:
     folder = os.path.normpath(os.path.join("runs", name))
     if folder == "runs" or (not os.path.isabs(name) and not folder.startswith(f"runs{os.sep}")):
         yield f"trainer.experiment_name={name} is no folder in runs/. Give another name."
+
+
+def check_contents(config: DictConfig) -> Iterator[str]:
+    """Checkpoints have the weights, and a resumed run loads them."""
+    for section, name in itertools.product((ACTOR, "critic"), ("save_contents", "load_contents")):
+        key = f"{section}.checkpoint.{name}"
+        contents = OmegaConf.select(config, key)
+        if contents is not None and "model" not in contents:
+            yield (
+                f"{key}={list(contents)} has no `model`: a resumed run would continue with the "
+                "weights of the base model. Add it, as in [model,optimizer,extra]."
+            )
 
 
 def check_warmup(config: DictConfig) -> Iterator[str]:

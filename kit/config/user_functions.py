@@ -118,7 +118,8 @@ class RecipeFunctions(NamedTuple):
 
     reward: Callable[[Any], float]  # episode -> the reward to train on
     filters: list[Callable[[list[Any]], list[Any]]]  # episodes -> episodes
-    sampler: Callable[..., list[env.Task]]  # (tasks, size, batch, seed, pass_rates) -> tasks
+    # (tasks, size, batch, seed, pass_rates) -> tasks. None: each row once an epoch
+    sampler: Callable[..., list[env.Task]] | None
 
 
 # --- which functions a recipe needs --------------------------------------------------------------
@@ -195,8 +196,7 @@ def load_recipe_functions(config: DictConfig) -> RecipeFunctions:
     reward: Callable[[Any], float] = reward_of_verifier
     if settings["reward"]:
         reward = load_function(settings["reward"], "env.reward")
-    sampler: Callable[..., list[env.Task]]
-    sampler = functools.partial(take_in_order, shuffle=config.data.shuffle)
+    sampler = None
     if settings["sampler"]:
         sampler = load_function(settings["sampler"], "env.sampler")
     filters = [load_function(spec, "env.filters") for spec in specs]
@@ -206,19 +206,6 @@ def load_recipe_functions(config: DictConfig) -> RecipeFunctions:
 def reward_of_verifier(episode: Any) -> float:  # kit.data.episode.Episode: a later part
     """The default of env.reward: the verifier's reward."""
     return float(episode.reward)
-
-
-def take_in_order(
-    tasks: Sequence[env.Task],
-    size: int,
-    batch: int,
-    seed: int,
-    pass_rates: Mapping[str, float],
-    *,
-    shuffle: bool,
-) -> list[env.Task]:
-    """The default of env.sampler: every row once an epoch, in an order given by the seed."""
-    return env.take_batch(tasks, size, batch, seed, shuffle)
 
 
 def load_function(

@@ -136,11 +136,15 @@ class MixedRows:
     files: FileRows
     functions: list[FunctionRows]
 
-    def batch(self, number: int, size: int, pass_rates: Mapping[str, float]) -> list[Task]:
+    def batch(
+        self, number: int, size: int, start: int, pass_rates: Mapping[str, float]
+    ) -> list[Task]:
         """Return the tasks of a batch: those of files, then those of each function."""
         quotas = self.compute_quotas(size)
         file_rows = size - self.sum_quotas(quotas)
-        tasks = self.files.batch(number, file_rows, pass_rates) if file_rows else []
+        tasks: list[Task] = []
+        if file_rows:
+            tasks = self.files.batch(number, file_rows, start * file_rows // size, pass_rates)
         for rows in self.functions:
             tasks += rows.batch(number, quotas[rows.entry.file], pass_rates)
         return tasks

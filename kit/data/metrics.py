@@ -11,6 +11,7 @@ import numpy as np
 
 from env import Json
 from kit.data.episode import Episode
+from kit.data.fingerprint import name_problem
 from kit.data.selection import group_episodes
 
 FAILED_AS_0 = "_failed_as_0"  # suffix of the scores in which a failed episode counts as 0
@@ -85,27 +86,39 @@ def compute_scores(
     episodes do not count for pass@k.
     """
     groups = group_episodes(episodes, "row_id").values()
+    problems = [name_problem(group[0].row, group[0].row_id) for group in groups]
     rewards = [[float(e.reward or 0.0) for e in group] for group in groups]  # a list per row
     right = [[float(reward >= 1.0) for reward in row] for row in rewards]
     scores = {f"acc/mean@{n}": right, f"reward/mean@{n}": rewards}
+    names = dict.fromkeys(scores, problems)  # of the rows that have the score
     powers_of_2 = {2**exponent for exponent in range(n.bit_length())}
     for k in sorted(powers_of_2 | {n}):
         chances = [[compute_pass_at_k(row, k)] for row in rewards if len(row) >= k]
         if chances:
             scores[f"acc/pass@{k}"] = chances
+            pairs = zip(problems, rewards, strict=True)
+            names[f"acc/pass@{k}"] = [name for name, row in pairs if len(row) >= k]
     metrics = {f"{prefix}/{name}/{score}": mean(chain(*rows)) for score, rows in scores.items()}
     other = prefix.replace("val-core", "val-aux")
     for score, rows in scores.items():
-        interval = compute_score_interval(rows)
+        interval = compute_score_interval(merge_copies(rows, names[score]))
         metrics |= {f"{other}/{name}/{score}{end}": interval[end] for end in (LOW, HIGH)}
     return metrics
+
+
+def merge_copies(rows: Sequence[Sequence[float]], names: Sequence[str]) -> list[list[float]]:
+    """Put the scores of rows with the same name into one list. names: of the rows."""
+    merged: dict[str, list[float]] = defaultdict(list)
+    for name, row in zip(names, rows, strict=True):
+        merged[name] += row
+    return list(merged.values())
 
 
 def compute_score_interval(rows: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return the 95% interval of a mean, for other rows of the same kind: {LOW: ..., HIGH: ...}.
 
-    rows: the scores of each row. Those of one row depend on each other, so the rows are the unit:
-    the variance is that of a cluster sample (Cochran 1977, equation 11.30).
+    rows: the scores of each row, with those of its copies. They depend on each other, so the rows
+    are the unit: the variance is that of a cluster sample (Cochran 1977, equation 11.30).
     """
     count = sum(len(row) for row in rows)
     estimate = sum(chain(*rows)) / count

@@ -40,6 +40,7 @@ from kit.data.episode import (
     RecordIndex,
     from_output_items,
 )
+from kit.data.fingerprint import hash_row
 from kit.data.json_lines import read_lines
 from kit.errors import ConfigError
 
@@ -96,6 +97,7 @@ def to_record(episode: Episode, task_index: int, rollout_index: int) -> Json:
         "reward": episode.reward,
     }
     summary |= {name: getattr(episode, name) for name in SAVED_FIELDS}
+    summary["content"] = hash_row(episode.row)  # the row in any file
     summary["versions"] = [tuple(version) for version in episode.policy_versions]
     if episode.failure:
         summary["failure"] = episode.failure
@@ -246,18 +248,23 @@ def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
     """Load the episodes of a rollouts file, one list per batch of prompts, in sampling order.
 
     Each episode needs its row. If a function generated the row, the record has it. Otherwise it is
-    the task of `tasks` with the same row id. Raises ConfigError.
+    the task of `tasks` with the same content, or, in a file of an earlier version, the same row id.
+    Raises ConfigError.
     """
     if not path.is_file():
         raise ConfigError(f"--replay {path}: no such file. Name one of runs/<name>/rollouts.")
     rows = {task.row_id: task.row for task in tasks}
+    by_content = {task.key.partition("-")[0] or hash_row(task.row): task.row for task in tasks}
     batches: dict[str, list[Episode]] = {}
     for number, record in read_records(path):
-        row_id = record["_episode"]["row_id"]
-        row = record["_episode"].get("row") or rows.get(row_id)
+        saved = record["_episode"]
+        row_id = saved["row_id"]
+        place = by_content.get(saved["content"]) if "content" in saved else rows.get(row_id)
+        row = saved.get("row") or place
         if not row:
+            content = " with the recorded content" if row_id in rows else ""
             raise ConfigError(
-                f"{path}:{number}: env.train_files have no row {row_id}. "
+                f"{path}:{number}: env.train_files have no row {row_id}{content}. "
                 "Use the recipe that sampled this file."
             )
         try:

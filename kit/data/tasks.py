@@ -5,9 +5,8 @@ files -> read_rows (verl_rows.py) -> env.render_row -> env.encode_messages -> ta
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import NamedTuple, Protocol, TypeGuard
 
 import env
 from env import DataError, Json, Task
+from kit.data.fingerprint import name_row
 from kit.data.row_files import find_files, report_progress
 from kit.data.verl_rows import TASK_ID, read_rows
 
@@ -105,19 +105,6 @@ def ignore(_line: str) -> None:
     """Print nothing."""
 
 
-def compute_digest(row: Json, row_id: str) -> bytes:
-    """Compute a digest that copies of a row share.
-
-    verl numbers rows in extra_info.index, so a copy may have another one. Relative paths of images
-    begin at the folder of the file, so rows of other folders are no copies.
-    """
-    extra_info = row.get("extra_info")
-    if isinstance(extra_info, dict) and "index" in extra_info:
-        row = {**row, "extra_info": {**extra_info, "index": None}}
-    text = json.dumps([row_id.rpartition("/")[0], row])
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
 class PromptEncoder(Protocol):
     """kit.rollout.chat_template.ChatTemplate, as far as rows need it."""
 
@@ -142,9 +129,11 @@ class TaskLoader:
     def load_files(self, entries: Sequence[str | Json]) -> LoadedTasks:
         """Load the tasks of all entries, in order, and report long waits. Raises DataError."""
         loaded = LoadedTasks([], [])
+        copies: Counter[str] = Counter()
         for entry in parse_entries(entries):
             rows = itertools.chain.from_iterable(self.read_file(file) for file in entry.files)
-            tasks, dropped = self.make_tasks(report_progress(rows, entry.name, self.report), entry)
+            reported = report_progress(rows, entry.name, self.report)
+            tasks, dropped = self.make_tasks(reported, entry, copies)
             self.report_copies(tasks, entry.name)
             loaded.tasks.extend(tasks)
             loaded.dropped.extend(dropped)
@@ -154,32 +143,41 @@ class TaskLoader:
         """Yield (row id, Gym row) for each row of a file. Raises DataError."""
         return read_rows(file.path, self.prompt_key, file.name)
 
-    def make_tasks(self, rows: Iterable[tuple[str, Json]], entry: FileEntry) -> LoadedTasks:
-        """Make tasks from (row id, Gym row). Raises DataError.
+    def make_tasks(
+        self,
+        rows: Iterable[tuple[str, Json]],
+        entry: FileEntry,
+        copies: Counter[str] | None = None,
+    ) -> LoadedTasks:
+        """Make tasks from (row id, Gym row). copies: of the rows before them. Raises DataError.
 
-        A copy of an earlier row shares its prompt, so that it takes little time and memory.
+        A copy of an earlier row shares its prompt, so that it takes little time and memory. Rows
+        in other folders share nothing, since relative paths of images begin there.
         """
+        copies = Counter() if copies is None else copies
         tasks: list[Task] = []
         dropped: list[str] = []
         skipped = 0  # rows of other servers
-        first: dict[bytes, Task] = {}  # {digest of a row: the first task with this row}
+        first: dict[tuple[str, str], Task] = {}  # {folder and digest: the first task with this row}
         for row_id, row in rows:
             server = self.find_server(row, row_id, entry.server)
             if server is None:
                 skipped += 1
                 continue
-            digest = compute_digest(row, row_id)
-            if digest in first:
-                same_row = first[digest].row if first[digest].row == row else row
-                tasks.append(replace(first[digest], row_id=row_id, row=same_row))
+            key = name_row(row, copies)
+            place = (row_id.rpartition("/")[0], key.partition("-")[0])
+            if place in first:
+                same_row = first[place].row if first[place].row == row else row
+                task = replace(first[place], row_id=row_id, row=same_row, server=server, key=key)
+                tasks.append(task)
                 continue
             messages, tools = env.render_row(row, row_id)
             ids = self.encode(messages, tools, row_id)
             if len(ids) > self.max_prompt_length:
                 dropped.append(f"{row_id} ({len(ids)} tokens)")
                 continue
-            task = Task(row_id, row, server, messages, ids, tools, entry.name, entry.weight)
-            first[digest] = task
+            task = Task(row_id, row, server, messages, ids, tools, entry.name, entry.weight, key)
+            first[place] = task
             tasks.append(task)
         if skipped:
             dropped.append(f"{entry.name}: {skipped} rows of other servers")
@@ -262,10 +260,13 @@ def list_references(row: Json) -> dict[str, str]:
 class RowSource(Protocol):
     """The rows to train on, batch by batch: FileRows, or those of kit/data/generated_rows.py."""
 
-    def batch(self, number: int, size: int, pass_rates: Mapping[str, float]) -> list[Task]:
+    def batch(
+        self, number: int, size: int, start: int, pass_rates: Mapping[str, float]
+    ) -> list[Task]:
         """Return the tasks of a batch. number: 1, 2, ... pass_rates: {row id: pass rate}.
 
-        The result depends on the arguments alone, so a resumed run gets the same batches.
+        start: the rows of all earlier batches, which may have had another size. The result depends
+        on the arguments alone, so a resumed run gets the same batches.
         """
 
     def count_file_rows(self, size: int) -> int:
@@ -277,14 +278,19 @@ class RowSource(Protocol):
 
 @dataclass
 class FileRows:
-    """The rows of files. A sampler picks each batch."""
+    """The rows of files. Each is used once an epoch, or a sampler picks each batch."""
 
     tasks: list[Task]
-    sampler: Callable[..., list[Task]]  # env.sampler: (tasks, size, batch, seed, pass_rates)
+    sampler: Callable[..., list[Task]] | None  # env.sampler: (tasks, size, batch, seed, pass_rates)
     seed: int
+    shuffle: bool = True  # data.shuffle, without a sampler
 
-    def batch(self, number: int, size: int, pass_rates: Mapping[str, float]) -> list[Task]:
-        """Return the tasks of a batch, as the sampler picks them."""
+    def batch(
+        self, number: int, size: int, start: int, pass_rates: Mapping[str, float]
+    ) -> list[Task]:
+        """Return the tasks of a batch, in order or as the sampler picks them."""
+        if self.sampler is None:
+            return env.take_batch(self.tasks, size, start, self.seed, self.shuffle)
         return list(self.sampler(self.tasks, size, number, self.seed, pass_rates))
 
     def count_file_rows(self, size: int) -> int:

@@ -118,12 +118,6 @@ def check_unsupported_options(actor: DictConfig) -> Iterator[str]:
     for name in ("dynamic_context_parallel", "use_dist_checkpointing"):
         if actor.megatron[name]:
             yield f"{ACTOR}.megatron.{name} is not supported. Remove it."
-    contents = actor.checkpoint.save_contents
-    if "model" not in contents:
-        yield (
-            f"{ACTOR}.checkpoint.save_contents={contents} must contain `model`, which the export "
-            "needs with Megatron. Add it."
-        )
     if list(actor.optim.betas) != DEFAULT_BETAS:
         yield (
             f"{ACTOR}.optim.betas is not read by Megatron. Set "

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from kit.config.recipe import Recipe
 from kit.config.schedule import POSITION
 from kit.config.training_effect import check_schedule
 from kit.data.episode import Episode
+from kit.data.fingerprint import name_row
 from kit.data.row_files import parse_object, read_raw_rows, report_progress
 from kit.data.tasks import FileEntry, parse_entries
 from kit.data.verl_rows import parse_messages
@@ -62,6 +64,7 @@ class Example(Episode):
 
     file: str = ""
     weight: float | None = None
+    key: str = ""  # its name by its content
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -206,11 +209,13 @@ def load_examples(recipe: Recipe, inputs: RunInputs, entries: Sequence[Any]) -> 
     """The conversations of env.train_files or env.val_files that fit the recipe's lengths."""
     limits = recipe.data
     examples = []
+    copies: Counter[str] = Counter()
     for entry in parse_entries([select_keys(entry) for entry in entries]):
         for row_id, row in report_progress(read_entry(entry, limits.prompt_key), entry.name, say):
             example = tokenize(row, inputs.template, row_id)
             example.file = entry.name
             example.weight = entry.weight
+            example.key = name_row(row, copies)
             is_prompt_short = len(example.prompt_ids) <= limits.max_prompt_length
             if is_prompt_short and len(example.response_ids) <= limits.max_response_length:
                 examples.append(example)
@@ -279,13 +284,13 @@ class Trainer:
         step = self.state.step + 1
         run.stages.begin_step(step)
         with run.stage("update_actor"):
-            rows = env.take_batch(
-                self.inputs.train, data.train_batch_size, step, data.seed, data.shuffle
-            )
+            size = data.train_batch_size
+            start = self.state.rows
+            rows = env.take_batch(self.inputs.train, size, start, data.seed, data.shuffle)
             batch = training.build_batch(rows, self.inputs.tokenizer.pad_token_id, temperature=1.0)
             batch.meta_info[POSITION] = step - 1  # of the learning rate
             metrics = update_sft(self.workers.actor, batch, self.recipe)
-            self.state = replace(self.state, step=step)
+            self.state = replace(self.state, step=step, rows=start + size)
         reason = finite_check.find_reason_to_skip(batch, metrics, self.recipe)
         if reason:
             say(f"step {step} skipped: {run.files.keep_nonfinite(step, reason, batch)}")

@@ -28,11 +28,12 @@ from omegaconf import OmegaConf
 
 from env import Json
 from kit import features
-from kit.config.keys import KEYS, flatten
+from kit.config.keys import flatten
 from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
+from kit.data.fingerprint import Fingerprint
 from kit.errors import ConfigError, RunError
-from kit.runs import files
+from kit.runs import files, identity
 
 if TYPE_CHECKING:
     import torch
@@ -40,9 +41,8 @@ if TYPE_CHECKING:
     from training import Workers
 
 MANIFEST = "manifest.json"
+FINGERPRINT = "config.fingerprint.json"  # next to config.yaml, in a run folder, too
 POINTER = "latest_checkpointed_iteration.txt"  # verl's file: the step of the last checkpoint
-WEIGHT_FILES = ("*.safetensors", "*.bin")
-WEIGHTS_TIME = "the time of the weights in {}"  # a setting of an evaluation
 EXPORTED = "step.txt"  # in an export: the step of its weights
 NAME = re.compile(r"(?:global_step|saving)_(\d+)")
 RANKS = ("trainer.n_gpus_per_node", "trainer.nnodes")  # their product is the number of ranks
@@ -83,8 +83,10 @@ class LoopState:
     command: str = "train"
     step: int = 0
     batches: int = 0  # batches of prompts so far
-    pass_rates: dict[str, float] = dataclasses.field(default_factory=dict)  # {row id: rate}
+    # {row id: rate}; in a file, by the content of the row
+    pass_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     kl_coef: float = 0.0  # the adaptive coefficient of the KL penalty
+    rows: int = 0  # prompts of all batches so far, whose size a resumed run may change
 
 
 def save(workers: Workers, folder: Path, state: LoopState, recipe: Recipe) -> Path:
@@ -133,6 +135,9 @@ def write(workers: Workers, partial: Path, state: LoopState, recipe: Recipe) -> 
             )
     partial.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(redacted(recipe.verl), partial / "config.yaml")
+    run_fingerprint = Path("runs") / recipe.trainer.experiment_name / FINGERPRINT
+    if run_fingerprint.is_file():
+        shutil.copy(run_fingerprint, partial / FINGERPRINT)
     torch.save(dataclasses.asdict(state), partial / "data.pt")
     write_manifest(partial)
 
@@ -253,6 +258,7 @@ def find_resume_point(recipe: Recipe) -> tuple[Path | None, list[str]]:
     """
     checkpoint: Path | None = None
     notes: list[str] = []
+    check_owner(recipe)
     if recipe.trainer.resume_mode == "resume_path":
         checkpoint = Path(recipe.trainer.resume_from_path or "nowhere")
         damage = find_damage(checkpoint)
@@ -271,15 +277,44 @@ def find_resume_point(recipe: Recipe) -> tuple[Path | None, list[str]]:
                 "0."
             )
     total = recipe.trainer.total_training_steps
+    is_own = not checkpoint or is_of_run(checkpoint, recipe)
+    if checkpoint and not is_own:
+        notes.append(f"{checkpoint} is of the run {read_owner(checkpoint)}.")
     if not checkpoint or step_of(checkpoint) < total:
         return checkpoint, notes
-    if step_of(checkpoint) == total and not is_exported(recipe.trainer.experiment_name, total):
+    is_pending = is_own and not is_exported(recipe.trainer.experiment_name, total)
+    if is_pending and step_of(checkpoint) == total:
         notes.append(f"All {total} steps are done. The last evaluation and the export remain.")
         return checkpoint, notes
     raise NothingLeftError(
         f"Nothing is left to train: {checkpoint} is the last of {total} steps. Raise "
         "trainer.total_training_steps, or set another trainer.experiment_name."
     )
+
+
+def check_owner(recipe: Recipe) -> None:
+    """Check that no other run has its checkpoints in this run's folder. Raises ConfigError."""
+    folder = Path(recipe.trainer.default_local_dir)
+    newest, _ = find_newest(folder)
+    if newest and not is_of_run(newest, recipe):
+        raise ConfigError(
+            f"trainer.default_local_dir={folder} has checkpoints of the run {read_owner(newest)}, "
+            f"and this is {recipe.trainer.experiment_name}. Remove this key, or give each run its "
+            "folder. To start from that checkpoint, set trainer.resume_mode=resume_path and "
+            "trainer.resume_from_path, too."
+        )
+
+
+def is_of_run(checkpoint: Path, recipe: Recipe) -> bool:
+    """Whether a checkpoint is of this run: in its folder, which may be renamed, or by its name."""
+    name = recipe.trainer.experiment_name
+    is_inside = checkpoint.resolve().is_relative_to((Path("runs") / name).resolve())
+    return is_inside or read_owner(checkpoint) in (name, None)
+
+
+def read_owner(checkpoint: Path) -> object:
+    """Return the name of the run that wrote a checkpoint, None if it is not known."""
+    return identity.read_run(checkpoint).values.get("trainer.experiment_name")
 
 
 def is_exported(run: str, step: int) -> bool:
@@ -307,35 +342,29 @@ def read_exported_step(export: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def read_weights_time(folder: Path) -> str | None:
-    """Return the time at which the weights of a folder were written, None if it has none."""
-    times: list[float] = []
-    for pattern in WEIGHT_FILES:
-        times += [path.stat().st_mtime for path in folder.glob(pattern)]
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(max(times))) if times else None
-
-
 # --- check ---------------------------------------------------------------------------------------
 
 
-def check(checkpoint: Path, recipe: Recipe) -> list[str]:
+def check(checkpoint: Path, recipe: Recipe, fingerprint: Fingerprint | None = None) -> list[str]:
     """Check that this recipe can resume from a checkpoint -> lines to print.
 
-    Raises RunError for a checkpoint of another model, command or layout, or with other contents
-    than tensors and plain values.
+    fingerprint: of the run that resumes. Raises RunError for a checkpoint of another model, command
+    or layout, without weights, or with other contents than tensors and plain values.
     """
     saved_command = read(checkpoint / "data.pt").get("command")
     if saved_command != recipe.command:
         raise RunError(
             f"{checkpoint} is of `{saved_command}`, not of `{recipe.command}`. {NEW_NAME}."
         )
-    before = read_recipe(checkpoint / "config.yaml")
-    now = flatten(redacted(recipe.verl))
+    before = identity.read_run(checkpoint)
+    now = fingerprint or Fingerprint(flatten(redacted(recipe.verl)))
+    refused = find_missing_contents(checkpoint, recipe, before.values)
     changes = list_changes(before, now)
-    fixed = find_fixed_keys(recipe, list(changes), before, now)
+    fixed = find_fixed_keys(recipe, list(changes), before.values, now.values)
     allowed = [text for key, text in changes.items() if key not in fixed]
     notes = [f"Changed since {checkpoint}: {', '.join(allowed)}"] if allowed else []
-    refused = [f"{changes[key]} ({reason})" for key, reason in fixed.items()]
+    notes += [f"WARNING     {text} since {checkpoint}" for text in now.list_row_changes(before)]
+    refused += [f"{changes[key]} ({reason})" for key, reason in fixed.items()]
     needs_critic = recipe.has_critic
     if needs_critic and not (checkpoint / "critic").is_dir():
         refused.append("a critic, which that run did not have")
@@ -355,30 +384,33 @@ def check(checkpoint: Path, recipe: Recipe) -> list[str]:
     return notes
 
 
-def list_changes(before: Json, now: Json) -> dict[str, str]:
-    """Return {key: "key old -> new"} of two flat recipes, without UNREPORTED_KEY."""
-    keys = [key for key in before | now if before.get(key) != now.get(key)]
-    return {
-        key: f"{key} {before.get(key)} -> {now.get(key)}"
-        for key in keys
-        if not UNREPORTED_KEY.match(key)
-    }
+def find_missing_contents(checkpoint: Path, recipe: Recipe, saved: Json) -> list[str]:
+    """List what this recipe loads of a checkpoint, and the checkpoint does not have.
+
+    saved: the values of the recipe that wrote it. Raises RunError if it has no weights: a run would
+    continue with those of the base model.
+    """
+    problems = []
+    for section in ("actor_rollout_ref.actor", *(["critic"] if recipe.has_critic else [])):
+        key = f"{section}.checkpoint.save_contents"
+        written = saved.get(key) or list(SHARDS)
+        if "model" not in written:
+            raise RunError(
+                f"{checkpoint} was saved with {key}={written}, without the weights (model), so a "
+                f"run cannot resume from it. Name another (trainer.resume_from_path). {NEW_NAME}, "
+                "if there is none."
+            )
+        loaded = recipe.get(f"{section}.checkpoint.load_contents") or recipe.get(key) or []
+        missing = [name for name in loaded if name in SHARDS and name not in written]
+        if missing:
+            problems.append(f"{section}.checkpoint.load_contents={loaded}: it has {written} only")
+    return problems
 
 
-def read_recipe(path: Path) -> Json:
-    """Return the values of a saved recipe, under the present names of their keys."""
-    return rename_keys(flatten(OmegaConf.load(path)))
-
-
-def rename_keys(recipe: Json) -> Json:
-    """Replace the old names of renamed keys in a saved recipe by the present ones."""
-    renamed = {}
-    for key, value in recipe.items():
-        for old, new in KEYS.renamed.items():
-            if key == old or key.startswith(f"{old}."):
-                key = new + key.removeprefix(old)
-        renamed[key] = value
-    return renamed
+def list_changes(before: Fingerprint, now: Fingerprint) -> dict[str, str]:
+    """Return {key: what changed}, without UNREPORTED_KEY and without rows."""
+    changes = now.list_changes(before)
+    return {key: text for key, text in changes.items() if not UNREPORTED_KEY.match(key)}
 
 
 def find_fixed_keys(recipe: Recipe, keys: list[str], before: Json, now: Json) -> dict[str, str]:
@@ -468,4 +500,8 @@ def load(workers: Workers, checkpoint: Path) -> LoopState:
     for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
         if group is not None:
             group.load_checkpoint(str((checkpoint / name).absolute()))
-    return LoopState(**read(checkpoint / "data.pt"))
+    saved = read(checkpoint / "data.pt")
+    if "rows" not in saved:  # of an earlier version
+        size = identity.read_recipe(checkpoint / "config.yaml")["data.train_batch_size"]
+        saved["rows"] = (saved["batches"] or saved["step"]) * size
+    return LoopState(**saved)

@@ -22,11 +22,12 @@ from kit.config.keys import is_below
 from kit.config.load import COMMANDS, list_written, load_config
 from kit.config.packages import describe_import_error
 from kit.config.recipe import Recipe
+from kit.data.fingerprint import Fingerprint
 from kit.errors import ConfigError, RunError, Stop, UserFunctionError
 from kit.features import Feature, OnFeatures, ignore_features
 from kit.gym import network
 from kit.rollout.inputs import RunInputs
-from kit.runs import checkpoints, files, isolation, prepare, summary, trial
+from kit.runs import checkpoints, files, identity, isolation, prepare, summary, trial
 from kit.runs import replay as recorded
 from kit.runs.console import console, remove_control_characters
 from kit.runs.verifier_trial import try_verifiers
@@ -67,6 +68,7 @@ class Plan(NamedTuple):
     resume_from: Path | None  # a checkpoint
     replay: recorded.Replay | None  # with --replay: episodes to train on
     notes: list[str]  # lines to print
+    fingerprint: Fingerprint = Fingerprint()
 
 
 @contextlib.contextmanager
@@ -115,15 +117,17 @@ def plan(
             if not is_dry_run:
                 raise
             notes = [f"WARNING     {error}"]
+    fingerprint = identity.make_fingerprint(recipe, inputs)
     if resume_from:
-        notes += checkpoints.check(resume_from, recipe)
+        notes += checkpoints.check(resume_from, recipe, fingerprint)
         notes.append(f"resume      from {resume_from}")
-    loaded = recorded.load(recording, recipe, inputs, resume_from) if recording else None
-    if loaded:
+    loaded: recorded.Replay | None = None
+    if recording:
+        loaded = recorded.load(recording, recipe, inputs, resume_from, fingerprint)
         notes.append(loaded.note)
     if command == "train":
         trial.try_functions(recipe, inputs)
-    return Plan(recipe, inputs, resume_from, loaded, notes)
+    return Plan(recipe, inputs, resume_from, loaded, notes, fingerprint)
 
 
 class FixedLogger(logging.Logger):
@@ -289,7 +293,7 @@ def run_other(planned: Plan) -> None:
     command = planned.recipe.command
     if command in features.COMMANDS:
         run_command = features.COMMANDS[command]().run_command
-    with Run(planned.recipe, planned.resume_from) as started:
+    with Run(planned.recipe, planned.resume_from, planned.fingerprint) as started:
         run_command(planned.recipe, started, planned.inputs)
 
 

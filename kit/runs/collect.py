@@ -9,32 +9,34 @@
 
 Each verified episode is one line (kit/data/rollout_files.py). Failed episodes go to failures.jsonl.
 If you rerun the same command, it samples only the episodes that are missing or failed. It must then
-have the same model and the same sampling settings. rollouts.settings.json and
-evaluation.settings.json hold those of the first run.
+have the same model, template, sampling settings and verifier, by their content.
+rollouts.settings.json and evaluation.settings.json hold those of the first run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 import env
 from env import Json
-from kit.config.load import MODEL, ROLLOUT
+from kit.config.keys import is_below
+from kit.config.load import ROLLOUT
 from kit.config.recipe import Recipe
 from kit.data import metrics as episode_metrics
 from kit.data import rollout_files
 from kit.data.episode import Episode, RecordIndex
+from kit.data.fingerprint import Fingerprint
 from kit.data.selection import check_failures, group_episodes, select_trainable
 from kit.errors import ConfigError
 from kit.rollout.inputs import RunInputs
 from kit.rollout.sampling import EpisodeRequest, build_sampling_params, request_group
-from kit.runs import checkpoints, files
+from kit.runs import identity
 from kit.runs.console import print_examples, say
 from kit.runs.run import Run
 
@@ -44,16 +46,6 @@ if TYPE_CHECKING:
 PRINTED_EXAMPLES = 3  # best and worst episodes
 # large fields of a record, which Gym's /aggregate_metrics does not get
 LARGE_FIELDS = ("_episode", "response", "responses_create_params")
-# besides the sampling parameters, the keys that decide what the policy answers
-POLICY_KEYS = (
-    f"{MODEL}.path",
-    f"{MODEL}.lora_adapter_path",
-    f"{MODEL}.custom_chat_template",
-    "data.max_response_length",
-    f"{ROLLOUT}.multi_turn.format",
-    f"{ROLLOUT}.multi_turn.max_assistant_turns",
-    f"{ROLLOUT}.multi_turn.max_tool_response_length",
-)
 
 
 class Collected(NamedTuple):
@@ -80,7 +72,8 @@ class Collector:
         name = "evaluation" if validate else "rollouts"
         self.path = run.folder / f"{name}.jsonl"
         self.done = read_collected(self.path, self.tasks)
-        check_settings(self.path, describe_settings(recipe, validate), bool(self.done))
+        settings = describe_settings(recipe, run.files.fingerprint, validate)
+        check_settings(self.path, settings, bool(self.done))
         pairs = itertools.product(range(len(self.tasks)), range(self.n))
         indices = itertools.starmap(RecordIndex, pairs)
         self.missing = [index for index in indices if index not in self.done]
@@ -187,62 +180,66 @@ def without_large_fields(record: Json) -> Json:
 
 
 def read_collected(path: Path, tasks: Sequence[env.Task]) -> dict[RecordIndex, Collected]:
-    """Read the episodes that an earlier run collected. Raises ConfigError for other rows."""
+    """Read the episodes that an earlier run collected, whose rows may have moved in their files.
+
+    Raises ConfigError for other rows.
+    """
     collected: dict[RecordIndex, Collected] = {}
     if not path.is_file():
         return collected
+    copies: dict[str, list[int]] = {}  # {digest of a row: the indices of its copies}
+    for number, task in enumerate(tasks):
+        copies.setdefault(task.key.partition("-")[0], []).append(number)
+    rows: dict[tuple[str, int], int] = {}  # {digest and index of a row in the file: its index now}
     for _, record in rollout_files.read_records(path):
-        row = record.get("_ng_task_index", -1)
-        if not 0 <= row < len(tasks) or not is_of_task(record, tasks[row]):
-            raise ConfigError(
-                f"{path} holds episodes of other rows. Set another trainer.experiment_name."
-            )
-        index = RecordIndex(row, record.get("_ng_rollout_index", -1))
-        episode = rollout_files.from_record(record, tasks[row].row)
+        place = (record["_episode"].get("content", ""), record.get("_ng_task_index", -1))
+        if place not in rows:
+            if not copies.get(place[0]):
+                raise ConfigError(
+                    f"{path} holds episodes of other rows: {record['_episode']['row_id']} is not "
+                    "among the present ones with this content. Set another "
+                    "trainer.experiment_name."
+                )
+            rows[place] = copies[place[0]].pop(0)
+        task = tasks[rows[place]]
+        index = RecordIndex(rows[place], record.get("_ng_rollout_index", -1))
+        record["_ng_task_index"] = index.task
+        episode = rollout_files.from_record(record, task.row)
+        episode.row_id = task.row_id
         collected[index] = Collected(episode, without_large_fields(record))
     return collected
 
 
-def describe_settings(recipe: Recipe, validate: bool) -> Json:
-    """The settings that all episodes of a file share: {name: value}, values as in JSON.
-
-    A folder may get other weights under the same path, as an export does when training resumes. So
-    the time at which the weights were written is one of the settings.
-    """
-    settings = {key: recipe.get(key) for key in POLICY_KEYS}
+def describe_settings(recipe: Recipe, run: Fingerprint, validate: bool) -> Fingerprint:
+    """Return what all episodes of a file share. run: the fingerprint of the run."""
     section = f"{ROLLOUT}.val_kwargs" if validate else ROLLOUT
     sampling = build_sampling_params(recipe, validate)
-    settings |= {f"{section}.{name}": value for name, value in sampling.items()}
-    for key in (f"{MODEL}.path", f"{MODEL}.lora_adapter_path"):
-        written_at = checkpoints.read_weights_time(Path(recipe.get(key) or "nowhere"))
-        if written_at:
-            settings[checkpoints.WEIGHTS_TIME.format(key)] = written_at
-    return settings
+
+    def is_shared(key: str) -> bool:
+        return is_below(key, *identity.POLICY_KEYS) or identity.verifies(key)
+
+    settings = run.select(is_shared)
+    values = {f"{section}.{name}": value for name, value in sampling.items()}
+    return replace(settings, values=settings.values | values)
 
 
-def check_settings(path: Path, settings: Json, has_episodes: bool) -> None:
+def check_settings(path: Path, settings: Fingerprint, has_episodes: bool) -> None:
     """Check that the episodes of `path` have these settings, or record them for new episodes.
 
     Raises ConfigError.
     """
     settings_path = path.with_suffix(".settings.json")
     if has_episodes and settings_path.is_file():
-        earlier = json.loads(settings_path.read_text())
-        for name in sorted(earlier.keys() | settings.keys()):
-            if earlier.get(name) != settings.get(name):
-                raise ConfigError(
-                    f"{path} holds episodes of another policy: {name} was {earlier.get(name)} and "
-                    f"is now {settings.get(name)}. Set another trainer.experiment_name, or delete "
-                    f"{path}."
-                )
-    with files.replace_atomically(settings_path) as partial:
-        partial.write_text(json.dumps(settings, indent=1))
-
-
-def is_of_task(record: Json, task: env.Task) -> bool:
-    """Whether a record was collected from this row."""
-    key = "responses_create_params"
-    return bool(record.get(key) == rollout_files.replace_images_by_hash(task.row)[key])
+        changes = settings.list_changes(identity.read_fingerprint(settings_path))
+        for key, change in sorted(changes.items()):
+            problem = "holds episodes of another policy"
+            if identity.verifies(key):
+                problem = "holds rewards of another verifier"
+            raise ConfigError(
+                f"{path} {problem}: {change}. Set another trainer.experiment_name, "
+                f"or delete {path}."
+            )
+    identity.write_fingerprint(settings_path, settings)
 
 
 def flatten_numbers(tree: Json, prefix: str) -> dict[str, float]:

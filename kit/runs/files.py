@@ -46,6 +46,9 @@ def describe_write_error(path: Path | str, error: OSError) -> str:
         hint = "Free space there"
     elif error.errno in PERMISSION_DENIED:
         hint = "Make it writable"
+    elif error.errno == errno.ENOENT:  # of another file, or of a folder above
+        reason = f"{error.filename or path} does not exist"
+        hint = "Restore it, or give another path"
     else:
         hint = "Check that disk"
     return f"{path} cannot be written: {reason}. {hint}, then rerun the same command"

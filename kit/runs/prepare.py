@@ -154,7 +154,7 @@ def check_recipe(
         processor=processor,
         template=template,
         stop_ids=files.stop_ids,
-        source=FileRows([], functions.sampler, config.data.seed),  # load_rows sets it
+        source=FileRows([], None, config.data.seed),  # load_rows sets it
         model=files.hf_config.get_text_config(),
         verifiers=verifiers,
     )
@@ -394,7 +394,7 @@ def load_rows(
     command: str,
     inputs: RunInputs,
     aliases: Mapping[str, str],
-    sampler: Callable[..., list[env.Task]],
+    sampler: Callable[..., list[env.Task]] | None,
 ) -> None:
     """Load the tasks of a command into `inputs`, and set the number of training steps.
 
@@ -423,7 +423,7 @@ def load_rows(
     inputs.train = [*train.tasks, *generated][: config.env.max_rows]
     check_any_rows(config, command, inputs)
 
-    inputs.source = FileRows(inputs.train, sampler, config.data.seed)
+    inputs.source = FileRows(inputs.train, sampler, config.data.seed, config.data.shuffle)
     if command == "train":
         inputs.source = generated_rows.make_row_source(config, train_entries, inputs.source, loader)
     size = config.data.train_batch_size

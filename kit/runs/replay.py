@@ -7,11 +7,12 @@
     set_old_log_probs(...)              the old policy of a step, and how far it is from the sampler
 
 The recorded log-probs are those of the behavior policy, which sampled the episodes. With the recipe
-of the recorded run, each step starts from the weights that sampled its episodes. So the step is
-computed as in that run. With configs/machines/deterministic.yaml, the new weights are the same on a
-CPU bit for bit. With another loss or advantage, the weights are the recorded ones only at the first
-step. From then on the episodes are off-policy: the loss gets the recorded log-probs as the old
-ones.
+of the recorded run, and the same functions and weights by their content, each step starts from the
+weights that sampled its episodes. So the step is computed as in that run. With
+configs/machines/deterministic.yaml, the new weights are the same on a CPU bit for bit. With another
+loss or advantage, the weights are the recorded ones only at the first step. From then on the
+episodes are off-policy: the loss gets the recorded log-probs as the old ones. The same holds from
+the first step at which the measured distance is larger than arithmetic explains.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from omegaconf import DictConfig
 
-from env import Json, Task
+from env import Task
 from kit.config.keys import flatten, is_below
 from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
 from kit.data.episode import Episode
+from kit.data.fingerprint import Fingerprint
 from kit.data.importance import PolicyShift, measure_shift
+from kit.data.json_lines import read_metrics
 from kit.data.rollout_files import load_replay
 from kit.errors import ConfigError, RunError
 from kit.rollout.inputs import RunInputs
-from kit.runs import checkpoints
+from kit.runs import checkpoints, identity
+from kit.runs.console import say
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -46,21 +50,22 @@ if TYPE_CHECKING:
 UPDATE_KEYS = (
     "actor_rollout_ref.actor",
     "actor_rollout_ref.model",
-    "actor_rollout_ref.ref",
     "actor_rollout_ref.rollout.n",
     "actor_rollout_ref.rollout.temperature",
     "algorithm",
-    "critic",
     "data.train_batch_size",
-    "distillation",
+    "distillation.enabled",
     "env.filters",
     "env.reward",
-    "reward",
+    "reward.reward_model.enable",
     "trainer.critic_warmup",
     "trainer.n_gpus_per_node",
     "trainer.nnodes",
 )
-OTHER_KEYS = re.compile(r".*\.(checkpoint|profiler)\..*")
+OTHER_KEYS = re.compile(r".*\.(checkpoint|profiler)\..*|.*(max_token_len_per_gpu|chat_template)")
+KL = "rollout_corr/k3_kl"
+ROUNDING = 1e-4  # nats per token
+MAX_KL = 0.01  # nats per token, between sampler and trainer at the same weights, if not recorded
 CHECKED_TEXTS = 20  # episodes of a file whose ids are decoded, to recognize the tokenizer
 CHANGES_SHOWN = 3
 
@@ -101,7 +106,8 @@ class Replay:
 
     recording: Recording
     tasks: Sequence[Task]
-    changes: Sequence[str]
+    changes: list[str]  # grows by what a step measures
+    kl: Mapping[int, float] = dataclasses.field(default_factory=dict)  # {step: as recorded}
 
     @property
     def note(self) -> str:
@@ -199,22 +205,33 @@ def find_checkpoint(config: DictConfig, recording: Recording) -> Path | None:
 
 
 def load(
-    recording: Recording, recipe: Recipe, inputs: RunInputs, start: Path | None = None
+    recording: Recording,
+    recipe: Recipe,
+    inputs: RunInputs,
+    start: Path | None = None,
+    fingerprint: Fingerprint | None = None,
 ) -> Replay:
     """Read every file once, and check it against the model and the rows. Raises ConfigError.
 
-    start: the checkpoint before the first step. Each step reads its file again, so that memory does
-    not grow with the number of steps.
+    start: the checkpoint before the first step. fingerprint: of the replay. Each step reads its
+    file again, so that memory does not grow with the number of steps.
     """
     for path in recording.files.values():
         batches = load_replay(path, inputs.train)
         episodes = list(itertools.chain.from_iterable(batches))
         check_vocabulary(path, episodes, inputs)
         check_tokenizer(path, episodes, inputs)
-    changes = list_changes(recording, recipe)
+    now = fingerprint or Fingerprint(flatten(redacted(recipe.verl)))
+    changes = list_changes(recording, recipe, now)
     if start and recipe.trainer.resume_mode == "resume_path" and not is_own(start, recording):
         changes.append(f"start from {start}")
-    return Replay(recording, inputs.train, changes)
+    return Replay(recording, inputs.train, changes, read_kl(recording))
+
+
+def read_kl(recording: Recording) -> dict[int, float]:
+    """Return {step: KL of trainer and sampler} of the recorded steps, as far as it is known."""
+    lines = read_metrics(recording.folder / "metrics.jsonl")
+    return {line["step"]: line[KL] for line in lines if line.get(KL) is not None}
 
 
 def is_own(checkpoint: Path, recording: Recording) -> bool:
@@ -256,24 +273,25 @@ def check_tokenizer(path: Path, episodes: Sequence[Episode], inputs: RunInputs) 
         )
 
 
-def list_changes(recording: Recording, recipe: Recipe) -> list[str]:
-    """List `key old -> new` of UPDATE_KEYS that differ from the recorded run's config.yaml."""
-    path = recording.folder / "config.yaml"
-    if not path.is_file():
-        return [f"{path} is missing"]
-    before = select_update_keys(checkpoints.read_recipe(path))
-    now = select_update_keys(flatten(redacted(recipe.verl)))
-    keys = [key for key in now | before if before.get(key) != now.get(key)]
-    return [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys]
+def list_changes(recording: Recording, recipe: Recipe, fingerprint: Fingerprint) -> list[str]:
+    """List what decides the update and differs from the recorded run, by its content."""
+    if not (recording.folder / "config.yaml").is_file():
+        return [f"{recording.folder / 'config.yaml'} is missing"]
+    parents = [*UPDATE_KEYS]
+    if recipe.has_critic:
+        parents.append("critic")
+    if recipe.has_reference:
+        parents.append("actor_rollout_ref.ref")
+    if recipe.has_reward_model:
+        parents.append("reward")
+    if recipe.teacher:
+        parents.append("distillation")
 
+    def decides(key: str) -> bool:
+        return is_below(key, *parents) and not OTHER_KEYS.fullmatch(key)
 
-def select_update_keys(values: Json) -> Json:
-    """Select the values that decide how a step is computed from its episodes."""
-    selected = {}
-    for key, value in values.items():
-        if is_below(key, *UPDATE_KEYS) and not OTHER_KEYS.match(key):
-            selected[key] = value
-    return selected
+    before = identity.read_run(recording.folder).select(decides)
+    return list(fingerprint.select(decides).list_changes(before).values())
 
 
 # --- while it runs -------------------------------------------------------------------------------
@@ -312,10 +330,11 @@ def set_old_log_probs(
     With the recipe of the recorded run, the old log-probs are computed as in that run: by a
     separate pass, by the update itself, or (bypass mode) by the rollout engine.
 
-    With another recipe, PPO's ratio must begin at the policy that sampled, so `old_log_probs` are
-    the recorded ones. Exception: if the recipe corrects for the rollout engine (rollout_is or
-    rollout_rs), they are computed at the present weights. The correction's weights then lead from
-    the recorded policy to the old one (decoupled PPO, Hilton et al. 2021, arXiv:2110.00641).
+    With another recipe, or if the distance is larger than in the recorded run, PPO's ratio must
+    begin at the policy that sampled, so `old_log_probs` are the recorded ones. Exception: if the
+    recipe corrects for the rollout engine (rollout_is or rollout_rs), they are computed at the
+    present weights. The correction's weights then lead from the recorded policy to the old one
+    (decoupled PPO, Hilton et al. 2021, arXiv:2110.00641).
 
     Raises RunError if the effective sample size is below trainer.replay_min_ess.
     """
@@ -326,6 +345,14 @@ def set_old_log_probs(
     is_sampled = tensors["response_mask"].bool() & (tensors["turn"] >= 0)  # [B, R]
     behavior = tensors["rollout_log_probs"]
     shift = measure_shift(computed["log_probs"], behavior, is_sampled)
+    limit = 2 * replay.kl[step] + ROUNDING if step in replay.kl else MAX_KL
+    if not replay.changes and not shift.kl <= limit:
+        replay.changes.append(f"step {step} measured another policy")
+        say(
+            f"WARNING     step {step} is off-policy, although the recipe is the recorded one: KL "
+            f"{shift.kl:.3g} per token, effective sample size {shift.ess:.3f} of the episodes. "
+            "From here on, the recorded log-probs are the old ones."
+        )
     metrics = describe_shift(shift, step - replay.recording.first if replay.changes else 0)
     correction = recipe.algorithm.rollout_correction
     if not replay.changes:

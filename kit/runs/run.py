@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from kit.config.recipe import Recipe
+from kit.data.fingerprint import Fingerprint
 from kit.runs import checkpoints
 from kit.runs.console import Display
 from kit.runs.run_files import RunFiles
@@ -16,10 +17,15 @@ from kit.runs.stages import Stages
 class Run:
     """A run of a command. Use as `with Run(recipe) as run`.
 
-    resume_from: the checkpoint to resume from.
+    resume_from: the checkpoint to resume from. fingerprint: of the recipe and its rows.
     """
 
-    def __init__(self, recipe: Recipe, resume_from: Path | None = None):
+    def __init__(
+        self,
+        recipe: Recipe,
+        resume_from: Path | None = None,
+        fingerprint: Fingerprint | None = None,
+    ):
         self.recipe = recipe
         self.folder = Path("runs") / recipe.trainer.experiment_name
         self.last: int = recipe.trainer.total_training_steps  # the number of the last step
@@ -27,6 +33,7 @@ class Run:
         self.display = Display(recipe.command, self.last if recipe.trains else 0, done)
         self.stages = Stages(recipe.kit.stage_timeout_s, self.folder / "logs", self.display)
         self.files = RunFiles(recipe, self.folder, self.stages, resume_from)
+        self.files.fingerprint = fingerprint or Fingerprint()
         self.log = RunLog(self.files)
 
     def __enter__(self) -> Run:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import time
 import traceback
@@ -23,9 +24,10 @@ from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
 from kit.data import json_lines
 from kit.data.episode import Episode
+from kit.data.fingerprint import Fingerprint
 from kit.data.rollout_files import to_record, write_record
 from kit.errors import RunError
-from kit.runs import checkpoints, files
+from kit.runs import checkpoints, files, identity
 from kit.runs.console import say
 from kit.runs.stages import Stages
 
@@ -50,12 +52,18 @@ class RunFiles:
         self.folder = folder
         self.stages = stages
         self.checkpoint = checkpoint
+        self.fingerprint = Fingerprint()
         self.report_written_at = 0.0
         self.report_seconds = 0.0  # to write the last report.html
         self.findings: list[str] = []  # lines of the last report: its first problem
         self.nonfinite_steps = 0  # in a row
         self.changed_variables: list[str] = []  # environment variables that this run has set
         self.locks: list[files.FolderLock] = []  # of the folders that no other run may use
+
+    @property
+    def functions(self) -> str:
+        """The digest of the functions that generate training rows, "" without one."""
+        return self.fingerprint.contents.get("env.train_files", "")
 
     # --- folders and the environment ---
 
@@ -82,11 +90,25 @@ class RunFiles:
                 if json_lines.drop_incomplete_line(path):
                     say(f"Removed the incomplete last line of {path}. All other lines stay.")
         name = "config" if recipe.trains else recipe.command
+        if recipe.trains and self.checkpoint:
+            self.note_changes()
         with files.replace_atomically(self.folder / f"{name}.yaml") as partial:
             OmegaConf.save(redacted(recipe.verl), partial)
+        path = self.folder / f"{name}.fingerprint.json"
+        identity.write_fingerprint(path, self.fingerprint)
         if recipe.trains:
             for note in checkpoints.set_aside(checkpoint_folder, self.saved_step):
                 say(note)
+
+    def note_changes(self) -> None:
+        """Write to changes.jsonl what this run changes in the one that it resumes, if anything."""
+        before = identity.read_run(self.folder)
+        changes = checkpoints.list_changes(before, self.fingerprint)
+        texts = [*changes.values(), *self.fingerprint.list_row_changes(before)]
+        if texts and before.values and self.fingerprint.values:
+            with files.append_or_restore(self.folder / "changes.jsonl") as out:
+                line = {"after_step": self.saved_step, "changes": texts}
+                out.write(json.dumps(line).encode() + b"\n")
 
     def lock(self, folder: Path) -> None:
         """Keep other runs out of a folder until this one ends. Raises RunError."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from omegaconf import OmegaConf
@@ -27,6 +29,9 @@ if TYPE_CHECKING:  # verl takes 7 s to import
     from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 
+FILE = "file"  # verl's tracker that writes a file
+
+
 class Trackers(NamedTuple):
     """The trackers of a run, which verl opens."""
 
@@ -45,6 +50,7 @@ class RunLog:
         self.stages = run_files.stages
         self.last: int = self.recipe.trainer.total_training_steps  # the number of the last step
         self.trackers: Trackers | None = None
+        self.tracking: Path | None = None  # the file of the tracker `file`
         # functions that measure something for every line of metrics.jsonl
         self.gauges: list[Callable[[], Mapping[str, float]]] = []
         # functions that get every line of metrics.jsonl
@@ -57,15 +63,23 @@ class RunLog:
     def open(self) -> None:
         """Open the recipe's trackers (trainer.logger), if there are any. Raises RunError."""
         set_env = self.files.set_env
-        set_env(TENSORBOARD_DIR=self.folder / "tensorboard", WANDB_DIR=self.folder)
-        set_env(VERL_FILE_LOGGER_PATH=self.folder / "tracking.jsonl")
+        set_env(TENSORBOARD_DIR=self.folder / f"tensorboard{self.suffix}", WANDB_DIR=self.folder)
         names = trackers.list_names(self.recipe.verl)
+        if FILE in names:  # verl's own would empty the file of a run that resumes
+            path = self.folder / f"tracking{self.suffix}.jsonl"
+            self.tracking = Path(os.environ.get("VERL_FILE_LOGGER_PATH", path))
+        names = [name for name in names if name != FILE]
         if names:
             self.trackers = self.open_trackers(names)
 
+    @property
+    def suffix(self) -> str:
+        """The end of the names of a command's own files: another may use the folder of a run."""
+        return "" if self.recipe.trains else f"_{self.recipe.command}"
+
     def open_trackers(self, names: list[str]) -> Trackers:
         """Open verl's trackers, with an id that a resumed run uses again. Raises RunError."""
-        path = self.folder / "tracker_id"
+        path = self.folder / f"tracker_id{self.suffix}"
         if self.files.checkpoint is None or not path.is_file():
             with files.replace_atomically(path) as partial:
                 partial.write_text(uuid.uuid4().hex[:12])
@@ -108,7 +122,7 @@ class RunLog:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append to metrics.jsonl and pass the line to the trackers.
 
-        It replaces verl's file logger, which would overwrite the file when a run resumes.
+        Another file gets it, too, if trainer.logger has `file`.
         """
         if not metrics:
             return
@@ -121,6 +135,9 @@ class RunLog:
             line["command"] = self.recipe.command  # another run may train in the same folder
         with files.append_or_restore(self.folder / "metrics.jsonl") as out:
             out.write(json.dumps(line | finite).encode() + b"\n")
+        if self.tracking:  # in the form of verl's tracker
+            with files.append_or_restore(self.tracking) as out:
+                out.write(json.dumps({"step": step, "data": finite}).encode() + b"\n")
         for reader in self.readers:
             reader(step, values)
         if self.trackers:

@@ -66,9 +66,9 @@ def try_functions(recipe: Recipe, inputs: RunInputs) -> None:
         )
         for function in recipe.functions.filters:
             try_function(function, fake_episodes(inputs, n))
-        if inputs.train:  # rows of files, which a sampler picks from
-            size = recipe.data.train_batch_size
-            recipe.functions.sampler(list(inputs.train), size, 1, recipe.data.seed, {})
+        sampler = recipe.functions.sampler
+        if inputs.train and sampler:  # it picks from the rows of files
+            sampler(list(inputs.train), recipe.data.train_batch_size, 1, recipe.data.seed, {})
         try_advantage(recipe)
         try_loss(recipe)
     except UserFunctionError as error:

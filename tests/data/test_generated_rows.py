@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 import env
-from env import take_batch
 from kit.config.load import load_config
 from kit.data.episode import Episode, TurnSpan, append_tokens
 from kit.data.generated_rows import FunctionEntry, FunctionRows, MixedRows
@@ -73,7 +72,7 @@ def folder(workspace, tmp_path, monkeypatch):
 
 
 def draw_batch(data, batch, size=8, pass_rates=()):
-    return data.source.batch(batch, size, dict(pass_rates))
+    return data.source.batch(batch, size, (batch - 1) * size, dict(pass_rates))
 
 
 def test_a_function_generates_the_rows_of_each_batch(folder):
@@ -310,9 +309,9 @@ def test_a_function_without_a_row_in_the_batch_is_an_error():
     entry = FunctionEntry("t.py:rows", 0.01, "", "env.train_files", lambda *_: [])
     rows = FunctionRows(entry, TaskLoader(None, {}, 100), seed=1)
     file = SimpleNamespace(file="a.jsonl", weight=1.0)
-    mixed = MixedRows(FileRows([file], take_batch, 1), [rows])
+    mixed = MixedRows(FileRows([file], None, 1), [rows])
     message = r"t\.py:rows: weight=0.01 gives no row in a batch of 8"
     with pytest.raises(env.DataError, match=message):
         mixed.compute_quotas(8)
-    alone = MixedRows(FileRows([], take_batch, 1), [rows])
+    alone = MixedRows(FileRows([], None, 1), [rows])
     assert alone.compute_quotas(8) == {"t.py:rows": 8}

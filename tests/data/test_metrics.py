@@ -7,6 +7,7 @@ from itertools import combinations
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -30,14 +31,15 @@ from kit.data.metrics import (
 from kit.data.selection import select_trainable
 from kit.extras.report.metric_docs import find_metric
 from kit.runs.checkpoints import LoopState
+from tests.helpers.recipes import row
 
 
 def make_verified(rewards):
     """Episodes with {row: their rewards}."""
     episodes = []
-    for row, row_rewards in rewards.items():
+    for number, row_rewards in rewards.items():
         for reward in row_rewards:
-            episodes.append(Episode(str(row), str(row), "s", [1], reward=reward))
+            episodes.append(Episode(str(number), str(number), "s", [1], reward=reward))
     return episodes
 
 
@@ -47,8 +49,8 @@ def test_pass_at_k_is_the_chance_that_one_of_k_is_right():
     metrics = compute_scores(make_verified(rewards), 4, "s")
     for k in (1, 2, 4):
         chances = []
-        for row in rewards.values():
-            subsets = list(combinations(row, k))
+        for row_rewards in rewards.values():
+            subsets = list(combinations(row_rewards, k))
             chances.append(sum(any(r >= 1.0 for r in subset) for subset in subsets) / len(subsets))
         assert metrics[f"val-core/s/acc/pass@{k}"] == pytest.approx(sum(chances) / 3)
     assert metrics["val-core/s/reward/mean@4"] == pytest.approx(5.5 / 12)
@@ -69,6 +71,26 @@ def test_pass_at_k_is_computed_for_powers_of_two_and_for_n(n, expected):
 def test_rows_with_too_few_episodes_do_not_count_for_pass_at_k():
     metrics = compute_scores(make_verified({0: [1.0], 1: [0.0, 0.0]}), 2, "s")
     assert metrics["val-core/s/acc/pass@1"] == 0.5 and metrics["val-core/s/acc/pass@2"] == 0.0
+
+
+def test_copies_of_a_problem_are_one_row_of_an_interval():
+    """30 problems, each 8 times in the file, are as 8 responses to each of 30 rows."""
+    rewards = np.random.default_rng(0).random((30, 8)).round()
+    copies = []
+    responses = []
+    for (problem, copy), reward in np.ndenumerate(rewards):
+        task_row = row(f"question {problem}", extra_info={"index": 8 * problem + copy})
+        for episodes, row_id in ((copies, f"r:{problem}.{copy}"), (responses, f"r:{problem}")):
+            episodes.append(Episode(row_id, "0/0", "s", [1], row=task_row, reward=float(reward)))
+    some = compute_scores(copies, 1, "s")
+    others = compute_scores(responses, 8, "s")
+    for end in (LOW, HIGH):
+        name = "val-aux/s/acc/mean@{}" + end
+        assert some[name.format(1)] == others[name.format(8)]
+    for one in copies:  # the environment writes the prompts, so they may differ
+        one.row = {"responses_create_params": {"input": []}}
+    alone = compute_scores([replace(one, row={}) for one in copies], 1, "s")
+    assert compute_scores(copies, 1, "s") == alone != some
 
 
 def episode(server: str, group: str, reward: float | None, **changes) -> Episode:

@@ -59,8 +59,8 @@ def test_a_file_in_two_entries_keeps_both_weights_and_servers(tmp_path, monkeypa
     assert [task.row_id for task in loaded[:8]] == [f"rows.jsonl:{n}" for n in range(1, 9)]
     for sampler in (env.take_batch, lambda *args: by_pass_rate(*args, {})):
         drawn = Counter()
-        for step in range(1, 11):
-            drawn.update(task.server for task in sampler(loaded, 32, step, 0))
+        for step in range(10):
+            drawn.update(task.server for task in sampler(loaded, 32, 32 * step, 0))
         assert drawn == {"a": 80, "b": 240}
 
 
@@ -139,7 +139,7 @@ def test_a_folder_or_pattern_stands_for_its_files_in_sorted_order(shards, path, 
 def test_the_weight_of_a_pattern_is_that_of_all_its_files(shards):
     other = str(write_numbers(shards / "other.jsonl"))
     loaded = load_tasks([{"path": "data/*.jsonl", "weight": 1}, {"path": other, "weight": 3}])
-    assert Counter(task.file for task in env.take_batch(loaded, 8, 1, 0)) == {
+    assert Counter(task.file for task in env.take_batch(loaded, 8, 0, 0)) == {
         "data/*.jsonl": 2,
         other: 6,
     }
@@ -191,7 +191,7 @@ def test_conversations_are_read_from_patterns_and_from_one_file_twice(shards, wo
         "data/chats.jsonl:4",
         "data/chats.jsonl(2):1",
     ]
-    batch = env.take_batch(examples, 8, 1, 0)
+    batch = env.take_batch(examples, 8, 0, 0)
     assert Counter(example.file for example in batch) == {
         "data/chats*.jsonl": 2,
         "data/chats.jsonl": 6,

@@ -8,17 +8,25 @@ import math
 import os
 import re
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import env
 from kit.config.load import load_config
 from kit.config.recipe import freeze
+from kit.data.episode import Episode
+from kit.data.fingerprint import name_row
+from kit.data.rollout_files import to_record, write_record
 from kit.errors import ConfigError
+from kit.gym.python_verifiers.settings import PythonVerifiers
 from kit.rollout.sampling import make_rollout_context
-from kit.runs import collect
+from kit.runs import collect, identity
 from kit.runs.launch import Started
 from kit.runs.run import Run
-from tests.helpers.recipes import CPU, RECIPE, load, metrics_of
+from tests.helpers.recipes import CPU, RECIPE, load, metrics_of, row
 from tests.helpers.stack import SESSION
 
 MIX = (
@@ -85,7 +93,7 @@ def test_rollouts_without_training_resume_where_they_stopped(stack, monkeypatch,
         )
     with pytest.raises(
         ConfigError,
-        match=r"another policy: actor_rollout_ref\.rollout\.temperature was 1\.0 and is now 0\.5\. "
+        match=r"another policy: actor_rollout_ref\.rollout\.temperature 1\.0 -> 0\.5\. "
         r"Set another trainer\.experiment_name, or delete runs/collect/rollouts\.jsonl",
     ):
         collect_rollouts(stack, monkeypatch, "actor_rollout_ref.rollout.temperature=0.5")
@@ -130,25 +138,76 @@ def test_env_max_rows_limits_the_rows(stack, monkeypatch):
     assert len(lines) == 6 and all(math.isfinite(json.loads(line)["reward"]) for line in lines)
 
 
-def test_a_file_with_episodes_of_other_weights_is_an_error(tmp_path):
+VERIFIER = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {}\n"
+)
+
+
+def test_a_file_with_episodes_of_another_policy_or_verifier_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").touch()
+        (tmp_path / name / "model.safetensors").write_text("a")
+    (tmp_path / "ver.py").write_text(VERIFIER.format(0))
     path = tmp_path / "evaluation.jsonl"
+    tokenizer = SimpleNamespace(chat_template="{{ messages }}")
+    inputs: Any = SimpleNamespace(
+        tokenizer=tokenizer, train=[], validation=[], verifiers=PythonVerifiers({}, {})
+    )
 
     def check(*changes, has_episodes=True):
-        arguments = [f"actor_rollout_ref.model.path={tmp_path / 'a'}", *changes]
-        recipe = freeze(*load_config([str(CPU), str(RECIPE)], arguments))
-        collect.check_settings(path, collect.describe_settings(recipe, True), has_episodes)
+        arguments = ["actor_rollout_ref.model.path=a", "env.verifier=ver.py:compute_score"]
+        recipe = freeze(*load_config([str(CPU), str(RECIPE)], [*arguments, *changes]))
+        run = identity.make_fingerprint(recipe, inputs)
+        settings = collect.describe_settings(recipe, run, True)
+        collect.check_settings(path, settings, has_episodes)
 
     check(has_episodes=False)
     check("actor_rollout_ref.rollout.temperature=0.5")  # `evaluate` samples with val_kwargs
-    with pytest.raises(ConfigError, match=r"val_kwargs\.top_p was 1\.0 and is now 0\.5"):
+    check("actor_rollout_ref.model.path=b")  # a copy
+    with pytest.raises(ConfigError, match=r"val_kwargs\.top_p 1\.0 -> 0\.5"):
         check("actor_rollout_ref.rollout.val_kwargs.top_p=0.5")
-    with pytest.raises(ConfigError, match=r"model\.path was .*/a and is now .*/b\."):
-        check(f"actor_rollout_ref.model.path={tmp_path / 'b'}")
-    os.utime(tmp_path / "a" / "model.safetensors", (0, 0))  # as after another export to this folder
-    with pytest.raises(ConfigError, match=r"time of the weights .* is now 1970-01-01T00:00:00Z"):
-        check()
-    check(has_episodes=False)
+    with pytest.raises(ConfigError, match=r"another policy: data.apply_chat_template_kwargs"):
+        check("+data.apply_chat_template_kwargs={enable_thinking: false}")
+    os.utime(tmp_path / "a" / "model.safetensors", (0, 0))
     check()
+    (tmp_path / "a" / "model.safetensors").write_text("b")
+    with pytest.raises(ConfigError, match=r"another policy: the content of .*model\.path=a"):
+        check()
+    (tmp_path / "a" / "model.safetensors").write_text("a")
+    tokenizer.chat_template = "{{ messages }}."
+    with pytest.raises(ConfigError, match="episodes of another policy: the chat template"):
+        check()
+    tokenizer.chat_template = "{{ messages }}"
+    (tmp_path / "ver.py").write_text(VERIFIER.format(1))
+    verifier = "rewards of another verifier: the content of env.verifier=ver.py:compute_score"
+    with pytest.raises(ConfigError, match=verifier):
+        check()
+
+
+def write_collected(path: Path, tasks) -> None:
+    with path.open("wb") as out:
+        for index, task in enumerate(tasks):
+            episode = Episode(task.row_id, "0/0", "s", [5], row=task.row, reward=index / 10)
+            write_record(out, to_record(episode, index, 0))
+
+
+def make_tasks(*answers: str) -> list[env.Task]:
+    copies: Counter[str] = Counter()
+    rows = [row(answer=answer) for answer in answers]
+    return [
+        env.Task(f"val.jsonl:{line}", one, "s", [], [], key=name_row(one, copies))
+        for line, one in enumerate(rows, 1)
+    ]
+
+
+def test_episodes_belong_to_the_content_of_their_rows(tmp_path):
+    path = tmp_path / "evaluation.jsonl"
+    write_collected(path, make_tasks("3", "4", "3"))
+    after = make_tasks("5", "3", "3", "4")
+    found = collect.read_collected(path, after)
+    rewards = {index.task: item.episode.reward for index, item in found.items()}
+    assert rewards == {1: 0.0, 3: 0.1, 2: 0.2}
+    assert found[(3, 0)].episode.row_id == "val.jsonl:4"
+    with pytest.raises(ConfigError, match=r"episodes of other rows: val\.jsonl:2 is not"):
+        collect.read_collected(path, make_tasks("3", "3", "5"))

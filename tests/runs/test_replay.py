@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 import algorithm
@@ -14,10 +15,11 @@ import gym_client
 import training
 from kit.config.redaction import redacted
 from kit.data.episode import Episode, append_tokens
+from kit.data.fingerprint import Fingerprint
 from kit.data.importance import PolicyShift
 from kit.data.rollout_files import to_record, write_record
 from kit.errors import ConfigError, RunError
-from kit.runs import checkpoints, replay
+from kit.runs import checkpoints, identity, replay
 from tests.helpers.recipes import load
 from tests.helpers.trainer import QUIET, make_plan
 
@@ -148,7 +150,8 @@ def test_only_keys_that_change_the_update_make_a_replay_off_policy(workspace, tm
     recipe, inputs = load(workspace, *SIZES)
     path = write_step(tmp_path, 1, inputs)
     recording = replay.Recording({1: path})
-    assert replay.list_changes(recording, recipe) == [f"{tmp_path}/config.yaml is missing"]
+    missing = [f"{tmp_path}/config.yaml is missing"]
+    assert replay.load(recording, recipe, inputs).changes == missing
     write_recipe(tmp_path, recipe)
     other = recipe.change("trainer.save_freq=1", "env.keep_rollouts=3", "trainer.logger=[console]")
     same = replay.load(recording, other, inputs)
@@ -165,6 +168,78 @@ def test_only_keys_that_change_the_update_make_a_replay_off_policy(workspace, tm
     assert "off-policy, since the recipe differs: algorithm.adv_estimator grpo -> rloo" in (
         changed.note
     )
+
+
+def test_keys_of_roles_that_a_run_does_not_have_change_nothing(workspace, tmp_path):
+    recipe, inputs = load(workspace, *SIZES)
+    recording = replay.Recording({1: write_step(tmp_path, 1, inputs)})
+    write_recipe(tmp_path, recipe)
+    other, others = load(
+        workspace,
+        *SIZES,
+        "data.max_response_length=6",
+        "critic.optim.lr=0.5",
+        "critic.ppo_epochs=7",
+    )
+    assert replay.load(recording, other, others).changes == []
+
+
+@pytest.mark.parametrize(
+    ("key", "file"), [("env.reward", "rw.py"), ("actor_rollout_ref.model.path", "model")]
+)
+def test_edited_functions_and_replaced_weights_make_a_replay_off_policy(
+    workspace, tmp_path, key, file
+):
+    recipe, inputs = load(workspace, *SIZES)
+    recording = replay.Recording({1: write_step(tmp_path, 1, inputs)})
+    write_recipe(tmp_path, recipe)
+    values = identity.read_run(tmp_path).values | {key: file}
+    OmegaConf.save(OmegaConf.create(values), tmp_path / "config.yaml")
+    path = tmp_path / "config.fingerprint.json"
+    identity.write_fingerprint(path, Fingerprint({}, {key: "before"}))
+    for digest, changes in (("before", []), ("after", [f"the content of {key}={file}"])):
+        now = Fingerprint(values, {key: digest})
+        assert replay.load(recording, recipe, inputs, None, now).changes == changes
+
+
+class Batch(SimpleNamespace):
+    def __len__(self):
+        return len(self.batch["response_mask"])
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e-3, 0.3])
+@pytest.mark.parametrize("recorded", [None, 0.0, 0.1])
+def test_a_step_whose_policy_is_not_the_sampler_is_off_policy(
+    monkeypatch, capsys, tmp_path, shift, recorded
+):
+    """The limit is twice the distance that the recorded run has measured."""
+    behavior = torch.full((2, 3), -1.0)
+    mask = torch.ones(2, 3)
+    tensors = {"response_mask": mask, "turn": torch.zeros(2, 3), "rollout_log_probs": behavior}
+    batch = Batch(batch=tensors)
+    present = behavior + shift * torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, -1.0]])
+    monkeypatch.setattr(training, "compute_log_probs", lambda *_: {"log_probs": present})
+
+    def set_old(batch, log_probs):
+        batch.batch["old_log_probs"] = log_probs
+        return {"actor/entropy": 0.5}
+
+    monkeypatch.setattr(training, "set_old_log_probs", set_old)
+    recording = replay.Recording({step: tmp_path / f"{step}.jsonl" for step in (4, 5)})
+    known = {} if recorded is None else {5: recorded}
+    plan = replay.Replay(recording, [], [], known)
+    correction = SimpleNamespace(bypass_mode=False, rollout_is=None, rollout_rs=None)
+    recipe = SimpleNamespace(
+        algorithm=SimpleNamespace(rollout_correction=correction),
+        is_on_policy=False,
+        kit=SimpleNamespace(replay_min_ess=0.1),
+    )
+    metrics = replay.set_old_log_probs(plan, 5, None, batch, recipe)
+    is_off_policy = shift == 0.3 and recorded != 0.1
+    assert torch.equal(tensors["old_log_probs"], behavior if is_off_policy else present)
+    assert metrics["replay/staleness"] == (1 if is_off_policy else 0)
+    assert ("step 5 is off-policy" in capsys.readouterr().out) is is_off_policy
+    assert bool(plan.changes) is is_off_policy  # also from the next step on
 
 
 # --- the loop over recorded steps ----------------------------------------------------------------

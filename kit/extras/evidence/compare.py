@@ -9,6 +9,7 @@ tokens and at equal seconds. intervals.py has the statistics.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -19,17 +20,20 @@ from typing import NamedTuple
 import numpy as np
 
 from kit import features
+from kit.data.fingerprint import hash_file
 from kit.errors import ConfigError
 from kit.extras.evidence import intervals
 from kit.extras.evidence.curves import (
     SCORES,
     Evaluation,
     RunCurve,
+    drop_cut_runs,
     find_runs,
     list_test_sets,
     pick_evaluations,
     pick_step,
     read_curve,
+    read_scoring,
     read_seed,
     tabulate,
 )
@@ -89,7 +93,7 @@ def main(arguments: Sequence[str]) -> None:
     some = find_runs(args.runs)
     others = find_runs(args.others)
     comparisons = compare_runs(some, others)
-    lines = [*warn_of_repeated_seeds({"A": some, "B": others}), *describe(comparisons)]
+    lines = [*warn({"A": some, "B": others}), *describe(comparisons)]
     for line in lines:
         say(line)
     if args.json:
@@ -106,15 +110,32 @@ def compare_runs(some: Sequence[Path], others: Sequence[Path]) -> list[Compariso
     A budget is left out if it picks the evaluations of an earlier one, or if some run has none near
     it.
     """
-    both = sorted(set(some) & set(others))
+    resolved = {folder.resolve() for folder in some}
+    both = [folder for folder in others if folder.resolve() in resolved]
     if both:
         raise ConfigError(f"{both[0]} is in both sets. Name each run once.")
-    curves = [read_curve(folder) for folder in [*some, *others]]
-    pairs = pair_seeds(some, others)
+    curves = [[read_curve(folder) for folder in folders] for folders in (some, others)]
+    whole = [drop_cut_runs(one) for one in curves]
+    if whole == curves:
+        return compare_sets(curves[0], curves[1], BUDGETS)
+    comparisons = compare_sets(whole[0], whole[1], BUDGETS)
+    with contextlib.suppress(ConfigError):  # a cut run may have no evaluation that others have
+        everything = compare_sets(curves[0], curves[1], BUDGETS[:1])
+        if everything[0].amount == comparisons[0].amount:  # the cut runs reach it, too
+            return compare_sets(curves[0], curves[1], BUDGETS)
+        comparisons += everything
+    return comparisons
+
+
+def compare_sets(
+    some: Sequence[RunCurve], others: Sequence[RunCurve], budgets: Sequence[str]
+) -> list[Comparison]:
+    """Compare two sets of runs at equal budgets. Raises ConfigError."""
+    pairs = pair_seeds([one.folder for one in some], [one.folder for one in others])
     comparisons = []
     seen: list[list[Evaluation]] = []
-    for budget in BUDGETS:
-        found = pick_evaluations(curves, budget)
+    for budget in budgets:
+        found = pick_evaluations([*some, *others], budget)
         if found and found[1] not in seen:
             amount, picked = found
             seen.append(picked)
@@ -169,6 +190,41 @@ def pair_seeds(some: Sequence[Path], others: Sequence[Path]) -> list[tuple[int, 
     return pairs
 
 
+def warn(sets: Mapping[str, Sequence[Path]]) -> list[str]:
+    """Return a line for each reason to read a comparison with care. sets: {name: runs}."""
+    lines = warn_of_repeated_seeds(sets)
+    last: list[Evaluation] = []
+    for folders in sets.values():
+        ends = {folder: read_curve(folder).evaluations[-1] for folder in folders}
+        latest = max(one.steps for one in ends.values())
+        for folder, one in ends.items():
+            if one.steps < latest:
+                text = f"{folder} ends at step {one.steps}, others of its set at {latest}"
+                lines.append(f"WARNING     {text}. Look at the steps below.")
+        last += ends.values()
+    lines += warn_of_other_scores(last)
+    by_content: dict[str, Path] = {}
+    for one in last:
+        first = by_content.setdefault(hash_file(one.path), one.path)
+        if first != one.path:
+            lines.append(f"WARNING     {one.path} is a copy of {first}: these runs are one run.")
+    return lines
+
+
+def warn_of_other_scores(evaluations: Sequence[Evaluation]) -> list[str]:
+    """Return a line for each key that decides a score, and differs between the evaluations."""
+    first = read_scoring(evaluations[0])
+    runs: dict[str, list[str]] = {}
+    for one in evaluations[1:]:
+        for text in read_scoring(one).list_changes(first).values():
+            runs.setdefault(text, []).append(str(one.path))
+    return [
+        f"WARNING     {', '.join(paths)}: not scored as {evaluations[0].path}: {text}. That may "
+        "be the difference."
+        for text, paths in runs.items()
+    ]
+
+
 def warn_of_repeated_seeds(sets: Mapping[str, Sequence[Path]]) -> list[str]:
     """Return a line for each set in which runs have the same seed. sets: {name: runs}."""
     lines = []
@@ -197,14 +253,20 @@ def describe(comparisons: Sequence[Comparison]) -> list[str]:
         f"{shown if len(rows) > 1 else rows[first.test_set]}. "
         f"Brackets: {intervals.LEVEL:.0%} intervals over {describe_sources(counts)}."
     ]
-    budget = ""
+    last = None
     for one in comparisons:
-        if one.budget != budget:
-            budget = one.budget
-            lines.append(describe_budget(one))
+        if (one.budget, one.amount) != last:
+            last = (one.budget, one.amount)
+            lines.append(describe_budget(one, counts))
         if len(rows) > 1 and one.score == next(iter(SCORES)):
             lines.append(f"  {one.test_set}")
         lines += describe_score(one)
+    few = {one.test_set: one for one in comparisons if 2 * one.rows < one.all_rows}
+    for name, one in few.items():
+        lines.append(
+            f"WARNING     {name}: only {one.rows} of {one.all_rows} held-out rows are in all runs. "
+            "Rows with another prompt or another truth are other rows."
+        )
     missing = [budget for budget in BUDGETS if budget not in {one.budget for one in comparisons}]
     if missing:
         lines.append(
@@ -229,8 +291,11 @@ def describe_rows(shared: int, total: int) -> str:
     return f"{shared} held-out rows{lost}"
 
 
-def describe_budget(one: Comparison) -> str:
-    """Return the line about a budget."""
+def describe_budget(one: Comparison, usual: Sequence[int]) -> str:
+    """Return the line about a budget. usual: the numbers of runs of the first comparison."""
+    counts = [len(steps) for steps in one.steps]
+    if one.budget == "steps" and counts != usual:
+        return f"At equal steps ({one.amount:.0f}), {counts[0]} and {counts[1]} runs:"
     if one.budget == "steps":
         return f"At equal steps ({one.amount:.0f}):"
     steps = [", ".join(str(step) for step in sorted(set(steps))) for steps in one.steps]
@@ -264,7 +329,7 @@ def describe_score(one: Comparison) -> list[str]:
 
 def describe_runs(folders: Sequence[Path]) -> list[str]:
     """Return a line for each score of a single set of runs, at its last common step."""
-    curves = [read_curve(folder) for folder in folders]
+    curves = drop_cut_runs([read_curve(folder) for folder in folders])
     step, picked = pick_step(curves)
     starts = find_starts(curves) if step else []
     lines = []

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import functools
 import glob
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import orjson
-import yaml
 
 from env import Json
+from kit.data.fingerprint import Fingerprint, hash_contents, hash_json
+from kit.data.ground_truths import find_ground_truth
 from kit.data.json_lines import read_metrics
 from kit.data.metrics import ALL_TOKENS, name_test_set
 from kit.data.rollout_files import read_records
 from kit.errors import ConfigError
 from kit.extras.evidence.intervals import Scores
-from kit.runs import checkpoints
+from kit.runs import checkpoints, identity
+from kit.runs.console import say
 
 
 def is_right(reward: float) -> float:
@@ -35,6 +35,8 @@ SCORES: Mapping[str, Callable[[float], float]] = {  # of the reward of a verifie
 CONFIGS = ("config.yaml", "evaluate.yaml")  # of a training run, of the command `evaluate`
 MODEL_PATH = "actor_rollout_ref.model.path"
 ADAPTER_PATH = "actor_rollout_ref.model.lora_adapter_path"
+VAL = "actor_rollout_ref.rollout.val_kwargs"
+STEP = "timing_s/step"
 SAVE = "timing_s/save_checkpoint"
 MIN_SPENT = 0.75  # of a common budget that each run must have spent at its evaluation
 
@@ -74,7 +76,11 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
         if not found:
             raise ConfigError(f"{pattern} matches no run. Name folders such as 'runs/math-*'.")
         folders += found
-    return list(dict.fromkeys(folders))
+    unique = {folder.resolve(): folder for folder in reversed(folders)}  # the first name counts
+    for folder in dict.fromkeys(folders):
+        if folder not in unique.values():
+            say(f"WARNING     {folder} is {unique[folder.resolve()]} by a link, and counts once")
+    return [folder for folder in dict.fromkeys(folders) if folder in unique.values()]
 
 
 def read_curve(folder: Path) -> RunCurve:
@@ -83,9 +89,13 @@ def read_curve(folder: Path) -> RunCurve:
     tokens = seconds = 0.0
     spent = {0: (0.0, 0.0)}
     for line in read_metrics(folder / "metrics.jsonl"):
+        nulls = [name for name in (ALL_TOKENS, STEP, SAVE) if line.get(name, 0.0) is None]
+        if nulls:
+            say(f"WARNING     {folder}: {', '.join(nulls)} of step {line['step']} is not known")
+            line |= dict.fromkeys(nulls, math.nan)
         if "rollout/episodes" in line:  # NaN for a run before this metric existed
             tokens += line.get(ALL_TOKENS, math.nan)
-        seconds += max(0.0, line.get("timing_s/step", 0.0) - line.get(SAVE, 0.0))
+        seconds += np.maximum(0.0, line.get(STEP, 0.0) - line.get(SAVE, 0.0))  # NaN stays
         spent[line["step"]] = (tokens, seconds)
     for path in sorted((folder / "rollouts").glob("val_*.jsonl")):
         number = path.stem.removeprefix("val_")
@@ -110,63 +120,61 @@ def read_scored_step(folder: Path, path: Path) -> int | None:
     Raises ConfigError if the weights have been replaced since.
     """
     settings = read_settings(path)
-    model = str(settings.get(MODEL_PATH) or "nowhere")
-    adapter = settings.get(ADAPTER_PATH)
+    model = str(settings.values.get(MODEL_PATH) or "nowhere")
+    adapter = settings.values.get(ADAPTER_PATH)
     weights = Path(adapter).parent if adapter else Path(model)  # of an export
-    config = read_yaml(folder / "config.yaml")
-    if config:
-        section = (config.get("actor_rollout_ref") or {}).get("model") or {}
-        if (model, adapter) == (section.get("path"), section.get("lora_adapter_path")):
+    values = identity.read_run(folder).values
+    if values:
+        if (model, adapter) == (values.get(MODEL_PATH), values.get(ADAPTER_PATH)):
             return 0
         if weights.resolve() != (folder / "export").resolve():
             return None
     key = ADAPTER_PATH if adapter else MODEL_PATH
-    scored_at = settings.get(checkpoints.WEIGHTS_TIME.format(key))
     step = checkpoints.read_exported_step(weights)
-    if step and scored_at and scored_at != checkpoints.read_weights_time(Path(adapter or model)):
+    scored = settings.contents.get(key)
+    if step and scored and scored != hash_contents(adapter or model, key):
         raise ConfigError(
-            f"{path} has scores of weights that {weights} had at {scored_at}, and it has others "
-            "now. Remove this file, and run `evaluate` again if you need its scores."
+            f"{path} has scores of weights that {weights} no longer has. Remove this file, and run "
+            "`evaluate` again if you need its scores."
         )
     return step or 0
 
 
-def read_settings(path: Path) -> Json:
-    """Return the settings of an evaluation, as `evaluate` wrote them; {} if it wrote none."""
-    settings_path = path.with_suffix(".settings.json")
-    return orjson.loads(settings_path.read_bytes()) if settings_path.is_file() else {}
-
-
-def read_yaml(path: Path) -> Json:
-    """Return the recipe of a run, {} if there is none."""
-    config = yaml.safe_load(path.read_text()) if path.is_file() else None
-    return config if isinstance(config, dict) else {}
+def read_settings(path: Path) -> Fingerprint:
+    """Return the settings of an evaluation, as `evaluate` wrote them; none if it wrote none."""
+    return identity.read_fingerprint(path.with_suffix(".settings.json"))
 
 
 def read_seed(folder: Path) -> object:
     """Return data.seed of a run, or of the run whose export was scored. None: not known."""
-    config = read_yaml(folder / "config.yaml")
-    if not config:
-        model = Path(read_settings(folder / "evaluation.jsonl").get(MODEL_PATH) or "nowhere")
+    values = identity.read_run(folder).values
+    if not values:
+        settings = read_settings(folder / "evaluation.jsonl")
+        model = Path(settings.values.get(MODEL_PATH) or "nowhere")
         if checkpoints.read_exported_step(model) is not None:
-            config = read_yaml(model.parent / "config.yaml")
-    data = config.get("data")
-    return data.get("seed") if isinstance(data, dict) else None
+            values = identity.read_run(model.parent).values
+    return values.get("data.seed")
 
 
-Rewards = dict[str, list[float]]  # {hash of a row: the rewards of its verified responses}
+Rewards = dict[str, list[float]]  # {name_record of a problem: rewards of its verified responses}
 
 
 @functools.cache
 def read_rewards(path: Path) -> Mapping[str, Rewards]:
     """Return the rewards of an evaluation by test set, as the metrics of a run name them."""
     by_set: dict[str, Rewards] = {}
+    unusable = 0
     for _, record in read_records(path):
         episode = record["_episode"]
         rewards = by_set.setdefault(name_test_set(record, episode.get("server", "")), {})
-        values = rewards.setdefault(hash_row(record), [])
-        if episode.get("status") == "ok" and record.get("reward") is not None:
-            values.append(float(record["reward"]))
+        values = rewards.setdefault(name_record(record), [])
+        reward = record.get("reward") if episode.get("status") == "ok" else None
+        if reward is not None and math.isfinite(reward):
+            values.append(float(reward))
+        elif reward is not None:
+            unusable += 1
+    if unusable:
+        say(f"WARNING     {path}: {unusable} rewards are NaN or infinite, and do not count")
     return by_set
 
 
@@ -183,13 +191,28 @@ def list_test_sets(evaluations: Sequence[Evaluation]) -> list[str]:
     return shared
 
 
-def hash_row(record: Json) -> str:
-    """Return what identifies a held-out row in any run: its prompt, and its place.
+def name_record(record: Json) -> str:
+    """Return what identifies the problem of a record in any run: its row, its prompt and its truth.
 
-    Rows with the same prompt may have other answers, so the number is needed.
+    Copies of a problem share it, since their scores depend on each other. A record of an earlier
+    version does not have the digest of its row.
     """
-    parts = [record.get("responses_create_params"), record.get("_ng_task_index")]
-    return hashlib.sha1(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    prompt = record.get("responses_create_params") or {}
+    parts = [record["_episode"].get("content"), prompt, find_ground_truth(record)]
+    if not prompt.get("input"):  # the environment writes it, so copies may get others
+        parts.append(record.get("_ng_task_index"))
+    return hash_json(parts)
+
+
+def read_scoring(evaluation: Evaluation) -> Fingerprint:
+    """Return what decides the scores of an evaluation, besides the weights and the rows."""
+    is_command = evaluation.path.name == "evaluation.jsonl"
+    folder = evaluation.path.parent if is_command else evaluation.path.parent.parent
+    run = identity.read_run(folder, "evaluate" if is_command else "config")
+    unused: tuple[str, ...] = ()
+    if run.values.get(f"{VAL}.do_sample") is False:  # greedy
+        unused = (f"{VAL}.temperature", f"{VAL}.top_p", f"{VAL}.top_k")
+    return run.select(lambda key: identity.decides_score(key) and key not in unused)
 
 
 def pick_evaluations(
@@ -233,8 +256,18 @@ def pick_step(curves: Sequence[RunCurve]) -> tuple[float, list[Evaluation]]:
     return common, [steps[common] for steps in by_step]
 
 
+def drop_cut_runs(curves: Sequence[RunCurve]) -> list[RunCurve]:
+    """Return the runs of a set without those that ended before most of them."""
+    last = [curve.evaluations[-1].steps for curve in curves]
+    usual = sorted(last, reverse=True)[len(last) // 2]
+    return [curve for curve, step in zip(curves, last, strict=True) if step >= usual]
+
+
 class Table(NamedTuple):
-    """Mean scores [runs, rows] of the rows that each run verified. total: rows of any run."""
+    """Mean scores [runs, rows] of the rows that each run verified. total: rows of any run.
+
+    A row and its copies are one.
+    """
 
     scores: Scores
     total: int

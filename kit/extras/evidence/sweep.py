@@ -20,14 +20,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from env import Json
 from kit.config import resources
-from kit.config.keys import ROOT, flatten
-from kit.config.recipe import Recipe
-from kit.config.redaction import redacted
+from kit.config.keys import ROOT
 from kit.errors import ConfigError
 from kit.extras.evidence import compare
-from kit.runs import checkpoints, cli
+from kit.runs import checkpoints, cli, identity
 from kit.runs.console import say
 
 SHORT = {  # sections that --vary may leave out, as the documentation does
@@ -38,6 +35,7 @@ SHORT = {  # sections that --vary may leave out, as the documentation does
 }
 ALGORITHM = ROOT / "algorithm.py"
 CHANGES_SHOWN = 3
+TRACKERS = ("WANDB_RUN_ID", "SWANLAB_RUN_ID", "TENSORBOARD_DIR", "VERL_FILE_LOGGER_PATH")
 SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed")
 
 
@@ -52,12 +50,12 @@ class Variant(NamedTuple):
 class SweepRun(NamedTuple):
     """A run of a sweep, which is called in a folder.
 
-    configs, words: of its command line. recipe: of its variant, with other seeds and another name.
+    configs, words: of its command line. planned: its variant, with other seeds and another name.
     """
 
     name: str
     variant: str
-    recipe: Recipe
+    planned: cli.Plan
     configs: tuple[str, ...]
     words: tuple[str, ...]
     folder: Path
@@ -80,9 +78,9 @@ def main(arguments: Sequence[str]) -> None:
     """Run the command. Raises ConfigError if the sweep cannot start, or if runs failed."""
     args = parse_arguments(arguments)
     variants = list_variants(args.vary)
-    recipes = check_variants(args, variants)
-    name = recipes[0].trainer.experiment_name
-    runs = list(list_runs(name, args, variants, recipes))
+    plans = check_variants(args, variants)
+    name = plans[0].recipe.trainer.experiment_name
+    runs = list(list_runs(name, args, variants, plans))
     for run in runs:
         check_run(run)
     left = [run for run in runs if not is_finished(run)]
@@ -191,9 +189,9 @@ def split_values(text: str) -> list[str]:
     return re.findall(r"""(?:\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""", text) or [""]
 
 
-def check_variants(args: argparse.Namespace, variants: Sequence[Variant]) -> list[Recipe]:
+def check_variants(args: argparse.Namespace, variants: Sequence[Variant]) -> list[cli.Plan]:
     """Check the recipe of each variant, and return all of them. Raises EXPECTED_ERRORS."""
-    recipes = []
+    plans = []
     for variant in variants:
         files = [*args.config, *variant.configs]
         words = [*args.words, *variant.changes, "trainer.resume_mode=disable"]
@@ -205,54 +203,56 @@ def check_variants(args: argparse.Namespace, variants: Sequence[Variant]) -> lis
             raise ConfigError(
                 f"variant {variant.name} has no held-out rows to compare. Set env.val_files."
             )
-        recipes.append(planned.recipe)
-    return recipes
+        plans.append(planned)
+    return plans
 
 
 def list_runs(
-    name: str, args: argparse.Namespace, variants: Sequence[Variant], recipes: Sequence[Recipe]
+    name: str, args: argparse.Namespace, variants: Sequence[Variant], plans: Sequence[cli.Plan]
 ) -> Iterator[SweepRun]:
     """Yield the runs of a sweep: all variants of the first seed, then of the next.
 
-    recipes: of the variants.
+    plans: of the variants. Each run has its own folder of checkpoints.
     """
-    pairs = list(zip(variants, recipes, strict=True))
-    for seed, (variant, recipe) in itertools.product(list_seeds(args.seeds), pairs):
+    pairs = list(zip(variants, plans, strict=True))
+    for seed, (variant, planned) in itertools.product(list_seeds(args.seeds), pairs):
         run_name = f"{name}/{variant.name}-seed{seed}"
         configs = (*args.config, *variant.configs)
         seeds = (f"{key}={seed}" for key in SEED_KEYS)
         name_word = f"trainer.experiment_name={run_name}"
-        words = (*args.words, *variant.changes, *seeds, name_word)
-        yield SweepRun(run_name, variant.name, recipe, configs, words, Path.cwd())
+        others = [*args.words, *variant.changes]
+        folder = str(planned.recipe.verl.trainer._get_node("default_local_dir"))
+        if "experiment_name}" not in folder:  # all runs would share it
+            others.append(f"trainer.default_local_dir={folder}/{run_name}")
+        words = (*others, *seeds, name_word)
+        yield SweepRun(run_name, variant.name, planned, configs, words, Path.cwd())
 
 
 def check_run(run: SweepRun) -> None:
-    """Raise ConfigError if the folder of a run has one of another recipe."""
-    path = Path("runs") / run.name / "config.yaml"
-    if not path.is_file():
+    """Raise ConfigError if the folder of a run has one of another recipe, or on other rows."""
+    folder = Path("runs") / run.name
+    if not (folder / "config.yaml").is_file():
         return
-    before = checkpoints.read_recipe(path)
-    if set(list_changes(before, run.recipe)) <= set(SEED_KEYS):
-        return
-    planned = cli.plan(run.configs, run.words, is_dry_run=True)  # values may contain name and seed
-    texts = list(list_changes(before, planned.recipe).values())
+    before = identity.read_run(folder)
+    now = run.planned.fingerprint
+    if not set(checkpoints.list_changes(before, now)) <= set(SEED_KEYS):
+        planned = cli.plan(run.configs, run.words, is_dry_run=True)  # values may have name and seed
+        now = planned.fingerprint
+    changes = checkpoints.list_changes(before, now)
+    texts = [text for key, text in changes.items() if key not in SEED_KEYS]
+    texts += now.list_row_changes(before)
     if texts:
         shown = ", ".join(texts[:CHANGES_SHOWN])
         more = f", and {len(texts) - CHANGES_SHOWN} more" if len(texts) > CHANGES_SHOWN else ""
         raise ConfigError(
-            f"{path.parent} is a run of another recipe: {shown}{more}. Set another "
+            f"{folder} is a run of another recipe: {shown}{more}. Set another "
             "trainer.experiment_name."
         )
 
 
-def list_changes(before: Json, recipe: Recipe) -> dict[str, str]:
-    """Return what a recipe changes in the values of a saved one, by key."""
-    return checkpoints.list_changes(before, flatten(redacted(recipe.verl)))
-
-
 def is_finished(run: SweepRun) -> bool:
     """Whether a run has its export."""
-    return checkpoints.is_exported(run.name, run.recipe.trainer.total_training_steps)
+    return checkpoints.is_exported(run.name, run.planned.recipe.trainer.total_training_steps)
 
 
 def run_in_turn(runs: Sequence[SweepRun]) -> list[int]:
@@ -278,8 +278,9 @@ def start(command: Sequence[str], name: str, folder: Path) -> Ended:
     """
     log = folder / "runs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    # a task of Ray has variables with which the run would join the Ray of the sweep
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    # with RAY_*, the run would join the Ray of the sweep; with the others, all runs would share one
+    # log of a tracker
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", *TRACKERS))}
     begin = time.monotonic()
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -310,7 +311,7 @@ def run_through_ray(runs: Sequence[SweepRun]) -> list[int]:
 
     if not runs:
         return []
-    recipes = [run.recipe for run in runs]
+    recipes = [run.planned.recipe for run in runs]
     nodes = max(recipe.trainer.nnodes for recipe in recipes)
     if nodes > 1:
         raise ConfigError(
@@ -379,9 +380,10 @@ def compare_variants(folder: Path, runs: Sequence[SweepRun]) -> None:
     lines: list[str] = []
     for name, some in others:
         lines += [f"A = {name}, B = {first}"]
-        lines += [*compare.describe(compare.compare_runs(some, baselines)), ""]
+        comparisons = compare.compare_runs(some, baselines)
+        lines += [*compare.warn({name: some, first: baselines}), *compare.describe(comparisons), ""]
     if not others:
-        lines = compare.describe_runs(baselines)
+        lines = [*compare.warn({first: baselines}), *compare.describe_runs(baselines)]
     for line in lines:
         say(line)
     compare.write_report(folder / "sweep.html", folders, lines)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from kit.runs.cli import Plan
 
 GROUPS_SHOWN = 5
+MAX_LOG_RATIO = 5.0  # of a token, between the present policy and the recorded one
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -79,7 +80,8 @@ def main(arguments: Sequence[str]) -> None:
     from algorithm import start_trainer
     from kit.runs.run import Run
 
-    with Run(planned.recipe, planned.resume_from) as run, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(Run(planned.recipe, planned.resume_from, planned.fingerprint))
         trainer = start_trainer(planned, run, stack)
         explanation = explain_step(trainer)
     out = write(explanation, folder)
@@ -204,6 +206,9 @@ def explain_step(trainer: Trainer) -> Explanation:
     if explanation.reason and not blamed:  # the gradient does not read what is not finite
         rows = range(len(episodes))
         blamed = [row for row in rows if list_bad_numbers(row, episodes[row], tensors)]
+    if not blamed:  # the recorded policy was another one there
+        ratios = (log_probs - tensors["behavior"]).abs().masked_fill(~is_sampled, 0).amax(dim=1)
+        blamed = [row for row in ratios.argsort().tolist()[::-1] if ratios[row] > MAX_LOG_RATIO]
     explanation.blame = describe_blame(blamed, episodes, tensors, tokenizer)
     explanation.tokens = describe_tokens(
         episodes, log_probs, tensors["advantages"], tensors["mask"], tokenizer

@@ -22,7 +22,7 @@ from env import Json
 from kit.config.keys import diff, find_changes, is_below, is_kit_key
 from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
-from kit.data.json_lines import read_metrics
+from kit.data.json_lines import read_metrics, read_objects
 from kit.data.metrics import HIGH, LOW
 from kit.extras.run_card import provenance, scores
 from kit.extras.run_card.privacy import Cleaner
@@ -204,6 +204,9 @@ def describe_scores(recipe: Recipe, folder: Path) -> Iterator[str]:
         )
     else:
         yield "No held-out rows were evaluated."
+    for line in read_objects(folder / "changes.jsonl"):
+        changes = ", ".join(escape(text) for text in line["changes"])
+        yield from ["", f"After step {line['after_step']} the run was resumed with: {changes}."]
     if recipe.command == "train":
         yield from ["", describe_failures(folder, evaluations)]
 

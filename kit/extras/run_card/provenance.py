@@ -20,6 +20,7 @@ from kit.config.keys import ROOT, flatten
 from kit.config.python_files import find_user_file
 from kit.config.recipe import Recipe
 from kit.config.user_functions import is_user_function
+from kit.data.fingerprint import list_sources
 from kit.data.row_files import find_files
 from kit.errors import ConfigError, UserFunctionError
 from kit.gym import process_specs
@@ -88,7 +89,8 @@ def list_functions(recipe: Recipe) -> Iterator[HashedFile]:
         for text in find_references(value):
             use = f"{key}: {text.rpartition(':')[2]}"
             try:
-                yield hash_file(use, find_user_file(text))
+                sources = list_sources(find_user_file(text, key))
+                yield from (hash_file(use, path) for path in sources)
             except (OSError, UserFunctionError):
                 yield HashedFile(use, text.rpartition(":")[0], "", 0.0)
 

@@ -7,15 +7,17 @@ import gzip
 import itertools
 import json
 import math
-import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from kit.data.episode import Episode
+from kit.data.fingerprint import Fingerprint, hash_contents
 from kit.data.rollout_files import to_record, write_record
 from kit.errors import ConfigError, RunError
 from kit.extras.evidence import compare
@@ -25,7 +27,7 @@ from kit.extras.evidence.curves import (
     read_curve,
     read_rewards,
 )
-from kit.runs import checkpoints
+from kit.runs import identity
 from tests.helpers.recipes import row
 
 ROWS = 64
@@ -128,14 +130,13 @@ def score_export(source: Path, folder: Path) -> Path:
     export = source / "export"
     export.mkdir(exist_ok=True)
     (export / "step.txt").write_text(str(STEPS[-1]))
-    (export / "model.safetensors").touch()
+    (export / "model.safetensors").write_text("weights")
     folder.mkdir()
     (folder / "evaluate.yaml").write_text("data: {seed: 1}\n")  # the recipe's
     (source / "rollouts" / f"val_{STEPS[-1]}.jsonl").rename(folder / "evaluation.jsonl")
     key = "actor_rollout_ref.model.path"
-    time = checkpoints.read_weights_time(export)
-    settings = {key: str(export), checkpoints.WEIGHTS_TIME.format(key): time}
-    (folder / "evaluation.settings.json").write_text(json.dumps(settings))
+    settings = Fingerprint({key: str(export)}, {key: hash_contents(str(export), key)})
+    identity.write_fingerprint(folder / "evaluation.settings.json", settings)
     return export
 
 
@@ -161,8 +162,8 @@ def test_scored_exports_have_the_seeds_of_their_runs(tmp_path, capsys):
 def test_scores_of_weights_that_were_replaced_are_refused(tmp_path):
     plant(tmp_path / "a1", 0.5, 1)
     export = score_export(plant(tmp_path / "source", 0.9, 2), tmp_path / "b1")
-    os.utime(export / "model.safetensors", (0, 0))
-    with pytest.raises(ConfigError, match="and it has others now") as caught:
+    (export / "model.safetensors").write_text("others")
+    with pytest.raises(ConfigError, match="no longer has") as caught:
         compare.main([f"{tmp_path}/a1", "--with", f"{tmp_path}/b1"])
     assert "\n" not in str(caught.value)
 
@@ -247,6 +248,117 @@ def test_failed_episodes_do_not_count(tmp_path):
         write_record(out, to_record(episode, 0, 1))
     rewards = read_rewards(path)["s"]
     assert len(rewards) == ROWS and sum(map(len, rewards.values())) == ROWS
+
+
+def change_records(folder: Path, change) -> None:
+    """Write the last evaluation of a run again. change: of its list of records."""
+    path = folder / "rollouts" / f"val_{STEPS[-1]}.jsonl"
+    records = change(list(map(json.loads, path.read_text().splitlines())))
+    episodes = []
+    for record in records:
+        fields = ("responses_create_params", "question", "answer", "metadata")
+        task_row = {name: record[name] for name in fields}
+        episodes.append(Episode("r:0", "0/0", "s", [5], row=task_row, reward=record["reward"]))
+    with path.open("wb") as out:
+        for index, episode in enumerate(episodes):
+            write_record(out, to_record(episode, index, 0))
+
+
+def test_rows_are_the_same_in_another_order(tmp_path, capsys):
+    plant_both(tmp_path, 0.8, 0.3, seeds=1)
+    before = run(tmp_path, capsys)
+    read_rewards.cache_clear()
+    change_records(tmp_path / "b1", lambda records: records[::-1])
+    assert run(tmp_path, capsys) == before and "64 held-out rows." in before
+
+
+def test_rows_with_another_truth_are_others_and_few_common_rows_are_a_warning(tmp_path, capsys):
+    plant_both(tmp_path, 0.8, 0.3, seeds=1)
+    change_records(
+        tmp_path / "b1",
+        lambda records: records[:9] + [record | {"answer": "8"} for record in records[9:]],
+    )
+    output = run(tmp_path, capsys)
+    assert "WARNING     s: only 9 of 119 held-out rows are in all runs" in output
+
+
+def test_copies_of_a_problem_are_one_row(tmp_path, capsys):
+    plant_both(tmp_path, 0.8, 0.3, seeds=1)
+    for name in ("a1", "b1"):
+        change_records(tmp_path / name, lambda records: records[:30] * 8)
+    assert "A: 1 run, B: 1 run, 30 held-out rows." in run(tmp_path, capsys)
+
+
+def test_rewards_that_are_not_numbers_are_named_and_left_out(tmp_path, capsys):
+    plant_both(tmp_path, 0.8, 0.3, seeds=1)
+    path = tmp_path / "a1" / "rollouts" / "val_20.jsonl"
+    lines = path.read_text().splitlines()
+    lines[0] = json.dumps(json.loads(lines[0]) | {"reward": math.nan})
+    path.write_text("\n".join(lines) + "\n")
+    metrics = tmp_path / "a1" / "metrics.jsonl"
+    metrics.write_text(
+        metrics.read_text().replace('"rollout/tokens": 100', '"rollout/tokens": null')
+    )
+    output = run(tmp_path, capsys)
+    assert "val_20.jsonl: 1 rewards are NaN or infinite, and do not count" in output
+    assert "a1: rollout/tokens of step 20 is not known" in output and "nan" not in output
+    assert "63 held-out rows of 64" in output
+
+
+def test_a_run_that_was_cut_is_named_and_does_not_set_the_step(tmp_path, capsys):
+    plant_both(tmp_path, 0.8, 0.3, seeds=5)
+    (tmp_path / "b3" / "rollouts" / "val_20.jsonl").unlink()
+    output = run(tmp_path, capsys)
+    assert "b3 ends at step 10, others of its set at 20. Look at the steps below." in output
+    assert "A: 5 runs, B: 4 runs" in output
+    first, second = re.findall(r"At equal steps .*", output)
+    assert (first, second) == ("At equal steps (20):", "At equal steps (10), 5 and 5 runs:")
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"rollout": {"val_kwargs": {"temperature": 1.0}}}, "val_kwargs.temperature 0.5 -> 1.0"),
+        ({"rollout": {"val_kwargs": {"do_sample": False}}}, "val_kwargs.do_sample True -> False"),
+        ({"rollout": {"multi_turn": {"max_assistant_turns": 3}}}, "max_assistant_turns None -> 3"),
+        ({"rollout": {"val_kwargs": {"n": 4}}}, ""),
+        ({"actor": {"optim": {"lr": 0.1}}}, ""),
+    ],
+)
+def test_a_key_that_decides_a_score_and_differs_is_named(tmp_path, capsys, change, line):
+    plant_both(tmp_path, 0.8, 0.3, seeds=1)
+    base = {"rollout": {"val_kwargs": {"temperature": 0.5, "do_sample": True}}}
+    for name, changes in (("a1", {}), ("b1", change)):
+        config = OmegaConf.merge({"data": {"seed": 1}}, {"actor_rollout_ref": base})
+        config = OmegaConf.merge(config, {"actor_rollout_ref": changes})
+        OmegaConf.save(config, tmp_path / name / "config.yaml")
+    output = run(tmp_path, capsys)
+    assert line in output and ("not scored as" in output) == bool(line)
+
+
+def test_an_edited_verifier_or_template_is_named(tmp_path, capsys):
+    plant_both(tmp_path, 0.8, 0.3, seeds=1)
+    for name, digest in (("a1", "1"), ("b1", "2")):
+        contents = {"env.verifier": digest, "the chat template": digest}
+        path = tmp_path / name / "config.fingerprint.json"
+        identity.write_fingerprint(path, Fingerprint({}, contents))
+        (tmp_path / name / "config.yaml").write_text("env: {verifier: v.py:f}\ndata: {seed: 1}\n")
+    output = run(tmp_path, capsys)
+    assert "not scored as" in output and "the content of env.verifier=v.py:f" in output
+    assert ": the chat template. That may be" in output
+
+
+def test_a_run_that_is_named_twice_counts_once(tmp_path, capsys):
+    plant_both(tmp_path, 0.8, 0.3, seeds=2)
+    (tmp_path / "a3").symlink_to(tmp_path / "a1")
+    output = run(tmp_path, capsys)
+    assert "a3 is " in output and "by a link, and counts once" in output and "A: 2 runs" in output
+    (tmp_path / "a3").unlink()
+    shutil.copytree(tmp_path / "a1", tmp_path / "a4")
+    assert "is a copy of" in run(tmp_path, capsys)
+    (tmp_path / "b3").symlink_to(tmp_path / "a1")
+    with pytest.raises(ConfigError, match="b3 is in both sets"):
+        run(tmp_path, capsys)
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,22 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from kit.config.keys import ROOT
+from kit.config.keys import ROOT, flatten
+from kit.config.redaction import redacted
+from kit.data.fingerprint import Fingerprint
 from kit.errors import ConfigError
 from kit.extras.evidence import sweep
+from kit.runs import identity
 
 # It writes what a finished run leaves. A run whose folder has `fail` next to it fails.
 STAND_IN = """
@@ -39,10 +44,23 @@ RECIPE = ["--config", "math_cpu", "--config", "cpu", "trainer.total_training_ste
 def make_recipe() -> SimpleNamespace:
     """The values that a sweep reads from a recipe."""
     trainer = SimpleNamespace(
-        experiment_name="sums", total_training_steps=12, device="cpu", nnodes=1
+        experiment_name="sums",
+        total_training_steps=12,
+        device="cpu",
+        nnodes=1,
+        default_local_dir="runs/${trainer.experiment_name}/checkpoints",
     )
     verl = OmegaConf.create({"trainer": vars(trainer), "data": {"seed": 1}})
     return SimpleNamespace(trainer=trainer, get=lambda key: None, verl=verl, command="train")
+
+
+def make_plan(**values) -> Any:
+    """The plan of a run. values: other keys of its recipe."""
+    recipe = make_recipe()
+    recipe.verl = OmegaConf.merge(recipe.verl, values)
+    fingerprint = Fingerprint(flatten(redacted(recipe.verl)), {"env.reward": "1"}, {"k": ["r"]})
+    rows = SimpleNamespace(validation=["a row"])
+    return SimpleNamespace(recipe=recipe, inputs=rows, fingerprint=fingerprint)
 
 
 @pytest.fixture
@@ -51,7 +69,7 @@ def place(tmp_path, monkeypatch) -> Path:
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setattr(sweep, "ALGORITHM", tmp_path / "stand_in.py")
     monkeypatch.setattr(
-        sweep, "check_variants", lambda args, variants: [make_recipe() for _ in variants]
+        sweep, "check_variants", lambda args, variants: [make_plan() for _ in variants]
     )
     monkeypatch.setattr(sweep, "compare_variants", lambda folder, runs: None)
     monkeypatch.chdir(tmp_path)
@@ -103,10 +121,8 @@ def test_a_run_of_another_recipe_is_refused(place, monkeypatch):
 
     def plan(files, words, is_dry_run):
         """Read a seed and a name that values of the recipe may contain."""
-        recipe = make_recipe()
-        recipe.verl.data.seed = int(words[-3].partition("=")[2])
-        recipe.verl.file = words[-1].partition("=")[2]
-        return SimpleNamespace(recipe=recipe)
+        seed = int(words[-3].partition("=")[2])
+        return make_plan(data={"seed": seed}, file=words[-1].partition("=")[2])
 
     monkeypatch.setattr(sweep.cli, "plan", plan)
     config.file = "sums/lr=1e-5-seed2"
@@ -122,6 +138,38 @@ def test_a_run_of_another_recipe_is_refused(place, monkeypatch):
     with pytest.raises(ConfigError, match=message) as caught:
         sweep.main([*RECIPE, "--seeds", "2", "--vary", "actor.optim.lr=1e-5"])
     assert "\n" not in str(caught.value) and len(read_calls(place)) == 1
+
+
+def test_a_run_with_an_edited_function_or_other_rows_is_refused(place, monkeypatch):
+    monkeypatch.setattr(sweep.cli, "plan", lambda *_, **__: make_plan())
+    run = place / "runs" / "sums" / "base-seed1"
+    run.mkdir(parents=True)
+    OmegaConf.save(make_recipe().verl, run / "config.yaml")
+    for contents, rows, problem in (
+        ({"env.reward": "1"}, {"k": ["r"]}, ""),
+        ({"env.reward": "2"}, {"k": ["r"]}, "another recipe: env.reward. Set"),
+        ({"env.reward": "1"}, {"k": ["s"]}, r"k has other rows: 1 added, 1 removed"),
+    ):
+        fingerprint = Fingerprint({}, contents, rows)
+        identity.write_fingerprint(run / "config.fingerprint.json", fingerprint)
+        expected = pytest.raises(ConfigError, match=problem) if problem else nullcontext()
+        with expected:
+            sweep.main([*RECIPE, "--seeds", "1", "--dry-run"])
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [
+        ("ck", ["trainer.default_local_dir=ck/sums/base-seed1"]),
+        ("ck/${trainer.experiment_name}", []),
+    ],
+)
+def test_each_run_has_its_own_folder_of_checkpoints(place, monkeypatch, folder, words):
+    planned = make_plan(trainer={"default_local_dir": folder})
+    monkeypatch.setattr(sweep, "check_variants", lambda args, variants: [planned])
+    sweep.main([*RECIPE, "--seeds", "1"])
+    [call] = read_calls(place)
+    assert [word for word in call.split() if "default_local_dir" in word] == words
 
 
 def test_a_dry_run_starts_nothing(place, capsys):
@@ -163,8 +211,9 @@ def test_a_variant_that_is_invalid_is_named(monkeypatch):
     def plan(files, words, is_dry_run):
         if "actor_rollout_ref.actor.optim.lr=fast" in words:
             raise ConfigError("lr=fast is no number. Change it.")
-        rows = [] if "env.val_files=[]" in words else ["a row"]
-        return SimpleNamespace(recipe=make_recipe(), inputs=SimpleNamespace(validation=rows))
+        planned = make_plan()
+        planned.inputs.validation = [] if "env.val_files=[]" in words else ["a row"]
+        return planned
 
     monkeypatch.setattr(sweep.cli, "plan", plan)
     with pytest.raises(ConfigError, match="variant lr=fast: lr=fast is no number"):
@@ -202,7 +251,7 @@ def test_each_variant_is_compared_with_the_first(tmp_path, monkeypatch, capsys):
     # an unfinished run of an earlier command, with more seeds, is no part of the comparison
     (tmp_path / "runs" / "s" / "a-seed3").mkdir()
     runs = [
-        sweep.SweepRun(f"s/{name}-seed{seed}", name, make_recipe(), (), (), tmp_path)
+        sweep.SweepRun(f"s/{name}-seed{seed}", name, make_plan(), (), (), tmp_path)
         for seed in (1, 2)
         for name in ("a", "b", "b2")
     ]
@@ -216,9 +265,9 @@ def test_each_variant_is_compared_with_the_first(tmp_path, monkeypatch, capsys):
 
 
 def test_variants_may_have_different_steps(place, monkeypatch, capsys):
-    recipes = [make_recipe(), make_recipe()]
-    recipes[1].trainer.total_training_steps = 24
-    monkeypatch.setattr(sweep, "check_variants", lambda args, variants: recipes)
+    plans = [make_plan(), make_plan()]
+    plans[1].recipe.trainer.total_training_steps = 24
+    monkeypatch.setattr(sweep, "check_variants", lambda args, variants: plans)
     vary = ["--vary", "trainer.total_training_steps=12,24"]
     sweep.main([*RECIPE, "--seeds", "1", *vary])
     path = place / "runs" / "sums" / "total_training_steps=24-seed1" / "export" / "step.txt"
@@ -277,8 +326,8 @@ def test_a_run_saves_before_a_stopped_sweep_ends(tmp_path, number):
 def test_ray_queues_the_runs(place, capsys):
     """On a CPU, a run uses all cores, so they run one after the other. A lost one has failed."""
     names = [f"sums/base-seed{n}" for n in (1, 2, 3)]
-    recipe = make_recipe()
-    runs = [sweep.SweepRun(name, "base", recipe, (), (f"x={name}",), place) for name in names]
+    planned = make_plan()
+    runs = [sweep.SweepRun(name, "base", planned, (), (f"x={name}",), place) for name in names]
     runs.append(runs[0]._replace(name="sums/lost", words=("kill", "x=sums/lost")))
     runs.append(runs[0]._replace(name="sums/no_folder", folder=place / "runs" / "calls.txt"))
     assert sweep.run_through_ray(runs) == [0, 0, 0, 1, 1]

@@ -1,0 +1,223 @@
+"""Say what something is by its content: a row, a function, a model, a template, a recipe.
+
+A name may stand for something else tomorrow: rows move in their file, functions are edited, weights
+are replaced in their folder. So what is saved about them has a digest of their content.
+
+    hash_row, name_row    a row: what the model sees, what the verifier reads, the number of a copy
+    hash_contents         the functions, files and models that a value of a recipe names
+    Fingerprint           a run: the values of its recipe, these digests, and its rows
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from env import Json, Task
+from kit.config.keys import ROOT
+from kit.config.user_functions import is_user_function
+from kit.data.ground_truths import find_ground_truth, is_empty
+
+ROUTES = ("agent_ref", "task_source")  # fields of a row that name its server
+NUMBER = re.compile(r"(?:.*_)?(?:id|idx|index|uid|uuid)")  # fields that number the rows of a file
+WEIGHTS = (".safetensors", ".bin")  # of the folder of a model
+SOURCES = (".py", ".yaml", ".yml", ".json", ".txt", ".jinja")  # of the folder of a server
+PART = 2**20  # bytes
+PARTS = 64  # of a file that are read; a smaller file is read as a whole
+TEMPLATE = "the chat template"
+TEMPLATE_KEY = "actor_rollout_ref.model.custom_chat_template"
+ROW_KEYS = ("env.train_files", "env.val_files")
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def hash_json(value: object) -> str:
+    """Return the digest of plain data."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+
+
+def hash_row(row: Json) -> str:
+    """Return the digest of what the model sees of a row and the verifier reads.
+
+    Fields that name a server do not count. If the row has a ground truth, neither do those that
+    number it: scripts number the copies of a problem, too.
+    """
+    has_truth = not is_empty(find_ground_truth(row))
+
+    def select(fields: Json, others: Collection[str]) -> Json:
+        names = [name for name in fields if not (has_truth and NUMBER.fullmatch(name))]
+        return {name: fields[name] for name in names if name not in others}
+
+    kept = select(row, ROUTES)
+    if isinstance(row.get("extra_info"), dict):
+        kept["extra_info"] = select(row["extra_info"], ["index"])  # verl's number
+    return hash_json(kept)
+
+
+def name_row(row: Json, copies: Counter[str]) -> str:
+    """Return the name of a row in any file: its digest, and the number of a copy.
+
+    copies: of the rows before it, which are counted here.
+    """
+    digest = hash_row(row)
+    copies[digest] += 1
+    number = copies[digest]
+    return digest if number == 1 else f"{digest}-{number}"
+
+
+def name_rates(rates: Mapping[str, float], tasks: Sequence[Task], functions: str) -> Json:
+    """Return pass rates by the content of the rows, for a checkpoint. rates: by row id.
+
+    functions: the digest of those that generate rows: after an edit, they generate others.
+    """
+    keys = {task.row_id: task.key for task in tasks}
+    return {keys.get(row_id) or f"{row_id}@{functions}": rate for row_id, rate in rates.items()}
+
+
+def place_rates(saved: Mapping[str, float], tasks: Sequence[Task], functions: str) -> Json:
+    """Return the pass rates of `name_rates` by the present row ids. Those of other rows stay."""
+    row_ids = {task.key: task.row_id for task in tasks}
+    return {row_ids.get(k) or k.removesuffix(f"@{functions}"): rate for k, rate in saved.items()}
+
+
+def name_problem(row: Json, place: str) -> str:
+    """Return the name of a problem, which copies of a row share. place: of the row, in its file.
+
+    If the environment writes the prompt, copies may get others, so each row is a problem.
+    """
+    params = row.get("responses_create_params") or {}
+    return hash_row(row) if params.get("input") else place
+
+
+# --- functions, files and models -----------------------------------------------------------------
+
+
+def hash_file(path: Path) -> str:
+    """Return the digest of a file: of its size and, if it is large, of PARTS of it."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=8)
+    with path.open("rb") as file:
+        for start in range(0, size, max(PART, size // PARTS)):
+            file.seek(start)
+            digest.update(file.read(PART))
+    return digest.hexdigest()
+
+
+def list_sources(path: Path) -> list[Path]:
+    """List a Python file, and the modules of its folder and the files that it names."""
+    found = [path]
+    for source in found:  # it grows
+        if source.suffix == ".py":
+            text = source.read_text(encoding="utf-8", errors="replace")
+            found += [other for other in list_named(source.parent, text) if other not in found]
+    return found
+
+
+def list_named(folder: Path, text: str) -> Iterator[Path]:
+    """Yield the files that the text of a module names: imports, and quoted paths."""
+    words = set(re.findall(r"\w+", " ".join(re.findall(r"^\s*(?:from|import)\s.*", text, re.M))))
+    if folder.resolve() == ROOT:
+        words -= {"kit", "env", "gym_client", "inference", "training"}  # the kit is no user's
+    for word in sorted(words):
+        yield from (path for path in [folder / f"{word}.py"] if path.is_file())
+        yield from sorted((folder / word).rglob("*.py"))
+    for name in dict.fromkeys(re.findall(r"""["']([^"'\n]{1,200})["']""", text)):
+        yield from (path for path in (folder / name, Path(name)) if path.is_file())
+
+
+def hash_named(name: str) -> str:
+    """Return the digest of what a value of a recipe names; the value itself if that is nothing."""
+    if is_user_function(name):
+        file, _, function = name.rpartition(":")
+        for path in (Path(file), ROOT / file):
+            if path.is_file():
+                return hash_json([function, [hash_file(one) for one in list_sources(path)]])
+    path = Path(os.path.expanduser(name))
+    if os.path.isfile(path):
+        return hash_file(path)
+    if not name or not os.path.isdir(path):
+        return name
+    files = [file for file in sorted(path.iterdir()) if file.suffix in WEIGHTS]
+    if not files:
+        files = [file for file in sorted(path.rglob("*")) if file.suffix in SOURCES]
+    return hash_json([[file.name, hash_file(file)] for file in files])
+
+
+def hash_contents(value: object, key: str) -> str:
+    """Return the digest of a value of a recipe with what it names; "" if it names nothing."""
+
+    def replace(part: object) -> object:
+        if isinstance(part, Mapping):
+            return {name: replace(member) for name, member in part.items()}
+        if isinstance(part, list):
+            return [replace(member) for member in part]
+        return hash_named(part) if isinstance(part, str) else part
+
+    if key in ROW_KEYS:  # the rows themselves have digests
+        entries = value if isinstance(value, list) else []
+        value = [entry for entry in entries if isinstance(entry, dict) and "function" in entry]
+    replaced = replace(value)
+    return "" if replaced == value else hash_json(replaced)
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a run is: its recipe, what the recipe names, and its rows.
+
+    What an earlier version did not write is missing, and counts as equal.
+    """
+
+    values: Json = field(default_factory=dict)  # {key of the recipe: value}
+    contents: Mapping[str, str] = field(default_factory=dict)  # {key: hash_contents of its value}
+    rows: Mapping[str, Sequence[str]] = field(default_factory=dict)  # {key: name_row of each row}
+
+    def select(self, is_kept: Callable[[str], bool]) -> Fingerprint:
+        """Select the keys that decide something."""
+        values = {key: value for key, value in self.values.items() if is_kept(key)}
+        contents = {key: value for key, value in self.contents.items() if is_kept(key)}
+        return Fingerprint(values, contents, {})
+
+    def list_changes(self, before: Fingerprint) -> dict[str, str]:
+        """Return {key: what changed} since another fingerprint, without its rows.
+
+        A value that names the same content by another path is no change.
+        """
+        changes = {}
+        for key in dict.fromkeys([*self.values, *before.values, *self.contents]):
+            old = before.values.get(key)
+            new = self.values.get(key)
+            digests = {before.contents.get(key), self.contents.get(key)}
+            is_known = len({None, ""} & digests) == 0
+            if is_known and len(digests) == 1:
+                continue
+            if old != new:
+                changes[key] = f"{key} {old!s:.100} -> {new!s:.100}"
+            elif is_known:
+                changes[key] = f"the content of {key}={new!s:.100}" if new else key
+        if TEMPLATE in self.contents and TEMPLATE in before.contents:
+            changes.pop(TEMPLATE_KEY, None)  # the templates themselves are compared
+        return changes
+
+    def list_row_changes(self, before: Fingerprint) -> list[str]:
+        """Return a text about each key whose rows are others than before, or in another order."""
+        texts = []
+        for key in self.rows.keys() & before.rows.keys():
+            old = Counter(before.rows[key])
+            new = Counter(self.rows[key])
+            if old != new:
+                counts = f"{(new - old).total()} added, {(old - new).total()} removed"
+                texts.append(f"{key} has other rows: {counts} (an edited row counts as both)")
+            elif list(before.rows[key]) != list(self.rows[key]):
+                texts.append(f"{key} has the same rows in another order")
+        return sorted(texts)

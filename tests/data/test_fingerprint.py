@@ -1,0 +1,181 @@
+"""Tests of fingerprints: what makes rows, functions, models and recipes the same or others."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import env
+from kit.data.fingerprint import (
+    Fingerprint,
+    hash_contents,
+    hash_row,
+    name_rates,
+    name_row,
+    place_rates,
+)
+from tests.helpers.recipes import row
+
+FUNCTION = "import helper\nPROMPT = open('judge.txt') if False else ''\ndef f(e):\n    return 1.0\n"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"agent_ref": {"name": "other"}},
+        {"task_source": "other"},
+        {"id": 7},
+        {"problem_id": "p-7"},
+        {"extra_info": {"index": 7}},
+    ],
+)
+def test_a_row_is_the_same_with_another_route_or_number(change):
+    first = row(extra_info={"index": 0}, id=0)
+    assert hash_row(first | change) == hash_row(dict(reversed(list(first.items()))))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"answer": "8"},
+        {"responses_create_params": {"input": "say 8"}},
+        {"tolerance": 0.1},
+        {"extra_info": {"answer": "8"}},
+    ],
+)
+def test_a_row_with_another_prompt_or_truth_is_another(change):
+    assert hash_row(row(extra_info={"answer": "7"}) | change) != hash_row(
+        row(extra_info={"answer": "7"})
+    )
+
+
+def test_without_a_truth_the_number_of_a_row_is_its_content():
+    assert hash_row({"level_id": 1}) != hash_row({"level_id": 2})
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=9), st.randoms())
+def test_names_of_rows_do_not_depend_on_their_order(answers, generator: random.Random):
+    """Copies have different names."""
+    rows = [row(answer=answer) for answer in answers]
+    shuffled = generator.sample(rows, len(rows))
+    copies: Counter[str] = Counter()
+    names = [name_row(one, copies) for one in rows]
+    copies.clear()
+    assert sorted(names) == sorted(name_row(one, copies) for one in shuffled)
+    assert len(set(names)) == len(names)
+
+
+def make_tasks(answers: str) -> list[env.Task]:
+    copies: Counter[str] = Counter()
+    rows = [row(answer=answer) for answer in answers]
+    return [
+        env.Task(f"rows.jsonl:{line}", one, "s", [], [], key=name_row(one, copies))
+        for line, one in enumerate(rows, 1)
+    ]
+
+
+def test_pass_rates_follow_their_rows_and_the_function_that_made_them():
+    before = make_tasks("abb")
+    rates = {task.row_id: rate for task, rate in zip(before, (0.1, 0.2, 0.3), strict=True)}
+    saved = name_rates(rates | {"t.py:f#1.0": 0.5}, before, "digest")
+    after = make_tasks("cbba")  # a row in front, and the others moved
+    placed = place_rates(saved, after, "digest")
+    by_line = [placed.get(task.row_id) for task in after]
+    assert by_line == [None, 0.2, 0.3, 0.1] and placed["t.py:f#1.0"] == 0.5
+    assert "t.py:f#1.0" not in place_rates(saved, after, "after an edit")
+    assert place_rates(rates, before, "") == rates  # of an earlier version, by place
+
+
+@pytest.mark.parametrize(("removed", "added"), [("", "x"), ("c", ""), ("b", "xy")])
+def test_the_order_of_rows_stays_if_others_come_or_go(removed, added):
+    rows = make_tasks("abcdefgh")
+    others = make_tasks(added + "".join(c for c in "hgfedcba" if c not in removed))
+    answers = []
+    for tasks in (rows, others):
+        batch = env.take_batch(tasks, len(tasks), 0, seed=3)
+        answers.append([t.row["answer"] for t in batch if t.row["answer"] not in removed + added])
+    assert answers[0] == answers[1] != sorted(answers[0])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch) -> Path:
+    """The current folder, with a function, a module and a text that it names, and a model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rw.py").write_text(FUNCTION)
+    (tmp_path / "helper.py").write_text("")
+    (tmp_path / "judge.txt").write_text("Be strict.")
+    (tmp_path / "unrelated.py").write_text("")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "a.safetensors").write_bytes(bytes(3 * 2**20))
+    return tmp_path
+
+
+def hash_all() -> tuple[str, ...]:
+    values = {"env.reward": {"function": "rw.py:f", "k": 2}, "model.path": "model"}
+    return tuple(hash_contents(value, key) for key, value in values.items())
+
+
+@pytest.mark.parametrize(
+    ("file", "changed"),
+    [
+        ("rw.py", [True, False]),
+        ("helper.py", [True, False]),
+        ("judge.txt", [True, False]),
+        ("unrelated.py", [False, False]),
+        ("model/a.safetensors", [False, True]),
+    ],
+)
+def test_an_edit_changes_the_digest_of_what_names_the_file(folder, file, changed):
+    before = hash_all()
+    path = folder / file
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b"#" if content else b"#")
+    assert [a != b for a, b in zip(before, hash_all(), strict=True)] == changed
+    path.write_bytes(content)
+    assert hash_all() == before  # the time of a file does not matter
+
+
+def test_another_function_or_setting_is_another_content_and_another_path_is_not(folder):
+    (folder / "moved").mkdir()
+    for name in ("rw.py", "helper.py", "judge.txt"):
+        (folder / "moved" / name).write_bytes((folder / name).read_bytes())
+    digests = {
+        name: hash_contents(value, "env.reward")
+        for name, value in {
+            "same": {"function": "rw.py:f", "k": 2},
+            "moved": {"function": "moved/rw.py:f", "k": 2},
+            "name": {"function": "rw.py:g", "k": 2},
+            "setting": {"function": "rw.py:f", "k": 3},
+        }.items()
+    }
+    assert digests["same"] == digests["moved"]
+    assert len(set(digests.values())) == 3
+    assert hash_contents("grpo", "algorithm.adv_estimator") == ""
+
+
+def test_changes_are_values_or_contents():
+    before = Fingerprint({"a": 1, "f": "x.py:f", "m": "old"}, {"f": "1", "m": "9"}, {"k": ["r"]})
+    assert Fingerprint(before.values, before.contents).list_changes(before) == {}
+    now = Fingerprint({"a": 2, "f": "x.py:f", "m": "new"}, {"f": "2", "m": "9"})
+    assert now.list_changes(before) == {"a": "a 1 -> 2", "f": "the content of f=x.py:f"}
+    # an earlier version has written no digests
+    assert now.list_changes(Fingerprint(now.values)) == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "texts"),
+    [
+        (["r", "s", "t"], []),
+        (["t", "s", "r"], ["k has the same rows in another order"]),
+        (["r", "s", "u", "v"], ["k has other rows: 2 added, 1 removed"]),
+    ],
+)
+def test_changes_of_rows_are_counted(rows, texts):
+    before = Fingerprint(rows={"k": ["r", "s", "t"]})
+    found = Fingerprint(rows={"k": rows}).list_row_changes(before)
+    assert [text.partition(" (")[0] for text in found] == texts

@@ -1,0 +1,123 @@
+"""Tests of what a resumed run says about what has changed, and of who owns a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kit.data.fingerprint import Fingerprint
+from kit.errors import ConfigError, RunError
+from kit.extras.run_card import card
+from kit.runs import checkpoints, identity
+from kit.runs.run import Run
+from tests.helpers.recipes import load, make_partial, row, write_rows
+from tests.runs.test_checkpoints import Group, make_config, save
+
+REWARD = "def f(episode):\n    return {}\n"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """The current folder, with rows and a reward."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", [row(f"say {n}") for n in range(8)])
+    (tmp_path / "rw.py").write_text(REWARD.format(1.0))
+    return tmp_path
+
+
+def start(workspace) -> tuple:
+    """Plan a run of the rows and the reward -> (recipe, fingerprint)."""
+    contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,extra]"
+    changes = ["env.train_files=[rows.jsonl]", "env.reward=rw.py:f", contents]
+    recipe, inputs = load(workspace, *changes)
+    return recipe, identity.make_fingerprint(recipe, inputs)
+
+
+def test_a_resume_names_edited_rows_and_functions(workspace, here):
+    recipe, before = start(workspace)
+    with Run(recipe, None, before):
+        workers = SimpleNamespace(actor=Group(), critic=None)
+        state = checkpoints.LoopState(step=1)
+        checkpoint = checkpoints.save(workers, Path("runs/tiny/checkpoints"), state, recipe)
+    assert checkpoints.check(checkpoint, recipe, before) == []
+    rows = [row("new"), *(row(f"say {n}") for n in range(1, 8))]
+    write_rows(here / "rows.jsonl", rows)
+    (here / "rw.py").write_text(REWARD.format(0.5))
+    recipe, after = start(workspace)
+    changed, others = checkpoints.check(checkpoint, recipe, after)
+    assert changed == f"Changed since {checkpoint}: the content of env.reward=rw.py:f"
+    assert others == (
+        "WARNING     env.train_files has other rows: 1 added, 1 removed (an edited row counts as "
+        f"both) since {checkpoint}"
+    )
+    with Run(recipe, checkpoint, after):
+        pass
+    lines = [line for line in card.describe_scores(recipe, Path("runs/tiny")) if "resumed" in line]
+    assert len(lines) == 1 and "After step 1" in lines[0] and "1 added, 1 removed" in lines[0]
+
+
+def find(folder: str, name: str, **trainer):
+    recipe = make_partial(make_config(Path(folder), experiment_name=name, **trainer))
+    return checkpoints.find_resume_point(recipe)
+
+
+def test_a_folder_with_checkpoints_of_another_run_is_refused(here):
+    checkpoint = save(Path("ck"), 1, experiment_name="one")
+    assert find("ck", "one")[0] == checkpoint
+    for mode in ("auto", "disable"):
+        message = "default_local_dir=ck has checkpoints of the run one, and this is two. Remove"
+        with pytest.raises(ConfigError, match=message) as caught:
+            find("ck", "two", resume_mode=mode)
+        assert "\n" not in str(caught.value)
+    named = {"resume_mode": "resume_path", "resume_from_path": str(checkpoint)}
+    assert find("mine", "two", **named) == (checkpoint, [f"{checkpoint} is of the run one."])
+    with pytest.raises(ConfigError, match="Nothing is left to train"):
+        find("mine", "two", **named, total_training_steps=1)  # it would export weights of `one`
+
+
+def test_a_run_whose_folder_was_renamed_owns_its_checkpoints(here):
+    save(Path("runs/one/checkpoints"), 1, experiment_name="one")
+    Path("runs/one").rename("runs/two")
+    checkpoint, notes = find("runs/two/checkpoints", "two")
+    assert checkpoint == Path("runs/two/checkpoints/global_step_1") and notes == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "message"),
+    [
+        (["hf_model"], None, r"save_contents=\['hf_model'\], without the weights \(model\)"),
+        (["model"], ["model", "optimizer"], r"\['model', 'optimizer'\]: it has \['model'\] only"),
+        (["model", "extra"], ["model"], ""),
+    ],
+)
+def test_a_checkpoint_without_what_a_run_loads_is_refused(here, saved, loaded, message):
+    config = make_config(here)
+    contents = config.actor_rollout_ref.actor.checkpoint
+    contents.save_contents = saved
+    workers = SimpleNamespace(actor=Group(), critic=None)
+    state = checkpoints.LoopState(step=1)
+    checkpoint = checkpoints.save(workers, here, state, make_partial(config))
+    contents.save_contents = ["model", "extra"]
+    contents.load_contents = loaded
+    if not message:
+        assert checkpoints.check(checkpoint, make_partial(config))
+        return
+    with pytest.raises(RunError, match=message) as caught:
+        checkpoints.check(checkpoint, make_partial(config))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("section", ["actor_rollout_ref.actor", "critic"])
+@pytest.mark.parametrize("key", ["save_contents", "load_contents"])
+def test_contents_without_the_weights_are_refused_before_the_start(workspace, section, key):
+    change = f"{section}.checkpoint.{key}=[hf_model,optimizer]"
+    with pytest.raises(ConfigError, match=rf"{section}\.checkpoint\.{key}=.* has no `model`"):
+        load(workspace, change)
+
+
+def test_a_missing_key_of_an_earlier_fingerprint_is_no_change(here):
+    (here / "config.yaml").write_text("a: 1\n")
+    assert identity.read_run(here) == Fingerprint({"a": 1})
+    assert identity.read_fingerprint(here / "none.json") == Fingerprint()
