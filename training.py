@@ -59,6 +59,7 @@ from kit.errors import RunError, SkippedStep
 from kit.rollout.inputs import RunInputs
 
 REWARD_MODEL = "reward_model"  # the reward component of a reward model
+TOTALS = "reward_totals"  # array of the batch: [B] of the rewards in float64
 COMPONENTS = "reward_components"  # array of the batch: [B] of {name: value}
 WorkerGroup = Any  # a RayWorkerGroup, to which verl adds the workers' methods at run time
 WorkerOutput: TypeAlias = "TensorDict | DataProtoFuture"
@@ -117,17 +118,22 @@ def compute_advantages(batch: DataProto, recipe: Recipe) -> None:
     The estimator gets the batch's `token_level_rewards`, with those of masked tokens on trained
     ones, and without the rounding errors of equal rewards (kit/data/token_rewards.py). A custom
     function gets the arguments that it names (kit/config/user_functions.py: ESTIMATOR). Raises
-    SkippedStep if the estimator normalizes over tokens, and only one is trained.
+    SkippedStep if the estimator cannot work because only one token is trained: it whitens.
     """
     settings = recipe.algorithm
     name = settings.adv_estimator
-    mask = batch.batch["response_mask"]  # [B, R]
-    if name in token_rewards.WHITENS and mask.sum() < 2:
-        raise SkippedStep(f"{name} normalizes over the trained tokens, and the batch has only one")
-    if name in [estimator.value for estimator in core_algos.AdvantageEstimator]:
-        advantages, returns = call_verl_estimator(batch, settings)
-    else:
-        advantages, returns = call_custom_estimator(batch, settings)
+    is_verl = name in [estimator.value for estimator in core_algos.AdvantageEstimator]
+    call_estimator = call_verl_estimator if is_verl else call_custom_estimator
+    is_trained = batch.batch["response_mask"].bool()  # [B, R]
+    reason = f"{name} normalizes over the trained tokens, and the batch has only one"
+    try:
+        advantages, returns = call_estimator(batch, settings)
+    except ValueError as error:  # of verl's whitening, or a UserFunctionError
+        if is_trained.sum() > 1:
+            raise
+        raise SkippedStep(f"{reason}: {error}") from error
+    if is_trained.sum() == 1 and not advantages[is_trained].isfinite():
+        raise SkippedStep(reason)
     batch.batch["advantages"] = advantages
     batch.batch["returns"] = returns
 
@@ -137,9 +143,12 @@ def call_verl_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tensor,
     groups = batch.non_tensor_batch["uid"]  # [B]
     tensors = batch.batch.clone(recurse=False)
     rewards = tensors["token_level_rewards"]  # [B, R]
+    totals = rewards.double().sum(dim=1)  # [B]
+    if torch.equal(rewards, tensors["token_level_scores"]):  # without a KL penalty
+        totals = torch.tensor(batch.non_tensor_batch[TOTALS].tolist(), dtype=torch.float64)
     rewards = token_rewards.carry_rewards(rewards, tensors["response_mask"])
     tensors["token_level_rewards"] = token_rewards.level_equal_rewards(
-        rewards, groups, settings.adv_estimator, settings.gamma
+        rewards, totals, groups, settings.adv_estimator, settings.gamma
     )
     arrays = {"uid": groups}
     if settings.adv_estimator == "gdpo":
@@ -172,9 +181,10 @@ def read_component(batch: DataProto, name: str) -> np.ndarray:
                 f"algorithm.gdpo_reward_keys has {name}, but an episode has only these reward "
                 f"components: {names}. Let the verifier or env.reward return {name} each time."
             )
-    rewards = torch.tensor([float(values[name]) for values in components])[:, None]  # [B, 1]
+    rewards = torch.tensor([[float(values[name])] for values in components], dtype=torch.float64)
     groups = batch.non_tensor_batch["uid"]
-    return np.asarray(token_rewards.level_groups(rewards, groups, 0.0)[:, 0])
+    levelled = token_rewards.level_groups(rewards, groups, 0.0)  # [B, 1]
+    return np.asarray(token_rewards.subtract_offsets(levelled, groups)[:, 0].float())
 
 
 def call_custom_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tensor, Tensor]:
@@ -298,6 +308,7 @@ def build_batch(episodes: Sequence[Episode], pad_token_id: int, temperature: flo
     arrays = {
         "uid": [e.group_id for e in episodes],
         COMPONENTS: [e.reward_components for e in episodes],
+        TOTALS: [e.trained_reward for e in episodes],
     }
     token_counts = attention_mask.sum(dim=1).tolist()  # [B]; for verl's throughput metrics
     meta_info = {"temperature": temperature, "global_token_num": token_counts}
@@ -315,8 +326,7 @@ def place_rewards(episodes: Sequence[Episode], width: int) -> torch.Tensor:
         turn_rewards = episode.turn_rewards or [0.0] * len(episode.turns)
         for k, span in enumerate(episode.turns):
             scores[row, span.end - 1] += turn_rewards[k]
-        shaped = episode.shaped_reward
-        reward = episode.reward if shaped is None else shaped
+        reward = episode.trained_reward
         assert reward is not None, f"{episode.row_id} was not verified"
         scores[row, len(episode.response_ids) - 1] += reward - sum(turn_rewards)
     return torch.from_numpy(scores)

@@ -34,10 +34,11 @@ from typing import Any
 Json = dict[str, Any]  # a JSON object. The processes of verifiers do not import env.py
 GROUND_TRUTH_KEYS = ("ground_truth", "expected_answer", "answer", "final_answer", "solution")
 PLACES = ("reward_model.ground_truth", *GROUND_TRUTH_KEYS, "extra_info")  # for messages
-# Texts that pandas and Python write for a missing value.
-MISSING_TEXTS = ("None", "nan", "NaN", "<NA>", "NaT", "null")
+# Texts that pandas and Python write for a missing value, and marks of data sets.
+MISSING = re.compile(r"None|nan|NaN|<NA>|NaT|null|(?i:n/a|not[ _]?found|proof)")
 LIST_STARTS = ('["', "['")  # of a list of texts that was written as text
 BOX = "\\boxed{"
+BARE_BOX = re.compile(r"\\boxed\s*(.+?)\s*(?:\$|\\\)|\\\]|\n|\Z)")  # as in \boxed\frac12
 MARK = "####"  # GSM8K's, before the answer
 THOUSANDS = r"-?\d{1,3}(,\d{3})+(\.\d+)?"  # a number with commas
 
@@ -64,6 +65,19 @@ def list_values(row: Json) -> list[object]:
         if isinstance(fields, dict):
             values += [fields[key] for key in GROUND_TRUTH_KEYS if key in fields]
     return values
+
+
+def is_missing(row: Json) -> bool:
+    """Return whether a row has no ground truth, or only a text that stands for none."""
+    value = find_ground_truth(row)
+    return is_empty(value) or is_marked(value)
+
+
+def is_marked(value: object) -> bool:
+    """Return whether a value is a text that stands for no answer: a mark, or an empty box."""
+    if not isinstance(value, str):
+        return False
+    return not cut_answer(value) or bool(MISSING.fullmatch(value.strip()))
 
 
 def is_empty(value: object) -> bool:
@@ -118,24 +132,25 @@ def read_expected_answer(value: object) -> str:
 
 def read_text(text: str) -> str:
     """Return the expected answer in a text, which may be a worked solution. Raises ValueError."""
-    if text.strip() in MISSING_TEXTS:
+    if MISSING.fullmatch(text.strip()):
         raise make_error(text, "it stands for a missing value")
-    answer = text
-    if BOX in text:
-        answer = find_last_box(text)
-    elif MARK in text:
-        answer = read_marked(text)
-    if not answer.strip():
+    answer = cut_answer(text)
+    if not answer:
         raise make_error(text, "it has no answer")
-    return answer.strip()
-
-
-def read_marked(text: str) -> str:
-    """Return the answer after the last MARK of a text. Raises ValueError."""
-    answer = text.rpartition(MARK)[2].strip()
-    if "\n" in answer:  # it is a heading in Markdown
+    if BOX not in text and MARK in text and "\n" in answer:  # the mark is a heading in Markdown
         raise make_error(text, f"several lines follow its last {MARK}")
-    return answer.replace(",", "") if re.fullmatch(THOUSANDS, answer) else answer
+    return answer
+
+
+def cut_answer(text: str) -> str:
+    """Return the answer in a text, stripped: in its last box, after its last MARK, or all of it."""
+    if BOX in text:
+        return find_last_box(text).strip()
+    if MARK in text:
+        answer = text.rpartition(MARK)[2].strip()
+        return answer.replace(",", "") if re.fullmatch(THOUSANDS, answer) else answer
+    boxes = BARE_BOX.findall(text)
+    return str(boxes[-1] if boxes else text).strip()
 
 
 def find_last_box(text: str) -> str:

@@ -10,12 +10,15 @@ Shapes: B episodes, R response tokens. index [B] names the group of each episode
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-ROUNDING = 1e-6  # relative error of a sum of float32 rewards; one number has 6e-8
+from kit.data.reward_scale import compute_tolerance
+
+OFFSET = 1000  # times the differences in a group: a larger common part takes digits of float32
 
 # verl's estimators that compare the totals of a group. All except gpg depend only on differences.
 COMPARES_TOTALS = (
@@ -34,8 +37,6 @@ COMPARES_RETURNS = (
     "tir_optimal_token_baseline",
     "reinforce_plus_plus",  # with the whole batch, and only at a discount of 1
 )
-# These normalize over the tokens of a batch, so they need two of them.
-WHITENS = ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def carry_rewards(rewards: Tensor, mask: Tensor, turn: Tensor | None = None) -> Tensor:
@@ -61,20 +62,24 @@ def carry_rewards(rewards: Tensor, mask: Tensor, turn: Tensor | None = None) -> 
 
 
 def level_equal_rewards(
-    rewards: Tensor, index: Sequence[str], estimator: str, gamma: float
+    rewards: Tensor, totals: Tensor, index: Sequence[str], estimator: str, gamma: float
 ) -> Tensor:
     """Replace the rewards of groups whose rewards are all equal, where this is exact -> [B, R].
 
     The mean of equal float32 numbers has a rounding error: GRPO makes an advantage of 0.056 of
     three rewards of 0.9. Without their common value, such a group has an advantage of exactly 0,
-    and all other groups keep theirs.
+    and all other groups keep theirs. A large common part of other groups is subtracted, too.
 
-    estimator: a name of verl. gamma: its discount. Other estimators get the rewards unchanged.
+    rewards [B, R] in float32. totals [B]: of the episodes, in float64. estimator: a name of verl.
+    gamma: its discount. Other estimators get the rewards unchanged.
     """
     if estimator in COMPARES_TOTALS:
+        exact = rewards.double()  # [B, R]
+        exact[:, -1] += totals - exact.sum(dim=1)
         # gpg counts the rewards that are not 0. The mean of ones is exact, too.
-        value = 1.0 if estimator == "gpg" else 0.0
-        return level_groups(rewards, index, value)
+        if estimator == "gpg":
+            return level_groups(exact, index, 1.0).float()
+        return subtract_offsets(level_groups(exact, index, 0.0), index).float()
     if estimator not in COMPARES_RETURNS or not is_outcome(rewards):
         return rewards
     if estimator == "reinforce_plus_plus":
@@ -90,16 +95,46 @@ def is_outcome(rewards: Tensor) -> bool:
 def level_groups(rewards: Tensor, index: Sequence[str], value: float) -> Tensor:
     """Give each episode of a group with equal totals the total `value`, or 0 if theirs is 0."""
     levelled = rewards.clone()
-    totals = rewards.double().sum(dim=1)  # [B]
-    scale = rewards.double().abs().sum(dim=1)  # [B]
+    totals = sum_rewards(rewards, index)  # [B]
     for members in list_groups(index):
-        spread = totals[members].max() - totals[members].min()
-        if len(members) < 2 or spread > ROUNDING * scale[members].max():
+        if len(members) < 2 or totals[members].unique().numel() > 1:
             continue
         levelled[members] = 0.0
         if value and totals[members].all():
             levelled[members, -1] = value
     return levelled
+
+
+def subtract_offsets(rewards: Tensor, index: Sequence[str]) -> Tensor:
+    """Subtract the least total of a group from its totals if it is over OFFSET times the others.
+
+    In float32, 123456.01 and 123456.02 would have about the same advantage.
+    """
+    shifted = rewards.clone()
+    totals = rewards.sum(dim=1)  # [B]
+    for members in list_groups(index):
+        differences = totals[members] - totals[members].min()
+        if totals[members].abs().max() > OFFSET * differences.max():
+            shifted[members] = 0.0
+            shifted[members, -1] = differences
+    return shifted
+
+
+def sum_rewards(rewards: Tensor, index: Sequence[str]) -> Tensor:
+    """Sum the rewards of each episode -> float64 [B].
+
+    Totals of a group that differ at most by rounding errors become the same number.
+    """
+    totals = rewards.double().sum(dim=1)  # [B]
+    sizes = rewards.double().abs().sum(dim=1)  # [B]
+    for members in list_groups(index):
+        size = float(sizes[members].max())
+        tolerance = compute_tolerance(size, precision=torch.finfo(rewards.dtype).eps)
+        ascending = members[totals[members].argsort()].tolist()
+        for lower, higher in itertools.pairwise(ascending):
+            if totals[higher] - totals[lower] <= tolerance:
+                totals[higher] = totals[lower]
+    return totals
 
 
 def list_groups(index: Sequence[str]) -> list[Tensor]:

@@ -100,7 +100,7 @@ def prepare(
     recipe = checked.recipe.with_config(config)
     for feature in recipe.features:
         feature.check_inputs(recipe, inputs)
-    inputs.trials = try_verifiers(custom, inputs.tasks, recipe, inputs.tokenizer)
+    inputs.trials = try_verifiers(custom, inputs.tasks, recipe, inputs.tokenizer, inputs.scales)
     return Prepared(recipe, inputs)
 
 

@@ -6,7 +6,7 @@ import functools
 import glob
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,21 +17,12 @@ import yaml
 from env import Json
 from kit.data.json_lines import read_metrics
 from kit.data.metrics import ALL_TOKENS, name_test_set
-from kit.data.rollout_files import read_records
+from kit.data.rollout_files import read_records, read_scale
 from kit.errors import ConfigError
 from kit.extras.evidence.intervals import Scores
 from kit.runs import checkpoints
 
-
-def is_right(reward: float) -> float:
-    """Return 1 for a reward of at least 1, else 0."""
-    return float(reward >= 1)
-
-
-SCORES: Mapping[str, Callable[[float], float]] = {  # of the reward of a verified response
-    "acc": is_right,
-    "reward": float,
-}
+SCORES = ("acc", "reward")  # of a verified response: whether its reward is the full one, and it
 CONFIGS = ("config.yaml", "evaluate.yaml")  # of a training run, of the command `evaluate`
 MODEL_PATH = "actor_rollout_ref.model.path"
 ADAPTER_PATH = "actor_rollout_ref.model.lora_adapter_path"
@@ -154,7 +145,7 @@ def read_seed(folder: Path) -> object:
     return data.get("seed") if isinstance(data, dict) else None
 
 
-Rewards = dict[str, list[float]]  # {hash of a row: the rewards of its verified responses}
+Rewards = dict[str, list[dict[str, float]]]  # {hash of a row: SCORES of its verified responses}
 
 
 @functools.cache
@@ -166,7 +157,8 @@ def read_rewards(path: Path) -> Mapping[str, Rewards]:
         rewards = by_set.setdefault(name_test_set(record, episode.get("server", "")), {})
         values = rewards.setdefault(hash_row(record), [])
         if episode.get("status") == "ok" and record.get("reward") is not None:
-            values.append(float(record["reward"]))
+            reward = float(record["reward"])
+            values.append({"acc": float(read_scale(episode).is_full(reward)), "reward": reward})
     return by_set
 
 
@@ -240,10 +232,8 @@ class Table(NamedTuple):
     total: int
 
 
-def tabulate(
-    evaluations: Sequence[Evaluation], test_set: str, score: Callable[[float], float]
-) -> Table:
-    """Make the table of a test set of some evaluations, one for each run.
+def tabulate(evaluations: Sequence[Evaluation], test_set: str, score: str) -> Table:
+    """Make the table of a test set of some evaluations, one for each run. score: one of SCORES.
 
     Raises ConfigError if the evaluations share fewer than two rows.
     """
@@ -263,5 +253,5 @@ def tabulate(
             f"{', '.join(folders)} share {len(in_all)} rows of {test_set}, {len(shared)} of them "
             f"with a reward in each run, and a comparison needs two. {cause}"
         )
-    means = [[np.mean([score(one) for one in table[row]]) for row in shared] for table in tables]
+    means = [[np.mean([one[score] for one in table[row]]) for row in shared] for table in tables]
     return Table(np.array(means, dtype=np.float64), total)
