@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeGuard
+from typing import NamedTuple, Protocol, TypeGuard, TypeVar
 
 import env
 from env import DataError, Json, Task
@@ -118,6 +119,16 @@ def compute_digest(row: Json, row_id: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
+class Row(env.Weighted, Protocol):
+    """A task, or an example of supervised training."""
+
+    @property
+    def row_id(self) -> str: ...
+
+
+R = TypeVar("R", bound=Row)
+
+
 class PromptEncoder(Protocol):
     """kit.rollout.chat_template.ChatTemplate, as far as rows need it."""
 
@@ -220,6 +231,37 @@ class TaskLoader:
         return server
 
 
+def limit_rows(tasks: Sequence[R], limit: int | None) -> list[R]:
+    """Take `limit` tasks: the first rows of each file, in proportion to its weight or its rows.
+
+    The files of a folder share its weight. Each file gives at least one row, if there are enough,
+    and others replace what a short file lacks. Raises DataError if an entry with a weight would
+    have no row.
+    """
+    if limit is None or limit >= len(tasks):
+        return list(tasks)
+    rows = Counter(task.file for task in tasks)  # of each entry
+    files = [(task.file, task.row_id.rpartition(":")[0]) for task in tasks]
+    rows_of_files = Counter(files)
+    has_weights = any(task.weight for task in tasks)
+    if has_weights and limit < len(rows):
+        raise DataError(
+            f"A limit of {limit} rows leaves none of {list(rows)[limit]}, which has a weight. "
+            "Raise env.max_rows or env.val_max_rows."
+        )
+    taken = Counter[tuple[str, str]]()
+    first_files: dict[str, str] = {}
+    due = []
+    for task, file in zip(tasks, files, strict=True):
+        # as env.count_rows, with the first row of each entry at the time 0, then of each file
+        weight = (task.weight or 1.0) if has_weights else rows[task.file]
+        share = weight * rows_of_files[file] / rows[task.file]
+        due.append((taken[file] / share, file[1] != first_files.setdefault(file[0], file[1])))
+        taken[file] += 1
+    chosen = sorted(range(len(tasks)), key=lambda place: due[place])[:limit]
+    return [tasks[place] for place in sorted(chosen)]
+
+
 def match_server(row: Json, aliases: Mapping[str, str], name: str = "") -> str | None:
     """Match a row with a server: by `name` if it is set, else by the row, else the only one.
 
@@ -271,8 +313,8 @@ class RowSource(Protocol):
         on the arguments alone, so a resumed run gets the same batches.
         """
 
-    def count_file_rows(self, size: int) -> int:
-        """Count the rows of a batch that come from files."""
+    def file_share(self) -> float:
+        """Return the share of the rows that come from files."""
 
     def generate_first(self, size: int) -> list[Task]:
         """Generate the rows of batch 1 that do not come from files, to check them early."""
@@ -295,9 +337,9 @@ class FileRows:
             return env.take_batch(self.tasks, size, start, self.seed, self.shuffle)
         return list(self.sampler(self.tasks, size, number, self.seed, pass_rates))
 
-    def count_file_rows(self, size: int) -> int:
-        """Count the rows of a batch that come from files: all."""
-        return size
+    def file_share(self) -> float:
+        """Return the share of the rows that come from files: all."""
+        return 1.0
 
     def generate_first(self, size: int) -> list[Task]:
         """Generate nothing: all rows come from files."""
