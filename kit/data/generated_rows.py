@@ -9,7 +9,7 @@ An entry of env.train_files or env.val_files names the function:
 - batch: the number of the batch of prompts, 1, 2, ... of the run. It is 0 if the rows are generated
   only once, for `rollout` and env.val_files; size is then env.max_rows or env.val_max_rows.
 - seed: data.seed.
-- pass_rates: {earlier batch: {k: pass rate of its row k}}. A pass is a reward of 1 or more.
+- pass_rates: {earlier batch: {k: pass rate of its row k}}. A pass is a full reward.
 
 The rows must depend on these arguments alone, so use random.Random(f"{seed} {batch}"). Then a
 resumed run generates the same rows, and nothing needs to be saved. A row's id is

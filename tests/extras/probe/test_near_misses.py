@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import json
 import re
 from types import SimpleNamespace
 
 import pytest
 
 from env import Task
-from kit.data.reward_scale import RewardScale
 from kit.extras.probe import truths
-from kit.extras.probe.audit import Reply, audit_server, find_unsatisfied, find_weaknesses
+from kit.extras.probe.audit import Reply, audit_server, find_weaknesses
 from kit.extras.probe.command import list_others
-from kit.extras.probe.near_misses import make_near_misses
 from kit.extras.probe.responses import RIGHT, WRONG, Case
 
 BOXED = " Put the answer in \\boxed{}."
@@ -23,7 +20,10 @@ SUMS = {f"What is {a} + {b}?{BOXED}": str(a + b) for a, b in ((123, 235), (40, 1
 PRODUCTS = {f"Compute {a} * {b / 100}.{BOXED}": f"{a * b / 100}" for a, b in ((3, 71), (7, 158))}
 CAPITALS = {"Capital of France?": "Paris", "Capital of Italy?": "Rome"}
 LISTS = {"Sort 3, 1, 2.": "[1, 2, 3]", "Sort 9, 4, 8.": "[4, 8, 9]"}
-SETS = {"Find all roots of x^2 - 5x + 6 = 0.": "[2, 3]", "Find all roots of x^2 - 4 = 0.": "[-2, 2]"}
+SETS = {
+    "Find all roots of x^2 - 5x + 6 = 0.": "[2, 3]",
+    "Find all roots of x^2 - 4 = 0.": "[-2, 2]",
+}
 
 
 class FakeSender:
@@ -113,7 +113,9 @@ def evaluate_arithmetic(text, truth):
         evaluate,
         evaluate_arithmetic,
         lambda text, truth: text.isdigit() and len(text) == len(truth),
-        lambda text, truth: bool(re.fullmatch(r"0x[\da-f]+|\d+", text)) and int(text, 0) == int(truth),
+        lambda text, truth: (
+            bool(re.fullmatch(r"0x[\da-f]+|\d+", text)) and int(text, 0) == int(truth)
+        ),
     ],
 )
 def test_a_hole_near_a_whole_number_is_found(accepts):
