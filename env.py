@@ -26,7 +26,6 @@ import itertools
 import json
 import random
 import sys
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -651,16 +650,13 @@ def count_rows(weights: Mapping[str, Fraction], total: int) -> dict[str, int]:
     """Count how many of the first `total` rows each file gives, in proportion to its weight.
 
     The k-th row of a file is due at the time (k - phase) / its share, and the earliest ones come
-    first. The phase is 1/2 (Webster's method). Those of files of equal weight are spread around it,
-    so that the files take turns.
+    first. The phase is 1/2 (Webster's method), spread for equal weights so that files take turns.
     """
     shares = {file: weight / sum(weights.values()) for file, weight in weights.items()}
-    equals = Counter(weights.values())
-    places = Counter[Fraction]()
     phases = {}
     for file, weight in weights.items():
-        phases[file] = 1 - Fraction(2 * places[weight] + 1, 2 * equals[weight])
-        places[weight] += 1
+        equal = [name for name, other in weights.items() if other == weight]
+        phases[file] = 1 - Fraction(2 * equal.index(file) + 1, 2 * len(equal))
     # all of these rows are due before the last one, and less than one for each file is missing
     counts = {file: max(0, int(share * (total - len(shares)))) for file, share in shares.items()}
     while sum(counts.values()) < total:

@@ -59,7 +59,6 @@ from kit.errors import RunError, SkippedStep
 from kit.rollout.inputs import RunInputs
 
 REWARD_MODEL = "reward_model"  # the reward component of a reward model
-TOTALS = "reward_totals"  # array of the batch: [B] of the rewards in float64
 COMPONENTS = "reward_components"  # array of the batch: [B] of {name: value}
 WorkerGroup = Any  # a RayWorkerGroup, to which verl adds the workers' methods at run time
 WorkerOutput: TypeAlias = "TensorDict | DataProtoFuture"
@@ -143,12 +142,9 @@ def call_verl_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tensor,
     groups = batch.non_tensor_batch["uid"]  # [B]
     tensors = batch.batch.clone(recurse=False)
     rewards = tensors["token_level_rewards"]  # [B, R]
-    totals = rewards.double().sum(dim=1)  # [B]
-    if torch.equal(rewards, tensors["token_level_scores"]):  # without a KL penalty
-        totals = torch.tensor(batch.non_tensor_batch[TOTALS].tolist(), dtype=torch.float64)
     rewards = token_rewards.carry_rewards(rewards, tensors["response_mask"])
     tensors["token_level_rewards"] = token_rewards.level_equal_rewards(
-        rewards, totals, groups, settings.adv_estimator, settings.gamma
+        rewards, groups, settings.adv_estimator, settings.gamma
     )
     arrays = {"uid": groups}
     if settings.adv_estimator == "gdpo":
@@ -181,10 +177,9 @@ def read_component(batch: DataProto, name: str) -> np.ndarray:
                 f"algorithm.gdpo_reward_keys has {name}, but an episode has only these reward "
                 f"components: {names}. Let the verifier or env.reward return {name} each time."
             )
-    rewards = torch.tensor([[float(values[name])] for values in components], dtype=torch.float64)
+    rewards = torch.tensor([float(values[name]) for values in components])[:, None]  # [B, 1]
     groups = batch.non_tensor_batch["uid"]
-    levelled = token_rewards.level_groups(rewards, groups, 0.0)  # [B, 1]
-    return np.asarray(token_rewards.subtract_offsets(levelled, groups)[:, 0].float())
+    return np.asarray(token_rewards.level_groups(rewards, groups, 0.0)[:, 0])
 
 
 def call_custom_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tensor, Tensor]:
@@ -308,7 +303,6 @@ def build_batch(episodes: Sequence[Episode], pad_token_id: int, temperature: flo
     arrays = {
         "uid": [e.group_id for e in episodes],
         COMPONENTS: [e.reward_components for e in episodes],
-        TOTALS: [e.trained_reward for e in episodes],
     }
     token_counts = attention_mask.sum(dim=1).tolist()  # [B]; for verl's throughput metrics
     meta_info = {"temperature": temperature, "global_token_num": token_counts}

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeGuard, TypeVar
+from typing import NamedTuple, Protocol, TypeGuard
 
 import env
 from env import DataError, Json, Task
@@ -119,16 +119,6 @@ def compute_digest(row: Json, row_id: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-class Row(env.Weighted, Protocol):
-    """A task, or an example of supervised training."""
-
-    @property
-    def row_id(self) -> str: ...
-
-
-R = TypeVar("R", bound=Row)
-
-
 class PromptEncoder(Protocol):
     """kit.rollout.chat_template.ChatTemplate, as far as rows need it."""
 
@@ -231,33 +221,24 @@ class TaskLoader:
         return server
 
 
-def limit_rows(tasks: Sequence[R], limit: int | None) -> list[R]:
-    """Take `limit` tasks: the first rows of each file, in proportion to its weight or its rows.
+def limit_rows(tasks: Sequence[env.T], limit: int | None) -> list[env.T]:
+    """Take `limit` tasks: the first rows of each entry, in proportion to its weight or its rows.
 
-    The files of a folder share its weight. Each file gives at least one row, if there are enough,
-    and others replace what a short file lacks. Raises DataError if an entry with a weight would
-    have no row.
+    Each entry gives at least one row, and others replace what a short one lacks. Raises DataError
+    if an entry with a weight would have no row.
     """
-    if limit is None or limit >= len(tasks):
-        return list(tasks)
-    rows = Counter(task.file for task in tasks)  # of each entry
-    files = [(task.file, task.row_id.rpartition(":")[0]) for task in tasks]
-    rows_of_files = Counter(files)
+    entries = Counter(task.file for task in tasks)  # their rows
     has_weights = any(task.weight for task in tasks)
-    if has_weights and limit < len(rows):
+    if limit is not None and has_weights and limit < len(entries):
         raise DataError(
-            f"A limit of {limit} rows leaves none of {list(rows)[limit]}, which has a weight. "
+            f"A limit of {limit} rows leaves none of {list(entries)[limit]}, which has a weight. "
             "Raise env.max_rows or env.val_max_rows."
         )
-    taken = Counter[tuple[str, str]]()
-    first_files: dict[str, str] = {}
-    due = []
-    for task, file in zip(tasks, files, strict=True):
-        # as env.count_rows, with the first row of each entry at the time 0, then of each file
-        weight = (task.weight or 1.0) if has_weights else rows[task.file]
-        share = weight * rows_of_files[file] / rows[task.file]
-        due.append((taken[file] / share, file[1] != first_files.setdefault(file[0], file[1])))
-        taken[file] += 1
+    taken = Counter[str]()
+    due = []  # as in env.count_rows, with the first row of each entry at the time 0
+    for task in tasks:
+        due.append(taken[task.file] / (task.weight or entries[task.file]))
+        taken[task.file] += 1
     chosen = sorted(range(len(tasks)), key=lambda place: due[place])[:limit]
     return [tasks[place] for place in sorted(chosen)]
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from kit.data.reward_scale import compute_tolerance
 
-OFFSET = 1000  # times the differences in a group: a larger common part takes digits of float32
-
 # verl's estimators that compare the totals of a group. All except gpg depend only on differences.
 COMPARES_TOTALS = (
     "grpo",
@@ -62,24 +60,20 @@ def carry_rewards(rewards: Tensor, mask: Tensor, turn: Tensor | None = None) -> 
 
 
 def level_equal_rewards(
-    rewards: Tensor, totals: Tensor, index: Sequence[str], estimator: str, gamma: float
+    rewards: Tensor, index: Sequence[str], estimator: str, gamma: float
 ) -> Tensor:
     """Replace the rewards of groups whose rewards are all equal, where this is exact -> [B, R].
 
     The mean of equal float32 numbers has a rounding error: GRPO makes an advantage of 0.056 of
     three rewards of 0.9. Without their common value, such a group has an advantage of exactly 0,
-    and all other groups keep theirs. A large common part of other groups is subtracted, too.
+    and all other groups keep theirs.
 
-    rewards [B, R] in float32. totals [B]: of the episodes, in float64. estimator: a name of verl.
-    gamma: its discount. Other estimators get the rewards unchanged.
+    estimator: a name of verl. gamma: its discount. Other estimators get the rewards unchanged.
     """
     if estimator in COMPARES_TOTALS:
-        exact = rewards.double()  # [B, R]
-        exact[:, -1] += totals - exact.sum(dim=1)
         # gpg counts the rewards that are not 0. The mean of ones is exact, too.
-        if estimator == "gpg":
-            return level_groups(exact, index, 1.0).float()
-        return subtract_offsets(level_groups(exact, index, 0.0), index).float()
+        value = 1.0 if estimator == "gpg" else 0.0
+        return level_groups(rewards, index, value)
     if estimator not in COMPARES_RETURNS or not is_outcome(rewards):
         return rewards
     if estimator == "reinforce_plus_plus":
@@ -103,21 +97,6 @@ def level_groups(rewards: Tensor, index: Sequence[str], value: float) -> Tensor:
         if value and totals[members].all():
             levelled[members, -1] = value
     return levelled
-
-
-def subtract_offsets(rewards: Tensor, index: Sequence[str]) -> Tensor:
-    """Subtract the least total of a group from its totals if it is over OFFSET times the others.
-
-    In float32, 123456.01 and 123456.02 would have about the same advantage.
-    """
-    shifted = rewards.clone()
-    totals = rewards.sum(dim=1)  # [B]
-    for members in list_groups(index):
-        differences = totals[members] - totals[members].min()
-        if totals[members].abs().max() > OFFSET * differences.max():
-            shifted[members] = 0.0
-            shifted[members, -1] = differences
-    return shifted
 
 
 def sum_rewards(rewards: Tensor, index: Sequence[str]) -> Tensor:

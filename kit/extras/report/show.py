@@ -59,7 +59,10 @@ def main(arguments: Sequence[str]) -> None:
     console.print(summary, highlight=False)
     print_problems(console, run)
     if len(run.steps):
-        caption = f"\nsteps ({describe_columns(run)})"
+        caption = "\nsteps (acc: fraction of held-out responses with the full reward"
+        if diagnosis.is_reward_shaped(run):
+            caption += "; reward: the verifier's, and another one is trained on"
+        caption += ")"
         console.print(caption, style="dim")
         console.print(build_step_table(run.steps))
     print_episodes(console, run, args.worst)
@@ -68,14 +71,6 @@ def main(arguments: Sequence[str]) -> None:
     if page.is_file():
         next_step = f"open {page}"
     console.print(f"\nnext: {escape_text(next_step)}", highlight=False, soft_wrap=True)
-
-
-def describe_columns(run: RunData) -> str:
-    """Say what acc counts, and which reward is shown if another one is trained on."""
-    text = "acc: fraction of held-out responses with the full reward"
-    if diagnosis.is_reward_shaped(run):
-        text += "; reward: the verifier's, which is not the one trained on"
-    return text
 
 
 def print_problems(console: Console, run: RunData) -> None:

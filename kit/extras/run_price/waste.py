@@ -5,8 +5,7 @@ An episode counts once, for the first of these reasons that holds:
     failed          it has no reward
     skipped step    its step changed no weights, for example because of NaN
     zero variance   all rewards of its group are equal, and its advantages are 0, or it was
-                    filtered: dynamic sampling leaves out such groups. The files have the verifier's
-                    rewards. With env.reward, advantages of 0 in the whole group show the others
+                    filtered: dynamic sampling leaves out such groups
     filtered        it was verified, and not trained on: a filter, a small group, or a surplus group
     masked          a filter masked its tokens: its advantages are 0, and its reward is not the
                     mean of its group
@@ -23,6 +22,7 @@ import numpy as np
 from env import Json
 from kit.data.episode import SAMPLED_IDS
 from kit.data.json_lines import read_metrics
+from kit.data.metrics import mean
 from kit.data.reward_scale import are_equal
 from kit.data.rollout_files import read_records, read_scale
 
@@ -105,43 +105,33 @@ def read_zeros(path: Path) -> dict[tuple[int, int], bool] | None:
 
 def sort_episodes(step: StepFiles) -> Iterator[tuple[str, int]]:
     """Yield (one of KINDS or an empty string, sampled tokens) of each episode of a step."""
-    groups: dict[str, list[Json]] = {}
+    groups: dict[str, list[float]] = {}
     for record in step.records:
         if is_verified(record):
-            groups.setdefault(record["_episode"]["group_id"], []).append(record)
+            groups.setdefault(record["_episode"]["group_id"], []).append(float(record["reward"]))
     for record in step.records:
-        group = groups.get(record["_episode"]["group_id"], [])
-        yield find_kind(record, step, group), count_tokens(record)
+        rewards = groups.get(record["_episode"]["group_id"], [])
+        yield find_kind(record, step, rewards), count_tokens(record)
 
 
-def find_kind(record: Json, step: StepFiles, group: Sequence[Json]) -> str:
+def find_kind(record: Json, step: StepFiles, rewards: Sequence[float]) -> str:
     """Return why nothing was learned from an episode, or an empty string.
 
-    group: the verified episodes of its group.
+    rewards: of the verified episodes of its group.
     """
     if not is_verified(record):
         return "failed"
     if step.is_skipped:
         return "skipped step"
-    is_zero = step.is_zero or {}
-    if is_zero.get(find_index(record)) is False:
+    index = (int(record["_ng_task_index"]), int(record["_ng_rollout_index"]))
+    if step.is_zero is not None and step.is_zero.get(index) is False:
         return ""
-    rewards = [float(each["reward"]) for each in group]
-    if len(group) > 1 and are_equal(rewards, read_scale(record["_episode"]).spread):
+    if len(rewards) > 1 and are_equal(rewards, read_scale(record["_episode"]).spread):
         return "zero variance"
-    if step.is_zero is None:
-        return ""
-    if find_index(record) not in is_zero:
+    if step.is_zero is not None and index not in step.is_zero:
         return "filtered"
-    if step.has_filters:
-        return "" if are_equal([float(record["reward"]), np.mean(rewards)]) else "masked"
-    is_uniform = len(group) > 1 and all(is_zero.get(find_index(each), True) for each in group)
-    return "zero variance" if is_uniform else ""
-
-
-def find_index(record: Json) -> tuple[int, int]:
-    """Return the row and the rollout of an episode."""
-    return int(record["_ng_task_index"]), int(record["_ng_rollout_index"])
+    is_mean = are_equal([float(record["reward"]), mean(rewards)])
+    return "masked" if step.is_zero is not None and step.has_filters and not is_mean else ""
 
 
 def is_verified(record: Json) -> bool:
