@@ -62,9 +62,11 @@ from kit.config.schedule import POSITION
 from kit.data.episode import Episode
 from kit.data.fingerprint import name_rates, place_rates
 from kit.data.metrics import (
+    ZERO_VARIANCE,
     compute_component_means,
     compute_rollout_metrics,
     compute_validation_metrics,
+    count_zero_variance_groups,
     update_pass_rates,
     warn_about_failures,
 )
@@ -247,8 +249,11 @@ class Trainer:
                 training.add_reward_model_scores(model, episodes, self.inputs, self.recipe)
             means = compute_component_means(episodes)
             self.metrics = means | self.metrics  # the others are of all verified episodes
+        unshaped = count_zero_variance_groups(episodes)
         for episode in episodes:
             episode.shaped_reward = self.recipe.functions.reward(episode)
+        shaped = count_zero_variance_groups(episodes)
+        self.metrics[ZERO_VARIANCE] = self.metrics.get(ZERO_VARIANCE, 0) + shaped - unshaped
 
     def compute_log_probs(self, batch: DataProto) -> None:
         """Add log-probs of trainer and reference, and values, each [B, R], before the update."""

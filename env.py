@@ -29,6 +29,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -616,9 +617,10 @@ def take_batch(
     if not any(task.weight for task in tasks):
         return take_from_stream(tasks, size, start, seed, 0, shuffle)
     batch: list[T] = []
-    for stream, (file, quota) in enumerate(compute_quotas(tasks, size).items()):
+    before = compute_quotas(tasks, start)
+    for stream, (file, quota) in enumerate(compute_quotas(tasks, size, start).items()):
         rows = [task for task in tasks if task.file == file]
-        batch += take_from_stream(rows, quota, start * quota // size, seed, stream, shuffle)
+        batch += take_from_stream(rows, quota, before[file], seed, stream, shuffle)
     return batch
 
 
@@ -651,26 +653,40 @@ def shuffle_rows(rows: Sequence[Named], rng: np.random.Generator) -> Sequence[in
     return [int(index) for index in np.argsort(numbers ^ (numbers >> np.uint64(31)), kind="stable")]
 
 
-def compute_quotas(tasks: Sequence[Weighted], size: int) -> dict[str, int]:
-    """Compute how many rows of a batch each file gets, in proportion to its weight.
+def compute_quotas(tasks: Sequence[Weighted], size: int, start: int = 0) -> dict[str, int]:
+    """Compute how many of the next `size` rows each file gives, after `start` rows of all files.
 
-    Files with the largest remainders are rounded up. Raises DataError if a file gets none.
+    The remainders are carried to the next batch, so a file with the weight 0.2 gives every fifth
+    row in the long run, also if a batch has four. Raises DataError if a file has no weight.
     """
-    weights = {task.file: task.weight or 0.0 for task in tasks}  # in order of appearance
-    total = sum(weights.values())
-    shares = {file: size * weight / total for file, weight in weights.items()}
-    quotas = {file: int(share) for file, share in shares.items()}
-    missing = size - sum(quotas.values())
-    by_remainder = sorted(shares, key=lambda file: quotas[file] - shares[file])
-    for file in by_remainder[:missing]:
-        quotas[file] += 1
+    weights = {task.file: Fraction(task.weight or 0) for task in tasks}  # in order of appearance
     for file, weight in weights.items():
-        if quotas[file] == 0:
-            reason = "" if weight else " (the default, since other files have a weight)"
+        if not weight:
             raise DataError(
-                f"{file}: weight={weight:g}{reason} gives no row in a batch of {size}. Raise it."
+                f"{file}: weight=0 (the default, since other files have a weight) gives no row. "
+                "Give it a weight, or remove it."
             )
-    return quotas
+    before = count_rows(weights, start)
+    return {file: count - before[file] for file, count in count_rows(weights, start + size).items()}
+
+
+def count_rows(weights: Mapping[str, Fraction], total: int) -> dict[str, int]:
+    """Count how many of the first `total` rows each file gives, in proportion to its weight.
+
+    The k-th row of a file is due at the time (k - phase) / its share, and the earliest ones come
+    first. The phase is 1/2 (Webster's method), spread for equal weights so that files take turns.
+    """
+    shares = {file: weight / sum(weights.values()) for file, weight in weights.items()}
+    phases = {}
+    for file, weight in weights.items():
+        equal = [name for name, other in weights.items() if other == weight]
+        phases[file] = 1 - Fraction(2 * equal.index(file) + 1, 2 * len(equal))
+    # all of these rows are due before the last one, and less than one for each file is missing
+    counts = {file: max(0, int(share * (total - len(shares)))) for file, share in shares.items()}
+    while sum(counts.values()) < total:
+        due = {file: (n + 1 - phases[file]) / shares[file] for file, n in counts.items()}
+        counts[min(due, key=lambda file: due[file])] += 1
+    return counts
 
 
 # --- the command ----------------------------------------------------------------------------------

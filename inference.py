@@ -39,6 +39,7 @@ from env import Json, Task
 from gym_client import RUNS_EPISODES, Gym, GymError, ServerDownError, Session
 from kit.config.recipe import Recipe
 from kit.data.episode import Episode, PolicyVersion, append_tokens, from_output_items, gc_paused
+from kit.data.reward_scale import find_scale
 from kit.errors import RunError
 from kit.features import EpisodeWorkers, EventLoop
 from kit.rollout import chat
@@ -292,6 +293,7 @@ async def run_episode(
     """
     task = request.task
     episode = Episode(task.row_id, request.id.group_id, task.server, task.prompt_ids, row=task.row)
+    episode.scale = find_scale(context.scales, task.server, task.row.get("data_source"))
     try:
         if await gym.kind(task.server) in RUNS_EPISODES:
             await run_agent(episode, request, context, gym)

@@ -117,17 +117,22 @@ def compute_advantages(batch: DataProto, recipe: Recipe) -> None:
     The estimator gets the batch's `token_level_rewards`, with those of masked tokens on trained
     ones, and without the rounding errors of equal rewards (kit/data/token_rewards.py). A custom
     function gets the arguments that it names (kit/config/user_functions.py: ESTIMATOR). Raises
-    SkippedStep if the estimator normalizes over tokens, and only one is trained.
+    SkippedStep if the estimator cannot work because only one token is trained: it whitens.
     """
     settings = recipe.algorithm
     name = settings.adv_estimator
-    mask = batch.batch["response_mask"]  # [B, R]
-    if name in token_rewards.WHITENS and mask.sum() < 2:
-        raise SkippedStep(f"{name} normalizes over the trained tokens, and the batch has only one")
-    if name in [estimator.value for estimator in core_algos.AdvantageEstimator]:
-        advantages, returns = call_verl_estimator(batch, settings)
-    else:
-        advantages, returns = call_custom_estimator(batch, settings)
+    is_verl = name in [estimator.value for estimator in core_algos.AdvantageEstimator]
+    call_estimator = call_verl_estimator if is_verl else call_custom_estimator
+    is_trained = batch.batch["response_mask"].bool()  # [B, R]
+    reason = f"{name} normalizes over the trained tokens, and the batch has only one"
+    try:
+        advantages, returns = call_estimator(batch, settings)
+    except ValueError as error:  # of verl's whitening, or a UserFunctionError
+        if is_trained.sum() > 1:
+            raise
+        raise SkippedStep(f"{reason}: {error}") from error
+    if is_trained.sum() == 1 and not advantages[is_trained].isfinite():
+        raise SkippedStep(reason)
     batch.batch["advantages"] = advantages
     batch.batch["returns"] = returns
 
@@ -315,8 +320,7 @@ def place_rewards(episodes: Sequence[Episode], width: int) -> torch.Tensor:
         turn_rewards = episode.turn_rewards or [0.0] * len(episode.turns)
         for k, span in enumerate(episode.turns):
             scores[row, span.end - 1] += turn_rewards[k]
-        shaped = episode.shaped_reward
-        reward = episode.reward if shaped is None else shaped
+        reward = episode.trained_reward
         assert reward is not None, f"{episode.row_id} was not verified"
         scores[row, len(episode.response_ids) - 1] += reward - sum(turn_rewards)
     return torch.from_numpy(scores)

@@ -21,8 +21,10 @@ import verl.utils.torch_functional as verl_F
 from torch import Tensor
 from verl.trainer.ppo.core_algos import kl_penalty
 
+from kit.data.reward_scale import are_equal
+from kit.data.token_rewards import sum_rewards
+
 BETA = 0.1  # of online DPO; lambda of SPIN
-ROUNDING = 1e-6  # a smaller difference of two rewards is a rounding error of a sum
 
 
 # --- turns ----------------------------------------------------------------------------------------
@@ -47,7 +49,7 @@ def turn_grpo(
         in_group = is_turn & find_members(index, group)[:, None]  # [B, K]
         group_rewards = rewards[in_group]
         # one turn, or turns with equal rewards, have nothing to be compared with
-        if len(group_rewards) > 1 and group_rewards.max() - group_rewards.min() > ROUNDING:
+        if len(group_rewards) > 1 and not are_equal(group_rewards):
             centered = group_rewards - group_rewards.mean()
             normalized[in_group] = centered / (group_rewards.std() + 1e-6)
     sums = normalized.flip(1).cumsum(dim=1).flip(1)  # [B, K]: from each turn to the last
@@ -145,14 +147,14 @@ def pairs(
     over B responses into the mean over pairs. m uses the weights that sampled the batch. So this
     is exact for one optimizer step per batch, as in the paper.
     """
-    rewards = token_level_rewards.sum(dim=1)  # [B]
+    rewards = sum_rewards(token_level_rewards, index)  # [B]
     log_ratios = ((old_log_probs - ref_log_prob) * response_mask).sum(dim=1)  # [B]
     weights = torch.zeros(len(rewards))  # [B]
     for group in dict.fromkeys(index):
         members = [i for i, name in enumerate(index) if name == group]
         best = max(members, key=lambda i: rewards[i])
         worst = min(members, key=lambda i: rewards[i])
-        if rewards[best] - rewards[worst] > ROUNDING:
+        if rewards[best] > rewards[worst]:
             margin = BETA * (log_ratios[best] - log_ratios[worst])
             weight = BETA * torch.sigmoid(-margin)
             weights[best] = weight
@@ -211,14 +213,13 @@ def preference(
     Departure from the paper: there is no preference model. The larger reward wins. If two rewards
     are equal, each has half a win.
     """
-    rewards = token_level_rewards.sum(dim=1)  # [B]
+    rewards = sum_rewards(token_level_rewards, index)  # [B]
     _, group_numbers = np.unique(np.asarray(index), return_inverse=True)  # [B]
     in_same_group = torch.from_numpy(group_numbers[:, None] == group_numbers)  # [B, B]
     differences = rewards[:, None] - rewards  # [B, B]
-    is_compared = in_same_group & (differences.abs() > ROUNDING)  # [B, B]
-    wins = torch.sign(differences) / 2 * is_compared  # [B, B]: P(i > j) - 1/2
+    wins = torch.sign(differences) / 2 * in_same_group  # [B, B]: P(i > j) - 1/2
     targets = wins.sum(dim=1) / in_same_group.sum(dim=1)  # [B]
-    advantages = targets[:, None] * response_mask  # [B, R]
+    advantages = targets.to(token_level_rewards.dtype)[:, None] * response_mask  # [B, R]
     return advantages, advantages
 
 

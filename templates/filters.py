@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import gym_client
+from kit.data.reward_scale import are_equal
 from kit.data.selection import group_episodes
 from kit.errors import UserFunctionError
 
@@ -28,12 +29,11 @@ def drop_uniform(episodes: Sequence[Any], metric: str = "reward") -> list[Any]:
     """Drop zero-variance groups: if all episodes have the same reward, the advantage is 0.
 
     Yu et al. 2025 (DAPO, arXiv:2503.14476), section 3.2. metric: "reward"; "acc", whether the
-    reward is 1 or more; or the name of a reward component.
+    reward is the full one; or the name of a reward component.
     """
     kept: list[Any] = []
     for group in group_episodes(episodes).values():
-        values = {get_metric(episode, metric) for episode in group}
-        if len(values) > 1:
+        if not are_equal([get_metric(episode, metric) for episode in group]):
             kept += group
     return kept
 
@@ -43,7 +43,7 @@ def get_metric(episode: Any, metric: str) -> float:
     if metric == "reward":
         return float(episode.reward)
     if metric == "acc":
-        return float(episode.reward >= 1.0)
+        return float(episode.is_right)
     if metric not in episode.reward_components:
         names = ", ".join(["reward", "acc", *episode.reward_components])
         raise UserFunctionError(
@@ -72,9 +72,9 @@ def mask(episode: Any) -> Any:
 
 
 def with_answer(episodes: Sequence[Any], field: str, model: str, limit: int) -> list[Any]:
-    """Add an episode to each group: the row's own answer, as a response with a reward of 1.
+    """Add an episode to each group: the row's own answer, as a response with the full reward.
 
-    Each reward component is 1, too. The baseline is the group's, since it belongs to the prompt.
+    Each reward component is 1. The baseline is the group's, since it belongs to the prompt.
     For SPIN (templates/advantages.py:spin), which recognizes the new episode because it has no
     turn. The rollout engine has no log-probs for it, so the trainer's log-probs replace these.
     `rollout/filtered/with_answer` counts it as -1.
@@ -127,7 +127,7 @@ def make_answer_episode(episode: Any, text: str, ids: list[int]) -> Any:
         turns=[],
         output=[gym_client.message(text)],
         ended="stop",
-        reward=1.0,
+        reward=episode.scale.full,
         turn_rewards=[],
         reward_components=dict.fromkeys(episode.reward_components, 1.0),
         verify_result={},

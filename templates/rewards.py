@@ -31,14 +31,17 @@ def overlong(episode: Any, limit: int, buffer: float = 0.2, penalty: float = 1.0
     return float(episode.reward) - penalty * fraction
 
 
-def lower_partial(episode: Any, weight: float, full: float = 1.0) -> float:
+def lower_partial(episode: Any, weight: float, full: float | None = None) -> float:
     """Multiply a reward below `full` by `weight`, so that nearly right earns much less than right.
 
     If a verifier pays 0.92 for a response with a period too many, the policy has little reason to
     leave it out. Once all its responses have one, none shows that it can earn more.
+
+    full: None for what the verifier pays for a right answer.
     """
     reward = float(episode.reward)
-    return reward if reward >= full else weight * reward
+    is_full = episode.is_right if full is None else reward >= full
+    return reward if is_full else weight * reward
 
 
 def weighted(episode: Any, weights: Mapping[str, float]) -> float:

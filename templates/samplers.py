@@ -36,7 +36,7 @@ def by_pass_rate(
     if not any(task.weight for task in tasks):
         return draw(tasks, size, pass_rates, floor, rng)
     drawn: list[env.Task] = []
-    for file, quota in env.compute_quotas(tasks, size).items():
+    for file, quota in env.compute_quotas(tasks, size, batch * size).items():
         file_tasks = [task for task in tasks if task.file == file]
         drawn += draw(file_tasks, quota, pass_rates, floor, rng)
     return drawn

@@ -254,7 +254,8 @@ def describe_place(error: BaseException, path: str) -> str:
     called = [place for place in frames[begin:] if is_user_file(place[0].co_filename)]
     if not called:
         return f" failed at {path}:{frames[begin - 1][1]}:" if begin else ""
-    first, last = [code.co_qualname.partition(".<locals>")[0] for code, _ in (called[0], called[-1])]
+    ends = (called[0], called[-1])
+    first, last = [code.co_qualname.partition(".<locals>")[0] for code, _ in ends]
     functions = last if first == last else f"{last}, called by {first}"
     code, line = called[-1]
     return f" failed at {code.co_filename}:{line} in {functions}:"

@@ -30,7 +30,7 @@ An episode (kit.data.episode.Episode) has these fields, among others:
     response_mask          1 for a sampled token, 0 for an observed one
     timings                seconds by stage
 
-pass_rates is {row_id: fraction of responses with a reward of at least 1}. Each group counts twice
+pass_rates is {row_id: fraction of responses with the full reward}. Each group counts twice
 as much as the group before. A function in env.train_files gets the rates by batch
 (kit/data/generated_rows.py).
 

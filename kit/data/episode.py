@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gym_client import GymError, Json
+from kit.data.reward_scale import UNKNOWN, RewardScale
 
 # Gym's names for the token ids and log-probs. The last output item of each model call has them.
 PROMPT_IDS = "prompt_token_ids"
@@ -69,6 +70,7 @@ class Episode:
     ended: str = ""  # stop, length, turns, terminated, or truncated (a limit of the environment)
     reward: float | None = None  # the verifier's; None: not verified
     shaped_reward: float | None = None  # env.reward's, to train on; None: the verifier's
+    scale: RewardScale = UNKNOWN  # of the verifier's rewards
     turn_rewards: list[float] = field(default_factory=list)  # one per turn, or empty
     reward_components: dict[str, float] = field(default_factory=dict)
     baseline: float | None = None  # the reward of a greedy response to the same prompt (ReMax)
@@ -81,6 +83,17 @@ class Episode:
     timings: dict[str, float] = field(default_factory=dict)  # seconds of generate, tools, verify
     row: Json = field(default_factory=dict)  # the task's row, unchanged
     record_index: RecordIndex = NOT_WRITTEN
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the verifier gave the full reward: acc, pass@k and pass rates count this."""
+        is_verified = self.status == "ok" and self.reward is not None
+        return is_verified and self.scale.is_full(self.reward or 0.0)
+
+    @property
+    def trained_reward(self) -> float | None:
+        """The reward that is trained on: the shaped one, or the verifier's before it is shaped."""
+        return self.reward if self.shaped_reward is None else self.shaped_reward
 
     @property
     def question(self) -> str:

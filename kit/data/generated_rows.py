@@ -9,7 +9,7 @@ An entry of env.train_files or env.val_files names the function:
 - batch: the number of the batch of prompts, 1, 2, ... of the run. It is 0 if the rows are generated
   only once, for `rollout` and env.val_files; size is then env.max_rows or env.val_max_rows.
 - seed: data.seed.
-- pass_rates: {earlier batch: {k: pass rate of its row k}}. A pass is a reward of 1 or more.
+- pass_rates: {earlier batch: {k: pass rate of its row k}}. A pass is a full reward.
 
 The rows must depend on these arguments alone, so use random.Random(f"{seed} {batch}"). Then a
 resumed run generates the same rows, and nothing needs to be saved. A row's id is
@@ -140,35 +140,44 @@ class MixedRows:
         self, number: int, size: int, start: int, pass_rates: Mapping[str, float]
     ) -> list[Task]:
         """Return the tasks of a batch: those of files, then those of each function."""
-        quotas = self.compute_quotas(size)
+        quotas = self.compute_quotas(size, start)
         file_rows = size - self.sum_quotas(quotas)
         tasks: list[Task] = []
         if file_rows:
-            tasks = self.files.batch(number, file_rows, start * file_rows // size, pass_rates)
+            file_start = start - self.sum_quotas(self.compute_quotas(start))
+            tasks = self.files.batch(number, file_rows, file_start, pass_rates)
         for rows in self.functions:
-            tasks += rows.batch(number, quotas[rows.entry.file], pass_rates)
+            if quotas[rows.entry.file]:
+                tasks += rows.batch(number, quotas[rows.entry.file], pass_rates)
         return tasks
 
-    def count_file_rows(self, size: int) -> int:
-        """Count the rows of a batch that come from files. Raises DataError."""
-        return size - self.sum_quotas(self.compute_quotas(size))
+    def file_share(self) -> float:
+        """Return the share of the rows that come from files. Raises DataError."""
+        weights = {source.file: source.weight or 0.0 for source in self.list_sources()}
+        functions = sum(weights[rows.entry.file] for rows in self.functions)
+        return 1 - functions / sum(weights.values()) if self.files.tasks else 0.0
 
     def sum_quotas(self, quotas: Mapping[str, int]) -> int:
         """Sum the quotas of the functions."""
         return sum(quotas[rows.entry.file] for rows in self.functions)
 
-    def compute_quotas(self, size: int) -> dict[str, int]:
-        """Compute how many rows of a batch each file and function gets. Raises DataError."""
+    def compute_quotas(self, size: int, start: int = 0) -> dict[str, int]:
+        """Compute how many rows of a batch each file and function gives. Raises DataError."""
+        sources = self.list_sources()
+        if len(sources) == 1:
+            return {sources[0].file: size}
+        return env.compute_quotas(sources, size, start)
+
+    def list_sources(self) -> list[env.Weighted]:
+        """List the functions and the rows of files, which have weights. Raises DataError."""
         entries = [rows.entry for rows in self.functions]
-        if len(entries) == 1 and not self.files.tasks:
-            return {entries[0].file: size}
         sources: list[env.Weighted] = [*entries, *self.files.tasks]
-        if not any(source.weight for source in sources):
+        if len(sources) > 1 and not any(source.weight for source in sources):
             raise DataError(
                 f"{entries[0].file}: a function next to other rows needs a share of each batch. "
                 "Give each function and file a weight."
             )
-        return env.compute_quotas(sources, size)
+        return sources
 
     def generate_first(self, size: int) -> list[Task]:
         """Generate the functions' rows of batch 1, twice, to check that they are the same.
@@ -180,7 +189,7 @@ class MixedRows:
         second: list[Task] = []
         for tasks in (first, second):
             for rows in self.functions:
-                tasks += rows.batch(1, quotas[rows.entry.file], {})
+                tasks += rows.batch(1, max(1, quotas[rows.entry.file]), {})
         for one, other in zip(first, second, strict=True):
             if one.row != other.row:
                 raise UserFunctionError(

@@ -27,17 +27,23 @@ so that the episode fails, and no response earns a reward.
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections import Counter
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
 Json = dict[str, Any]  # a JSON object. The processes of verifiers do not import env.py
 GROUND_TRUTH_KEYS = ("ground_truth", "expected_answer", "answer", "final_answer", "solution")
 PLACES = ("reward_model.ground_truth", *GROUND_TRUTH_KEYS, "extra_info")  # for messages
-# Texts that pandas and Python write for a missing value.
-MISSING_TEXTS = ("None", "nan", "NaN", "<NA>", "NaT", "null")
+# Texts that pandas and Python write for a missing value, and marks of data sets.
+MISSING = re.compile(r"None|nan|NaN|<NA>|NaT|null|(?i:n/a|not[ _]?found|proof)")
+WORDS = re.compile(r"[^\W\d_]{3,}( [^\W\d_]+)*")  # no value that a parser of mathematics reads
+VERDICTS = ("yes", "true", "false")  # answers that many rows may share
 LIST_STARTS = ('["', "['")  # of a list of texts that was written as text
 BOX = "\\boxed{"
+BARE_BOX = re.compile(r"\\boxed\s*(.+?)\s*(?:\$|\\\)|\\\]|\n|\Z)")  # as in \boxed\frac12
 MARK = "####"  # GSM8K's, before the answer
 THOUSANDS = r"-?\d{1,3}(,\d{3})+(\.\d+)?"  # a number with commas
 
@@ -66,6 +72,19 @@ def list_values(row: Json) -> list[object]:
     return values
 
 
+def is_missing(row: Json) -> bool:
+    """Return whether a row has no ground truth, or only a text that stands for none."""
+    value = find_ground_truth(row)
+    return is_empty(value) or is_marked(value)
+
+
+def is_marked(value: object) -> bool:
+    """Return whether a value is a text that stands for no answer: a mark, or an empty box."""
+    if not isinstance(value, str):
+        return False
+    return not cut_answer(value) or bool(MISSING.fullmatch(value.strip()))
+
+
 def is_empty(value: object) -> bool:
     """Return whether a value is null, blank text, or an object of such values.
 
@@ -76,6 +95,19 @@ def is_empty(value: object) -> bool:
     if isinstance(value, dict):
         return all(is_empty(member) for member in value.values())
     return value is None
+
+
+def find_marks(rows: Sequence[Json]) -> dict[str, int]:
+    """Find words that are the ground truth of many rows, while most have a value: {word: rows}.
+
+    Such a word may be a mark of the data set for a row without an answer.
+    """
+    values = [find_ground_truth(row) for row in rows]
+    counts = Counter(value.strip() for value in values if isinstance(value, str))
+    words = {text: n for text, n in counts.items() if WORDS.fullmatch(text)}
+    has_values = len(values) - sum(words.values()) > len(values) / 2
+    least = max(3, 0.01 * len(values)) if has_values else math.inf
+    return {text: n for text, n in words.items() if n >= least and text.lower() not in VERDICTS}
 
 
 # --- read -----------------------------------------------------------------------------------------
@@ -118,24 +150,25 @@ def read_expected_answer(value: object) -> str:
 
 def read_text(text: str) -> str:
     """Return the expected answer in a text, which may be a worked solution. Raises ValueError."""
-    if text.strip() in MISSING_TEXTS:
+    if MISSING.fullmatch(text.strip()):
         raise make_error(text, "it stands for a missing value")
-    answer = text
-    if BOX in text:
-        answer = find_last_box(text)
-    elif MARK in text:
-        answer = read_marked(text)
-    if not answer.strip():
+    answer = cut_answer(text)
+    if not answer:
         raise make_error(text, "it has no answer")
-    return answer.strip()
-
-
-def read_marked(text: str) -> str:
-    """Return the answer after the last MARK of a text. Raises ValueError."""
-    answer = text.rpartition(MARK)[2].strip()
-    if "\n" in answer:  # it is a heading in Markdown
+    if BOX not in text and MARK in text and "\n" in answer:  # the mark is a heading in Markdown
         raise make_error(text, f"several lines follow its last {MARK}")
-    return answer.replace(",", "") if re.fullmatch(THOUSANDS, answer) else answer
+    return answer
+
+
+def cut_answer(text: str) -> str:
+    """Return the answer in a text, stripped: in its last box, after its last MARK, or all of it."""
+    if BOX in text:
+        return find_last_box(text).strip()
+    if MARK in text:
+        answer = text.rpartition(MARK)[2].strip()
+        return answer.replace(",", "") if re.fullmatch(THOUSANDS, answer) else answer
+    boxes = BARE_BOX.findall(text)
+    return str(boxes[-1] if boxes else text).strip()
 
 
 def find_last_box(text: str) -> str:

@@ -12,11 +12,13 @@ import numpy as np
 from env import Json
 from kit.data.episode import Episode
 from kit.data.fingerprint import name_problem
+from kit.data.reward_scale import are_equal
 from kit.data.selection import group_episodes
 
 FAILED_AS_0 = "_failed_as_0"  # suffix of the scores in which a failed episode counts as 0
 LOW = "_low95"  # suffixes of the ends of a score's 95% interval
 HIGH = "_high95"
+ZERO_VARIANCE = "rollout/zero_variance_groups"  # of a step: by the rewards to train on
 ALL_TOKENS = "rollout/tokens"  # of a step: all of its episodes, prompts included
 Z95 = 1.959964  # the 0.975 quantile of the standard normal distribution
 
@@ -78,7 +80,7 @@ def read_test_set(metric: str) -> str:
 def compute_scores(
     episodes: Sequence[Episode], n: int, name: str, prefix: str = "val-core"
 ) -> dict[str, float]:
-    """Compute mean@n of the reward and of acc (a reward of 1 or more), and pass@k of acc.
+    """Compute mean@n of the reward and of acc (the full reward), and pass@k of acc.
 
     k is 1, 2, 4, ... n. The episodes are the verified ones of one test set or server, and each row
     should have n of them. pass@k is the chance that at least one of k responses is correct, by the
@@ -88,12 +90,12 @@ def compute_scores(
     groups = group_episodes(episodes, "row_id").values()
     problems = [name_problem(group[0].row, group[0].row_id) for group in groups]
     rewards = [[float(e.reward or 0.0) for e in group] for group in groups]  # a list per row
-    right = [[float(reward >= 1.0) for reward in row] for row in rewards]
+    right = [[float(e.is_right) for e in group] for group in groups]
     scores = {f"acc/mean@{n}": right, f"reward/mean@{n}": rewards}
     names = dict.fromkeys(scores, problems)  # of the rows that have the score
     powers_of_2 = {2**exponent for exponent in range(n.bit_length())}
     for k in sorted(powers_of_2 | {n}):
-        chances = [[compute_pass_at_k(row, k)] for row in rewards if len(row) >= k]
+        chances = [[compute_pass_at_k(row, k)] for row in right if len(row) >= k]
         if chances:
             scores[f"acc/pass@{k}"] = chances
             pairs = zip(problems, rewards, strict=True)
@@ -173,24 +175,28 @@ def name_interval(name: str) -> dict[str, str]:
     return {LOW: other + LOW, HIGH: other + HIGH}
 
 
-def compute_pass_at_k(rewards: Sequence[float], k: int) -> float:
-    """Compute the chance that k of these responses, drawn at random, include a correct one."""
-    count = len(rewards)
-    correct = sum(reward >= 1.0 for reward in rewards)
+def compute_pass_at_k(right: Sequence[float], k: int) -> float:
+    """Compute the chance that k of these responses, drawn at random, include a correct one.
+
+    right: 1 for each correct response, 0 for the others.
+    """
+    count = len(right)
+    correct = round(sum(right))
     return 1 - math.comb(count - correct, k) / math.comb(count, k)
 
 
 def compute_scores_with_failures(
     episodes: Sequence[Episode], n: int, name: str
 ) -> dict[str, float]:
-    """Compute mean@n of the reward and of acc over all episodes. A failed one counts as 0.
+    """Compute mean@n of the reward and of acc over all episodes. A failed one counts as wrong.
 
-    If the verifier fails mainly on wrong responses, the scores of `compute_scores` are too high.
-    Then use these scores.
+    Its reward is then what the verifier pays for a wrong answer, 0 if this is not known. If the
+    verifier fails mainly on wrong responses, the scores of `compute_scores` are too high. Then use
+    these scores.
     """
-    rewards = [float(e.reward or 0.0) if e.status == "ok" else 0.0 for e in episodes]
+    rewards = [float(e.reward or 0.0) if e.status == "ok" else e.scale.nothing for e in episodes]
     return {
-        f"val-aux/{name}/acc/mean@{n}{FAILED_AS_0}": mean(reward >= 1.0 for reward in rewards),
+        f"val-aux/{name}/acc/mean@{n}{FAILED_AS_0}": mean(e.is_right for e in episodes),
         f"val-aux/{name}/reward/mean@{n}{FAILED_AS_0}": mean(rewards),
     }
 
@@ -225,6 +231,8 @@ def compute_rollout_metrics(
     kept: the episodes to train on. step: the training step that uses them.
     """
     verified = select_verified(episodes)
+    kept_groups = {episode.group_id for episode in kept}
+    dropped = [episode for episode in verified if episode.group_id not in kept_groups]
     groups_dropped = len(group_episodes(episodes)) - len(group_episodes(kept))
     metrics = {
         "rollout/episodes": float(len(episodes)),
@@ -232,7 +240,7 @@ def compute_rollout_metrics(
         ALL_TOKENS: float(sum(len(e.prompt_ids) + len(e.response_ids) for e in episodes)),
         "rollout/failed_frac": 1 - len(verified) / len(episodes),
         "rollout/groups_dropped": float(groups_dropped),
-        "rollout/zero_variance_groups": float(count_zero_variance_groups(verified)),
+        ZERO_VARIANCE: float(count_zero_variance_groups([*kept, *dropped])),
     }
     failures = Counter(episode.status for episode in episodes if episode.status != "ok")
     metrics |= {f"rollout/failed/{status}": float(count) for status, count in failures.items()}
@@ -248,14 +256,15 @@ def compute_rollout_metrics(
     return metrics | compute_component_means(verified)
 
 
-def count_zero_variance_groups(verified: Sequence[Episode]) -> int:
-    """Count the groups of two or more episodes that all have the same reward."""
-    count = 0
-    for group in group_episodes(verified).values():
-        rewards = {episode.reward for episode in group}
-        if len(group) > 1 and len(rewards) == 1:
-            count += 1
-    return count
+def count_zero_variance_groups(episodes: Sequence[Episode]) -> int:
+    """Count the groups of two or more episodes whose rewards to train on are all equal."""
+    groups = group_episodes(episodes).values()
+    return sum(len(group) > 1 and is_uniform(group) for group in groups)
+
+
+def is_uniform(group: Sequence[Episode]) -> bool:
+    """Whether the episodes of a group have equal rewards to train on."""
+    return are_equal([e.trained_reward or 0.0 for e in group], group[0].scale.spread)
 
 
 def compute_staleness(kept: Sequence[Episode], step: int) -> dict[str, float]:
@@ -333,11 +342,11 @@ def compute_measures(verified: Sequence[Episode], prefix: str) -> dict[str, floa
 def update_pass_rates(episodes: Sequence[Episode], before: Mapping[str, float]) -> dict[str, float]:
     """Compute the pass rate of each row: the mean of its old rate and that of the new episodes.
 
-    A pass is a reward of 1 or more. A row without an old rate gets the new one. Returns only rows
-    that have a verified episode. before: the old rates, by row id.
+    A pass is a full reward. A row without an old rate gets the new one. Returns only rows that have
+    a verified episode. before: the old rates, by row id.
     """
     pass_rates = {}
     for row_id, episodes_of_row in group_episodes(select_verified(episodes), "row_id").items():
-        rate = mean((episode.reward or 0.0) >= 1.0 for episode in episodes_of_row)
+        rate = mean(episode.is_right for episode in episodes_of_row)
         pass_rates[row_id] = 0.5 * before.get(row_id, rate) + 0.5 * rate
     return pass_rates

@@ -42,6 +42,7 @@ from kit.data.episode import (
 )
 from kit.data.fingerprint import hash_row
 from kit.data.json_lines import read_lines
+from kit.data.reward_scale import UNKNOWN, RewardScale
 from kit.errors import ConfigError
 
 SAVED_FIELDS = (  # of Episode, under `_episode`, by the same name
@@ -101,6 +102,8 @@ def to_record(episode: Episode, task_index: int, rollout_index: int) -> Json:
     summary["versions"] = [tuple(version) for version in episode.policy_versions]
     if episode.failure:
         summary["failure"] = episode.failure
+    if episode.scale != UNKNOWN:
+        summary["scale"] = episode.scale
     if episode.measures:
         summary["measures"] = episode.measures
     summary["prompt_tokens"] = len(episode.prompt_ids)
@@ -163,12 +166,18 @@ def shorten_image(part: Any) -> object:  # any JSON
     return {**part, "image_url": f"sha256 {digest}"}
 
 
+def read_scale(saved: Json) -> RewardScale:
+    """Return the scale of a record's reward. saved: its `_episode`."""
+    return RewardScale(*saved.get("scale", UNKNOWN))
+
+
 def from_record(record: Json, row: Json) -> Episode:
     """Convert a record and its task's row to an episode. Raises KeyError or TypeError."""
     saved = record["_episode"]
     fields = {name: saved[name] for name in SAVED_FIELDS}
     episode = Episode(prompt_ids=[], reward=record["reward"], row=row, **fields)
     episode.failure = saved.get("failure", {})
+    episode.scale = read_scale(saved)
     episode.measures = saved.get("measures", {})
     episode.reward_components = record.get("reward_components") or {}
     other_fields = {*RECORD_FIELDS, *row}

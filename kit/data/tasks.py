@@ -218,6 +218,28 @@ class TaskLoader:
         return server
 
 
+def limit_rows(tasks: Sequence[env.T], limit: int | None) -> list[env.T]:
+    """Take `limit` tasks: the first rows of each entry, in proportion to its weight or its rows.
+
+    Each entry gives at least one row, and others replace what a short one lacks. Raises DataError
+    if an entry with a weight would have no row.
+    """
+    entries = Counter(task.file for task in tasks)  # their rows
+    has_weights = any(task.weight for task in tasks)
+    if limit is not None and has_weights and limit < len(entries):
+        raise DataError(
+            f"A limit of {limit} rows leaves none of {list(entries)[limit]}, which has a weight. "
+            "Raise env.max_rows or env.val_max_rows."
+        )
+    taken = Counter[str]()
+    due = []  # as in env.count_rows, with the first row of each entry at the time 0
+    for task in tasks:
+        due.append(taken[task.file] / (task.weight or entries[task.file]))
+        taken[task.file] += 1
+    chosen = sorted(range(len(tasks)), key=lambda place: due[place])[:limit]
+    return [tasks[place] for place in sorted(chosen)]
+
+
 def match_server(row: Json, aliases: Mapping[str, str], name: str = "") -> str | None:
     """Match a row with a server: by `name` if it is set, else by the row, else the only one.
 
@@ -269,8 +291,8 @@ class RowSource(Protocol):
         on the arguments alone, so a resumed run gets the same batches.
         """
 
-    def count_file_rows(self, size: int) -> int:
-        """Count the rows of a batch that come from files."""
+    def file_share(self) -> float:
+        """Return the share of the rows that come from files."""
 
     def generate_first(self, size: int) -> list[Task]:
         """Generate the rows of batch 1 that do not come from files, to check them early."""
@@ -293,9 +315,9 @@ class FileRows:
             return env.take_batch(self.tasks, size, start, self.seed, self.shuffle)
         return list(self.sampler(self.tasks, size, number, self.seed, pass_rates))
 
-    def count_file_rows(self, size: int) -> int:
-        """Count the rows of a batch that come from files: all."""
-        return size
+    def file_share(self) -> float:
+        """Return the share of the rows that come from files: all."""
+        return 1.0
 
     def generate_first(self, size: int) -> list[Task]:
         """Generate nothing: all rows come from files."""

@@ -10,12 +10,13 @@ Shapes: B episodes, R response tokens. index [B] names the group of each episode
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-ROUNDING = 1e-6  # relative error of a sum of float32 rewards; one number has 6e-8
+from kit.data.reward_scale import compute_tolerance
 
 # verl's estimators that compare the totals of a group. All except gpg depend only on differences.
 COMPARES_TOTALS = (
@@ -34,8 +35,6 @@ COMPARES_RETURNS = (
     "tir_optimal_token_baseline",
     "reinforce_plus_plus",  # with the whole batch, and only at a discount of 1
 )
-# These normalize over the tokens of a batch, so they need two of them.
-WHITENS = ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def carry_rewards(rewards: Tensor, mask: Tensor, turn: Tensor | None = None) -> Tensor:
@@ -90,16 +89,31 @@ def is_outcome(rewards: Tensor) -> bool:
 def level_groups(rewards: Tensor, index: Sequence[str], value: float) -> Tensor:
     """Give each episode of a group with equal totals the total `value`, or 0 if theirs is 0."""
     levelled = rewards.clone()
-    totals = rewards.double().sum(dim=1)  # [B]
-    scale = rewards.double().abs().sum(dim=1)  # [B]
+    totals = sum_rewards(rewards, index)  # [B]
     for members in list_groups(index):
-        spread = totals[members].max() - totals[members].min()
-        if len(members) < 2 or spread > ROUNDING * scale[members].max():
+        if len(members) < 2 or totals[members].unique().numel() > 1:
             continue
         levelled[members] = 0.0
         if value and totals[members].all():
             levelled[members, -1] = value
     return levelled
+
+
+def sum_rewards(rewards: Tensor, index: Sequence[str]) -> Tensor:
+    """Sum the rewards of each episode -> float64 [B].
+
+    Totals of a group that differ at most by rounding errors become the same number.
+    """
+    totals = rewards.double().sum(dim=1)  # [B]
+    sizes = rewards.double().abs().sum(dim=1)  # [B]
+    for members in list_groups(index):
+        size = float(sizes[members].max())
+        tolerance = compute_tolerance(size, precision=torch.finfo(rewards.dtype).eps)
+        ascending = members[totals[members].argsort()].tolist()
+        for lower, higher in itertools.pairwise(ascending):
+            if totals[higher] - totals[lower] <= tolerance:
+                totals[higher] = totals[lower]
+    return totals
 
 
 def list_groups(index: Sequence[str]) -> list[Tensor]:

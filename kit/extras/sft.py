@@ -33,7 +33,7 @@ from kit.config.training_effect import check_schedule
 from kit.data.episode import Episode
 from kit.data.fingerprint import name_row
 from kit.data.row_files import parse_object, read_raw_rows, report_progress
-from kit.data.tasks import FileEntry, parse_entries
+from kit.data.tasks import FileEntry, limit_rows, parse_entries
 from kit.data.verl_rows import parse_messages
 from kit.errors import ConfigError
 from kit.features import OnFeatures, ignore_features
@@ -187,9 +187,11 @@ def prepare(
             "rewards."
         )
     env_keys = recipe.env
-    inputs.train = load_examples(recipe, inputs, env_keys.train_files)[: env_keys.max_rows]
+    examples = load_examples(recipe, inputs, env_keys.train_files)
+    inputs.train = limit_rows(examples, env_keys.max_rows)
     dropped_count = len(inputs.dropped)  # of the training files
-    inputs.validation = load_examples(recipe, inputs, env_keys.val_files)[: env_keys.val_max_rows]
+    examples = load_examples(recipe, inputs, env_keys.val_files)
+    inputs.validation = limit_rows(examples, env_keys.val_max_rows)
     limits = recipe.data
     if len(inputs.train) < limits.train_batch_size:
         raise ConfigError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import env
 from kit.data.processor import TextProcessor
+from kit.data.reward_scale import Scales
 from kit.data.tasks import RowSource
 from kit.gym.python_verifiers.settings import PythonVerifiers
 from kit.rollout.chat_template import ChatTemplate
@@ -32,6 +33,7 @@ class RunInputs:
     verifiers: PythonVerifiers
     generated: list[env.Task] = dataclasses.field(default_factory=list)  # from functions, batch 1
     trials: list[str] = dataclasses.field(default_factory=list)  # results of a verifier's trial
+    scales: Scales = dataclasses.field(default_factory=dict)
     per_epoch: float = math.inf  # prompts for each row of files to be used once; inf without files
 
     @property

@@ -14,6 +14,7 @@ from gym_client import EpisodeIndex, GymError
 from kit.config.recipe import Recipe
 from kit.data.episode import ABORTED, PolicyVersion, PolicyVersions
 from kit.data.processor import TextProcessor
+from kit.data.reward_scale import Scales
 from kit.errors import RunError
 from kit.features import Feature
 from kit.rollout.chat_template import ChatTemplate
@@ -53,6 +54,7 @@ class RolloutContext:
     # The policy endpoint (openai_server.py) samples with these. Its requests come from agents and
     # do not say which rollout they belong to, so `Servers` sets this when a rollout starts.
     endpoint_sampling: Sampling = field(default_factory=dict)
+    scales: Scales = field(default_factory=dict)  # of the verifiers' rewards
     features: Sequence[Feature] = ()  # optional features that look at verified episodes
     processor: TextProcessor = None  # type: ignore[assignment]  # __post_init__ sets it
     template: ChatTemplate = None  # type: ignore[assignment]  # __post_init__ sets it
@@ -99,6 +101,7 @@ def make_rollout_context(
         seed=rollout.seed if rollout.full_determinism else None,
         episode_slots=asyncio.Semaphore(engines * rollout.max_num_seqs),
         max_staleness=recipe.kit.one_step_off,
+        scales=inputs.scales,
         features=recipe.features,
     )
 

@@ -257,7 +257,7 @@ def try_response(response: str, planned: Plan) -> None:
             "use `python algorithm.py probe`."
         )
     tokenizer = inputs.tokenizer
-    inputs.trials = try_verifiers(specs, inputs.tasks, recipe, tokenizer, response)
+    inputs.trials = try_verifiers(specs, inputs.tasks, recipe, tokenizer, response=response)
 
 
 def describe_plan(

@@ -179,6 +179,8 @@ def print_examples(episodes: Sequence[Episode], count: int) -> None:
         if len(question) > 100:
             question = f"...{question[-97:]}"
         reward = f"reward {episode.reward:.2f}"
+        if episode.trained_reward != episode.reward:
+            reward = f"verifier {episode.reward:.2f}, trained on {episode.trained_reward:.2f}"
         say(f"    {question!r} -> {episode.transcript[:200]!r}  {reward}")
 
 

@@ -34,7 +34,7 @@ from kit.config.training_effect import check_schedule
 from kit.data import generated_rows
 from kit.data.processor import TextProcessor
 from kit.data.row_files import find_files, read_raw_rows
-from kit.data.tasks import FileRows, TaskLoader, is_function
+from kit.data.tasks import FileRows, TaskLoader, is_function, limit_rows
 from kit.errors import ConfigError, UserFunctionError
 from kit.features import Feature, OnFeatures, ignore_features
 from kit.gym import network, process_specs
@@ -105,7 +105,7 @@ def prepare(
     check_schedule(recipe)
     for feature in recipe.features:
         feature.check_inputs(recipe, inputs)
-    inputs.trials = try_verifiers(custom, inputs.tasks, recipe, inputs.tokenizer)
+    inputs.trials = try_verifiers(custom, inputs.tasks, recipe, inputs.tokenizer, inputs.scales)
     return Prepared(recipe, inputs)
 
 
@@ -416,23 +416,24 @@ def load_rows(
     validation = loader.load_files(list_files(val_entries))
     inputs.dropped = [*train.dropped, *validation.dropped]
     generated = generated_rows.generate_once(config, val_entries, VAL, loader)
-    inputs.validation = [*validation.tasks, *generated][: config.env.val_max_rows]
+    inputs.validation = limit_rows([*validation.tasks, *generated], config.env.val_max_rows)
     generated = []
     if command == "rollout":
         generated = generated_rows.generate_once(config, train_entries, TRAIN, loader)
-    inputs.train = [*train.tasks, *generated][: config.env.max_rows]
+    inputs.train = limit_rows([*train.tasks, *generated], config.env.max_rows)
     check_any_rows(config, command, inputs)
 
     inputs.source = FileRows(inputs.train, sampler, config.data.seed, config.data.shuffle)
     if command == "train":
         inputs.source = generated_rows.make_row_source(config, train_entries, inputs.source, loader)
     size = config.data.train_batch_size
-    file_rows = inputs.source.count_file_rows(size)
+    share = inputs.source.file_share()
+    file_rows = math.ceil(share * size - 1e-9)  # without the rounding error
     check_enough_rows(config, command, inputs, file_rows)
     inputs.generated = inputs.source.generate_first(size)
-    if file_rows:
-        inputs.per_epoch = len(inputs.train) * size / file_rows
-    set_steps(config, command, len(inputs.train) // size, is_endless=file_rows < size)
+    if share:
+        inputs.per_epoch = len(inputs.train) / share
+    set_steps(config, command, len(inputs.train) // size, is_endless=share < 1)
 
 
 def list_entries(verifiers: PythonVerifiers, command: str, key: str) -> list[str | Json]:

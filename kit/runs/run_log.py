@@ -165,7 +165,8 @@ class RunLog:
         self, step: int, metrics: Mapping[str, float], episodes: Sequence[Episode]
     ) -> None:
         """Print a step's line, and its best and worst episode every print_samples_every steps."""
-        is_shaped = bool(self.recipe.env.reward or self.recipe.algorithm.use_kl_in_reward)
+        has_kl = self.recipe.algorithm.use_kl_in_reward
+        is_shaped = bool(self.recipe.env.reward or has_kl or self.recipe.has_reward_model)
         self.stages.display.print_step(step, step_values(metrics, is_shaped), self.stages.timing)
         interval = self.recipe.kit.print_samples_every
         if episodes and interval > 0 and step % interval == 0:

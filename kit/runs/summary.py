@@ -15,6 +15,7 @@ from kit.config.neutral_sampling import find_distortions
 from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
 from kit.config.training_effect import warn_of_lost_updates
+from kit.data.ground_truths import find_marks, is_missing
 from kit.gym.python_verifiers.settings import count_processes
 from kit.rollout import template_trial
 from kit.rollout.chat_template import TURNS
@@ -250,6 +251,7 @@ def list_warnings(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
             "delete your files. Run all of this in a container without them."
         )
     yield from warn_of_verl_rows(inputs)
+    yield from warn_of_marks(inputs)
     yield from warn_of_overlap(inputs)
 
 
@@ -293,6 +295,17 @@ def warn_of_verl_rows(inputs: RunInputs) -> Iterator[str]:
         yield (
             f"Rows in verl's format go to the server {name}, which must read "
             "`reward_model` itself. For verl's reward functions set `verifier: verl` on the file."
+        )
+
+
+def warn_of_marks(inputs: RunInputs) -> Iterator[str]:
+    """Warn of words that are the ground truth of many rows, and may stand for no answer."""
+    masked = inputs.verifiers.specs  # a Python verifier's known marks are counted by its trial
+    tasks = [task for task in inputs.tasks if task.server not in masked or not is_missing(task.row)]
+    for word, count in find_marks([task.row for task in tasks]).items():
+        yield (
+            f"The ground truth of {count:,} of {len(inputs.tasks):,} rows is {word!r}, and that of "
+            "most others is a value. If it means that there is no answer, remove these rows."
         )
 
 

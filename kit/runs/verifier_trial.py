@@ -1,16 +1,24 @@
-"""Call each Python verifier before a run starts, to find mistakes before the workers start."""
+"""Call each Python verifier before a run starts: to find mistakes, and the scale of its rewards."""
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from env import Task
 from gym_client import GymError, StepResult, VerifyResult
 from kit.config.recipe import Recipe
-from kit.data.ground_truths import find_ground_truth, is_empty, read_expected_answers
+from kit.data.ground_truths import (
+    find_ground_truth,
+    is_marked,
+    is_missing,
+    read_expected_answers,
+)
+from kit.data.reward_scale import UNKNOWN, RewardScale, Scales, are_equal, measure_scale
 from kit.errors import UserFunctionError
 from kit.gym.python_verifiers.pool import Pool
 from kit.gym.python_verifiers.settings import VerifierSpec
@@ -20,8 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RESPONSE = "So the answer is 7."
-# Responses with the expected answer. They are tried in this order, until one earns a reward.
-FORMS = ("{}", "\\boxed{{{}}}", "#### {}")
+FULL_FORM = "<think>\nI work out the answer.\n</think>\n<answer>{}</answer>"
+# Responses with the expected answer. They are tried in this order, until one earns 1.
+FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", FULL_FORM)
 MAX_ANSWER = 60  # characters of an expected answer that is tried as a response
 MAX_NAMED_ROWS = 3  # in a message
 MAX_SOURCES = 20  # data sources that are tried
@@ -32,14 +41,16 @@ def try_verifiers(
     tasks: Sequence[Task],
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
+    scales: Scales | None = None,
     response: str = RESPONSE,
 ) -> list[str]:
     """Call each verifier for its first row of each data_source -> a line with each row's rewards.
 
     The responses are `response` and, if the verifier is a function and the row's ground truth has a
-    short expected answer, FORMS with this answer. A further line counts the rows without a ground
-    truth, if other rows of the function have one, and one counts the data sources after the first
-    MAX_SOURCES, which are not tried. Raises UserFunctionError.
+    short expected answer, FORMS with this answer. scales: gets the scales of rewards that this
+    shows. A further line counts the rows without a ground truth, if other rows of the function have
+    one, and one counts the data sources after the first MAX_SOURCES, which are not tried. Raises
+    UserFunctionError.
     """
     lines: list[str] = []
     if not specs:
@@ -49,7 +60,8 @@ def try_verifiers(
         for name, spec in specs.items():
             own_tasks = [task for task in tasks if task.server == name]
             pool = Pool(spec, recipe, Path(logs))
-            lines += runner.run(try_verifier(pool, own_tasks, tokenizer, required, response))
+            trial = try_verifier(pool, own_tasks, tokenizer, required, scales, response)
+            lines += runner.run(trial)
     return lines
 
 
@@ -62,9 +74,9 @@ def list_required_components(recipe: Recipe) -> list[str]:
 
 
 def select_tasks(tasks: Sequence[Task]) -> list[Task]:
-    """Return the first task of each data_source."""
+    """Return the first task of each data_source, if possible one with an answer."""
     selected: dict[str, Task] = {}
-    for task in tasks:
+    for task in sorted(tasks, key=lambda task: is_marked(find_ground_truth(task.row))):
         selected.setdefault(str(task.row.get("data_source")), task)
     return list(selected.values())
 
@@ -74,21 +86,26 @@ async def try_verifier(
     tasks: Sequence[Task],
     tokenizer: PreTrainedTokenizerBase,
     required: Sequence[str],
+    scales: Scales | None = None,
     response: str = RESPONSE,
 ) -> list[str]:
     """Start a verifier and call it for some of its tasks. Returns lines for the summary.
 
-    required: the reward components that it must return. Raises UserFunctionError.
+    required: the reward components that it must return. scales: as of `try_verifiers`. Raises
+    UserFunctionError.
     """
     lines: list[str] = []
     missing: list[str] = []  # row ids
     try:
         kind = await pool.kind()
         if kind == "verify":
-            missing = [task.row_id for task in tasks if is_empty(find_ground_truth(task.row))]
+            missing = [task.row_id for task in tasks if is_missing(task.row)]
         selected = select_tasks(tasks)
         for task in selected[:MAX_SOURCES]:
-            lines.append(await try_row(pool, task, kind, tokenizer, required, response))
+            trial = RowTrial(pool, task, tokenizer, required, response)
+            lines.append(await trial.run(kind))
+            if scales is not None:
+                scales[task.server, str(task.row.get("data_source"))] = trial.scale
     except GymError as error:
         raise UserFunctionError(f"{pool.spec.key}={error}") from None
     finally:
@@ -100,35 +117,86 @@ async def try_verifier(
     return lines
 
 
-async def try_row(
-    pool: Pool,
-    task: Task,
-    kind: str,
-    tokenizer: PreTrainedTokenizerBase,
-    required: Sequence[str],
-    first: str,
-) -> str:
-    """Call a verifier for one row. Returns a line with the rewards. Raises UserFunctionError.
+@dataclass
+class RowTrial:
+    """The trial of a verifier on one row.
 
-    required: the reward components that it must return. first: the first response.
+    required: the reward components that it must return. first: the first response, which is no
+    answer unless the user gave it. rewards: by response; None if the verifier marks its reward as
+    invalid. scale: what the row shows of the verifier's rewards.
     """
-    rewards: dict[str, float | None] = {}  # by response
-    for response in [first, *list_right_responses(task, kind)]:
+
+    pool: Pool
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    required: Sequence[str]
+    first: str = RESPONSE
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    scale: RewardScale = UNKNOWN
+
+    async def run(self, kind: str) -> str:
+        """Try the responses of `list_responses` -> a line with the rewards."""
+        await self.call(self.first)
+        forms = list_responses(self.task, kind)
+        for response in forms:
+            if is_usual(await self.call(response)):
+                break
+        line = f"tried on row {self.task.row_id}: reward {await self.describe(forms)}"
+        if kind == "verify" and not forms:
+            line += ". The row has no ground truth that can be tried as a response."
+        return line
+
+    async def call(self, response: str) -> float | None:
+        """Return the reward of a response. Raises UserFunctionError."""
         try:
-            result = await call_verifier(pool, task, response, tokenizer)
+            result = await call_verifier(self.pool, self.task, response, self.tokenizer)
         except GymError as error:
-            trial = f"(tried on row {task.row_id} with the response {response!r})"
-            raise UserFunctionError(f"{pool.spec.key}={error} {trial}") from None
+            trial = f"(tried on row {self.task.row_id} with the response {response!r})"
+            raise UserFunctionError(f"{self.pool.spec.key}={error} {trial}") from None
         if isinstance(result, VerifyResult):
-            check_components(pool, task, result, required)
-        reward = result.reward if result else None
-        rewards[response] = reward
-        if response != first and is_positive(reward):
-            break
-    line = f"tried on row {task.row_id}: reward {describe_rewards(rewards)}"
-    if kind == "verify" and len(rewards) == 1:
-        line += ". The row has no ground truth that can be tried as a response."
-    return line
+            check_components(self.pool, self.task, result, self.required)
+        self.rewards[response] = result.reward if result else None
+        return self.rewards[response]
+
+    async def describe(self, forms: Mapping[str, str]) -> str:
+        """Measure the scale, and describe the rewards: 0 for 'So...', 1 for the ground truth '5'.
+
+        forms: {response with the ground truth: the same response with a wrong answer}.
+        """
+        text = f"{show(self.rewards[self.first])} for {self.first!r}"
+        tried = [response for response in forms if response in self.rewards]
+        if not tried:
+            return text
+        best = max(tried, key=lambda response: rank(self.rewards[response]))
+        right = self.rewards[best]
+        text += f", {show(right)} for the ground truth {best!r}"
+        if right is None:
+            return text
+        # the same form, so that a reward for the form alone is not one for the answer
+        wrong = self.rewards[self.first] if is_usual(right) else await self.call(forms[best])
+        full = UNKNOWN.full if is_usual(right) else right
+        self.scale = measure_scale(full, UNKNOWN.nothing if wrong is None else wrong)
+        if self.scale == UNKNOWN and not is_usual(right):
+            earned = "no more than a wrong answer" if right else "nothing"
+            text += f". The ground truth earns {earned}. Does the verifier require another format?"
+        elif self.scale.full != UNKNOWN.full:
+            text += f". A reward of {self.scale.full:g} counts as right (acc, pass@k)"
+        return text
+
+
+def is_usual(reward: float | None) -> bool:
+    """Return whether a reward is 1, the full one of most verifiers. A masked one is not known."""
+    return reward is None or are_equal([reward, UNKNOWN.full])
+
+
+def rank(reward: float | None) -> float:
+    """Return the sort key of a reward. A masked one is not known, and comes last."""
+    return -math.inf if reward is None else reward
+
+
+def show(reward: float | None) -> str:
+    """Return a reward for the summary."""
+    return "none (masked)" if reward is None else f"{reward:g}"
 
 
 def describe_missing(ids: Sequence[str], count: int) -> str:
@@ -144,40 +212,21 @@ def describe_missing(ids: Sequence[str], count: int) -> str:
     )
 
 
-def describe_rewards(rewards: Mapping[str, float | None]) -> str:
-    """Describe the rewards of the first response and of the ground truth, if it was tried.
+def list_responses(task: Task, kind: str) -> dict[str, str]:
+    """Return {response with the row's ground truth: the same one with a wrong answer}.
 
-    >>> describe_rewards({RESPONSE: 0.0, "42": 0.0, "#### 42": 1.0})
-    "0 for 'So the answer is 7.', 1 for the ground truth '#### 42'"
+    kind: `verify` for a function, `step` for a class, which gets none.
     """
-    first, *tried = rewards
-    earning = [response for response in tried if is_positive(rewards[response])]
-    parts = []
-    for response in [first, *(earning or tried)[:1]]:
-        reward = rewards[response]
-        label = "" if response == first else "the ground truth "
-        shown = "none (masked)" if reward is None else f"{reward:g}"
-        parts.append(f"{shown} for {label}{response!r}")
-    text = ", ".join(parts)
-    if tried and not earning:
-        text += ". The ground truth earns nothing. Does the verifier require another format?"
-    return text
-
-
-def is_positive(reward: float | None) -> bool:
-    """Return whether a response earned something. A masked reward is not known."""
-    return reward is None or reward > 0
-
-
-def list_right_responses(task: Task, kind: str) -> list[str]:
-    """Return the ground truth as responses. kind: `verify` for a function, `step` for a class."""
     if kind != "verify":
-        return []
+        return {}
     try:
         answer = read_expected_answers(find_ground_truth(task.row))[0]
     except ValueError:  # a function may have a ground truth of any other form
-        return []
-    return [form.format(answer) for form in FORMS] if len(answer) <= MAX_ANSWER else []
+        return {}
+    if len(answer) > MAX_ANSWER:
+        return {}
+    wrong = "8" if answer == "7" else "7"
+    return {form.format(answer): form.format(wrong) for form in FORMS}
 
 
 def check_components(pool: Pool, task: Task, result: VerifyResult, required: Sequence[str]) -> None:

@@ -108,7 +108,11 @@ def make_recipe(tiny_recipe):
             "good.py:none",
             r"cannot be called with \(tasks, size, batch, seed, pass_rates\)",
         ),
-        ("env.reward", "broken.py:f", r"imported: failed at .*:2: ModuleNotFoundError.*not_there_at_all"),
+        (
+            "env.reward",
+            "broken.py:f",
+            r"imported: failed at .*:2: ModuleNotFoundError.*not_there_at_all",
+        ),
         (
             "env.filters",
             ["pieces.py:drop_uniform"],

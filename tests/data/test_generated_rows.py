@@ -305,13 +305,19 @@ def test_a_resumed_run_generates_the_same_rows_and_a_replay_has_them(folder, tmp
     assert kept == {"val_4.jsonl", "step_9.jsonl", "step_10.jsonl"}
 
 
-def test_a_function_without_a_row_in_the_batch_is_an_error():
-    entry = FunctionEntry("t.py:rows", 0.01, "", "env.train_files", lambda *_: [])
+def test_a_function_with_a_small_weight_has_a_row_in_some_batches():
+    sizes = []
+
+    def generate(batch, size, seed, pass_rates):
+        sizes.append(size)
+        return []
+
+    entry = FunctionEntry("t.py:rows", 0.05, "", "env.train_files", generate)
     rows = FunctionRows(entry, TaskLoader(None, {}, 100), seed=1)
-    file = SimpleNamespace(file="a.jsonl", weight=1.0)
+    file = SimpleNamespace(file="a.jsonl", weight=0.95)
     mixed = MixedRows(FileRows([file], None, 1), [rows])
-    message = r"t\.py:rows: weight=0.01 gives no row in a batch of 8"
-    with pytest.raises(env.DataError, match=message):
-        mixed.compute_quotas(8)
+    assert mixed.file_share() == pytest.approx(0.95)
+    of_files = [len(mixed.batch(n + 1, 8, 8 * n, {})) for n in range(5)]
+    assert sorted(of_files) == [7, 7, 8, 8, 8] and sizes == [1, 1]
     alone = MixedRows(FileRows([], None, 1), [rows])
-    assert alone.compute_quotas(8) == {"t.py:rows": 8}
+    assert alone.compute_quotas(8) == {"t.py:rows": 8} and alone.file_share() == 0

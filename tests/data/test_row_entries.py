@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import env
 from kit.data import row_files, tasks
 from kit.data.row_files import find_files
-from kit.data.tasks import FileEntry, TaskLoader, parse_entries
+from kit.data.tasks import FileEntry, TaskLoader, limit_rows, parse_entries
 from kit.errors import ConfigError
 from kit.extras import sft
 from templates.samplers import by_pass_rate
@@ -258,3 +258,29 @@ def test_a_generated_row_has_the_name_of_its_function(tmp_path):
     used: set[str] = set()
     names = [tasks.make_unique(name, used) for name in ("t(2)", "t", "t", "t", "t(2)")]
     assert names == ["t(2)", "t", "t(3)", "t(4)", "t(2)(2)"]
+
+
+def count_limited(limit, **files):
+    """Limit the rows of files: name = (rows, weight). Returns the rows that are left of each."""
+    tasks = []
+    for file, (rows, weight) in files.items():
+        tasks += [
+            env.Task(f"{file}:{n}", {}, "", [], [], file=file, weight=weight) for n in range(rows)
+        ]
+    limited = limit_rows(tasks, limit)
+    assert limited == [task for task in tasks if task in limited]  # the same order
+    counts = Counter(task.file for task in limited)
+    firsts = {f"{file}:{n}" for file, count in counts.items() for n in range(count)}
+    assert {task.row_id for task in limited} == firsts
+    return list(counts.values())
+
+
+def test_a_limit_of_rows_is_shared_by_the_files():
+    assert count_limited(8, a=(8, 0.5), b=(8, 0.5)) == [4, 4]
+    assert count_limited(10, a=(50, 0.8), b=(50, 0.2)) == [8, 2]
+    assert count_limited(8, a=(100, None), b=(300, None)) == [2, 6]
+    assert count_limited(8, a=(100, 0.999), b=(300, 0.001)) == [7, 1]
+    assert count_limited(50, a=(100, 1), b=(8, 1)) == [42, 8]  # the short file gives all
+    assert count_limited(None, a=(3, None), b=(2, None)) == [3, 2]
+    with pytest.raises(env.DataError, match=r"A limit of 1 rows leaves none of b, which has"):
+        count_limited(1, a=(8, 0.5), b=(8, 0.5))

@@ -156,7 +156,7 @@ def compare_at(
     pairs: Sequence[tuple[int, int]],
 ) -> Comparison:
     """Compare the first `count` evaluations with the others. pairs: of runs with the same seed."""
-    table, all_rows = tabulate(picked, test_set, SCORES[score])
+    table, all_rows = tabulate(picked, test_set, score)
     some = table[:count]
     others = table[count:]
     signs = None
@@ -258,7 +258,7 @@ def describe(comparisons: Sequence[Comparison]) -> list[str]:
         if (one.budget, one.amount) != last:
             last = (one.budget, one.amount)
             lines.append(describe_budget(one, counts))
-        if len(rows) > 1 and one.score == next(iter(SCORES)):
+        if len(rows) > 1 and one.score == SCORES[0]:
             lines.append(f"  {one.test_set}")
         lines += describe_score(one)
     few = {one.test_set: one for one in comparisons if 2 * one.rows < one.all_rows}
@@ -335,7 +335,7 @@ def describe_runs(folders: Sequence[Path]) -> list[str]:
     lines = []
     test_sets = list_test_sets(picked)
     for test_set, score in itertools.product(test_sets, SCORES):
-        table, total = tabulate(picked, test_set, SCORES[score])
+        table, total = tabulate(picked, test_set, score)
         text = format_interval(intervals.compute_mean_interval(table))
         runs = count_nouns(len(table), "run")
         runs += ", so over rows only" if len(table) == 1 else ""
@@ -357,7 +357,7 @@ def describe_gain(
     picked: Sequence[Evaluation], starts: Sequence[Evaluation], test_set: str, score: str
 ) -> str:
     """Return the difference of a set of runs from its own evaluations before the first step."""
-    table = tabulate([*picked, *starts], test_set, SCORES[score]).scores
+    table = tabulate([*picked, *starts], test_set, score).scores
     after = table[: len(picked)]
     before = table[len(picked) :]
     difference = intervals.compare_scores(after, before)
@@ -411,7 +411,7 @@ def compute_band(name: str, curves: Sequence[RunCurve], test_set: str, score: st
     band = Band(name, [], [], [], [])
     for step in sorted(set(by_step[0]).intersection(*by_step[1:])):
         picked = [evaluations[step] for evaluations in by_step]
-        table = tabulate(picked, test_set, SCORES[score]).scores
+        table = tabulate(picked, test_set, score).scores
         interval = intervals.compute_mean_interval(table)
         band.x.append(step)
         band.y.append(interval.estimate)

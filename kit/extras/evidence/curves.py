@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import glob
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,22 +16,13 @@ from kit.data.fingerprint import Fingerprint, hash_contents, hash_json
 from kit.data.ground_truths import find_ground_truth
 from kit.data.json_lines import read_metrics
 from kit.data.metrics import ALL_TOKENS, name_test_set
-from kit.data.rollout_files import read_records
+from kit.data.rollout_files import read_records, read_scale
 from kit.errors import ConfigError
 from kit.extras.evidence.intervals import Scores
 from kit.runs import checkpoints, identity
 from kit.runs.console import say
 
-
-def is_right(reward: float) -> float:
-    """Return 1 for a reward of at least 1, else 0."""
-    return float(reward >= 1)
-
-
-SCORES: Mapping[str, Callable[[float], float]] = {  # of the reward of a verified response
-    "acc": is_right,
-    "reward": float,
-}
+SCORES = ("acc", "reward")  # of a verified response: whether its reward is the full one, and it
 CONFIGS = ("config.yaml", "evaluate.yaml")  # of a training run, of the command `evaluate`
 MODEL_PATH = "actor_rollout_ref.model.path"
 ADAPTER_PATH = "actor_rollout_ref.model.lora_adapter_path"
@@ -156,7 +147,8 @@ def read_seed(folder: Path) -> object:
     return values.get("data.seed")
 
 
-Rewards = dict[str, list[float]]  # {name_record of a problem: rewards of its verified responses}
+# {name_record of a problem: SCORES of its verified responses}
+Rewards = dict[str, list[dict[str, float]]]
 
 
 @functools.cache
@@ -170,7 +162,8 @@ def read_rewards(path: Path) -> Mapping[str, Rewards]:
         values = rewards.setdefault(name_record(record), [])
         reward = record.get("reward") if episode.get("status") == "ok" else None
         if reward is not None and math.isfinite(reward):
-            values.append(float(reward))
+            is_right = read_scale(episode).is_full(float(reward))
+            values.append({"acc": float(is_right), "reward": float(reward)})
         elif reward is not None:
             unusable += 1
     if unusable:
@@ -273,10 +266,8 @@ class Table(NamedTuple):
     total: int
 
 
-def tabulate(
-    evaluations: Sequence[Evaluation], test_set: str, score: Callable[[float], float]
-) -> Table:
-    """Make the table of a test set of some evaluations, one for each run.
+def tabulate(evaluations: Sequence[Evaluation], test_set: str, score: str) -> Table:
+    """Make the table of a test set of some evaluations, one for each run. score: one of SCORES.
 
     Raises ConfigError if the evaluations share fewer than two rows.
     """
@@ -296,5 +287,5 @@ def tabulate(
             f"{', '.join(folders)} share {len(in_all)} rows of {test_set}, {len(shared)} of them "
             f"with a reward in each run, and a comparison needs two. {cause}"
         )
-    means = [[np.mean([score(one) for one in table[row]]) for row in shared] for table in tables]
+    means = [[np.mean([one[score] for one in table[row]]) for row in shared] for table in tables]
     return Table(np.array(means, dtype=np.float64), total)

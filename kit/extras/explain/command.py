@@ -32,6 +32,7 @@ from kit.extras.explain.explanation import (
     find_bad,
     find_outlier_group,
     list_bad_numbers,
+    list_rewards,
     measure_importance,
     measure_noise,
     sum_shares,
@@ -278,13 +279,14 @@ def list_members(episodes: Sequence[Episode]) -> dict[str, list[int]]:
 
 def describe_group(name: str, episodes: Sequence[Episode], part: Part, batch_norm: float) -> Json:
     """Describe the gradient of a group."""
-    rewards = [episode.reward or 0.0 for episode in episodes]
+    means = {name: math.fsum(rs) / len(rs) for name, rs in list_rewards(episodes).items()}
     return {
         "group": name,
         "row": episodes[0].row_id,
         "prompt": episodes[0].question,
         "episodes": len(episodes),
-        "reward": math.fsum(rewards) / len(rewards),
+        "reward": next(iter(means.values())),  # the one trained on
+        "rewards": means,
         "norm": part.norm,
         "cosine": part.cosine(batch_norm),
         "share": part.share(batch_norm),
@@ -354,9 +356,10 @@ def print_explanation(explanation: Explanation) -> None:
     order = np.argsort([-abs(group["share"]) for group in explanation.groups], kind="stable")
     for group in (explanation.groups[place] for place in order[:GROUPS_SHOWN]):
         cosine = "none" if group["cosine"] is None else f"{group['cosine']:+.2f}"
+        rewards = ", ".join(f"{name} {mean:.3g}" for name, mean in group["rewards"].items())
         say(
             f"  group {group['group']}: share {group['share']:.0%}, norm {group['norm']:.3g}, "
-            f"cosine {cosine}, reward {group['reward']:.2f}  {group['prompt'][:50]!r}"
+            f"cosine {cosine}, {rewards}  {group['prompt'][:50]!r}"
         )
     for token in explanation.tokens[:GROUPS_SHOWN]:
         direction = "up" if token["advantage"] > 0 else "down"

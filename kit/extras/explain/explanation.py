@@ -123,16 +123,26 @@ def sum_shares(
 ) -> dict[str, list[tuple[str, float]]]:
     """Sum the shares of the update by server, by quartile of the response length, and by reward.
 
-    Each of these is in ascending order.
+    Each of these is in ascending order. The names of rewards are those of `list_rewards`.
     """
     servers = [episode.server for episode in episodes]
     lengths = [len(episode.response_ids) for episode in episodes]
-    rewards = [round(float(episode.reward or 0.0), 3) for episode in episodes]
-    return {
+    shares = {
         "server": sum_by_label(servers, servers, parts, batch_norm),
         "length": sum_by_label(lengths, label_quartiles(lengths, " tokens"), parts, batch_norm),
-        "reward": sum_by_label(rewards, label_values(rewards), parts, batch_norm),
     }
+    for name, rewards in list_rewards(episodes).items():
+        shares[name] = sum_by_label(rewards, label_values(rewards), parts, batch_norm)
+    return shares
+
+
+def list_rewards(episodes: Sequence[Episode]) -> dict[str, list[float]]:
+    """List the rewards of episodes by name: those of the verifier only if training had others."""
+    trained = [float(episode.trained_reward or 0.0) for episode in episodes]
+    verified = [float(episode.reward or 0.0) for episode in episodes]
+    if trained == verified:
+        return {"reward": trained}
+    return {"reward trained on": trained, "verifier's reward": verified}
 
 
 def sum_by_label(
@@ -164,8 +174,9 @@ def label_quartiles(values: Sequence[float], unit: str = "") -> list[str]:
 
 def label_values(values: Sequence[float]) -> list[str]:
     """Label each value with itself, or with its quartile if there are more than four."""
-    if len(set(values)) <= 4:
-        return [f"{value:g}" for value in values]
+    labels = [f"{value:g}" for value in values]
+    if len(set(labels)) <= 4:
+        return labels
     return label_quartiles(values)
 
 
@@ -242,12 +253,12 @@ def explain_episode(
     """
     episode = episodes[row]
     reasons = list_bad_numbers(row, episode, tensors)
-    rewards = [other.reward for other in episodes if other.reward is not None]
-    usual = float(np.nanmedian(rewards))
+    for name, rewards in list_rewards(episodes).items():
+        usual = float(np.nanmedian(rewards))
+        reasons.append(f"its {name} is {rewards[row]:g}, the median {usual:g}")
     lengths = float(np.median([len(other.response_ids) for other in episodes]))
-    reasons.append(f"its reward is {episode.reward:g}, the median {usual:g}")
     reasons.append(f"it has {len(episode.response_ids)} tokens, the median {lengths:g}")
-    described = name_episode(episode) | {"reward": episode.reward}
+    described = name_episode(episode) | {"reward": episode.trained_reward}
     ratios = (tensors["log_probs"][row] - tensors["behavior"][row]).abs()  # [R]
     ratios = ratios.nan_to_num(math.inf, math.inf, math.inf) * tensors["mask"][row]
     ratios = ratios.nan_to_num(0.0, math.inf)  # infinity * 0 of padding
@@ -265,8 +276,9 @@ def explain_episode(
 def list_bad_numbers(row: int, episode: Episode, tensors: Mapping[str, Tensor]) -> list[str]:
     """List what is NaN or infinite in an episode."""
     reasons = []
-    if episode.reward is None or not math.isfinite(episode.reward):
-        reasons.append(f"its reward is {episode.reward}")
+    reward = episode.trained_reward
+    if reward is None or not math.isfinite(reward):
+        reasons.append(f"its reward is {reward}")
     mask = tensors["mask"][row].bool()
     names = {"behavior": "recorded log-probs", "log_probs": "log-probs", "advantages": "advantages"}
     for key, name in names.items():

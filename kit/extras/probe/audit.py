@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import gym_client
 from env import Json, Task
 from gym_client import RUNS_EPISODES, GymError, ServerDownError
+from kit.data.reward_scale import UNKNOWN, RewardScale, are_equal, find_scale
 from kit.errors import RunError
 from kit.extras.probe import truths
 from kit.extras.probe.responses import LEAK, RIGHT, WRONG, Case, Probe, make_probes
@@ -20,8 +21,7 @@ from kit.rollout import chat
 from kit.rollout.sampling import RolloutContext
 
 CONCURRENT = 8  # responses
-NOTHING = 0.1  # a right answer that earns no more is not accepted: an attempt may pay this much
-FULL = 1.0  # the full reward of a row whose truth is not known
+NO_ANSWER = "x"  # a wrong answer where no other one is known
 RECORDED = "probe"  # the field of a row that an earlier probe wrote
 
 
@@ -37,8 +37,8 @@ class Reply(NamedTuple):
 class Outcome(NamedTuple):
     """A probe of a row, and what it earned.
 
-    gain: the share of the full reward, at most 1; below 0 for a penalty, None if the verifier
-    failed.
+    gain: the share of the full reward, at most 1: 0 for what a wrong answer in the same format
+    earns, below 0 for a penalty, None if the verifier failed.
     """
 
     row_id: str
@@ -59,13 +59,15 @@ class Change(NamedTuple):
 class RowAudit:
     """All results of a row.
 
-    tried: the replies to the truth in all formats. full: the reward of the truth, or FULL.
+    tried: the replies to the truth in all formats. wrong: those to a wrong answer, by format.
+    scale: of the truth's format, or that of the verifier if no truth is accepted.
     """
 
     task: Task
     case: Case
     tried: list[Reply] = field(default_factory=list)
-    full: float = FULL
+    wrong: dict[str, Reply] = field(default_factory=dict)
+    scale: RewardScale = UNKNOWN
     outcomes: list[Outcome] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
 
@@ -105,7 +107,9 @@ class ServerAudit:
     @property
     def replies(self) -> list[Reply]:
         """All replies."""
-        tried = itertools.chain.from_iterable(row.tried for row in self.rows)
+        tried = itertools.chain.from_iterable(
+            [*row.tried, *row.wrong.values()] for row in self.rows
+        )
         return [*tried, *(outcome.reply for outcome in self.outcomes)]
 
 
@@ -178,34 +182,39 @@ async def audit_server(
 
 async def try_formats(row: RowAudit, sender: Sender) -> None:
     """Send the candidates of a row's truth in all formats."""
-    texts = truths.list_truths(row.task.row)
+    row.scale = find_scale(sender.context.scales, row.task.server, row.task.row.get("data_source"))
     formats = truths.list_formats(row.case.prompt)
-    written = dict.fromkeys(
-        format_.format(text) for text, format_ in itertools.product(texts, formats)
-    )
+    pairs = itertools.product(row.case.answers, formats)
+    written = dict.fromkeys(truths.write(format_, text) for text, format_ in pairs)
     row.tried = await sender.send_all(row.task, written)
+    if row.tried:
+        wrong = [truths.write(format_, row.case.wrong or NO_ANSWER) for format_ in formats]
+        replies = await sender.send_all(row.task, wrong)
+        row.wrong = dict(zip(formats, replies, strict=True))
 
 
 class Accepted(NamedTuple):
-    """A truth and its format, with its reward."""
+    """A truth and its format, with its reward and that of a wrong answer."""
 
     text: str
     format: str
-    reward: float
+    scale: RewardScale
 
 
 def list_accepted(row: RowAudit) -> list[Accepted]:
     """Return the truths and formats that earn most, in the order in which they were tried."""
     rewards = {reply.text: reply.reward for reply in row.tried}
     accepted = []
-    formats = truths.list_formats(row.case.prompt)
-    pairs = itertools.product(truths.list_truths(row.task.row), formats)
-    for text, format_ in pairs:
-        reward = rewards.get(format_.format(text))
-        if reward is not None and reward > NOTHING:
-            accepted.append(Accepted(text, format_, reward))
-    best = max((each.reward for each in accepted), default=0.0)
-    return [each for each in accepted if each.reward == best]
+    for text, format_ in itertools.product(row.case.answers, row.wrong):
+        reward = rewards.get(truths.write(format_, text))
+        if reward is None:
+            continue
+        wrong = row.wrong[format_].reward
+        scale = RewardScale(UNKNOWN.nothing if wrong is None else wrong, reward)
+        if scale.full > scale.nothing and not are_equal(scale):
+            accepted.append(Accepted(text, format_, scale))
+    best = max((each.scale.full for each in accepted), default=0.0)
+    return [each for each in accepted if are_equal([each.scale.full, best])]
 
 
 def choose_formats(rows: Sequence[RowAudit]) -> None:
@@ -225,19 +234,29 @@ def choose_formats(rows: Sequence[RowAudit]) -> None:
         best = choices[uses.index(max(uses))]
         best = next((one for one in choices if one.format == demanded), best)
         row.case = replace(row.case, truth=best.text, format=best.format)
-        row.full = best.reward
+        row.scale = best.scale
 
 
 async def send_probes(row: RowAudit, sender: Sender) -> None:
     """Send the probes of a row, and the responses that an earlier probe recorded in it."""
     probes = [*make_probes(row.case), *read_recorded(row.task.row)]
+    excuses = {probe.excuse for probe in probes if probe.excuse}
     replies: list[list[Reply]] = await asyncio.gather(
         *(sender.send_all(row.task, probe.texts) for probe in probes)
     )
+    excused = [
+        reply.text for reply in await sender.send_all(row.task, excuses) if accepts(row, reply)
+    ]
     for probe, some in zip(probes, replies, strict=True):
         reply = pick_lowest(some)
-        gain = None if reply.reward is None else min(1.0, reply.reward / row.full)
-        row.outcomes.append(Outcome(row.task.row_id, probe, reply, gain))
+        gain = None if reply.reward is None else min(1.0, row.scale.share(reply.reward))
+        if probe.excuse not in excused:
+            row.outcomes.append(Outcome(row.task.row_id, probe, reply, gain))
+
+
+def accepts(row: RowAudit, reply: Reply) -> bool:
+    """Whether a reply has the full reward of a row."""
+    return reply.reward is not None and row.scale.is_full(reply.reward)
 
 
 def pick_lowest(replies: Sequence[Reply]) -> Reply:
@@ -278,7 +297,7 @@ async def repeat(row: RowAudit, sender: Sender) -> None:
     for text, first in reversed(chosen.items()):
         second = await sender.send(row.task, text)
         has_both = first.reward is not None and second.reward is not None
-        if has_both and first.reward != second.reward:
+        if has_both and not are_equal([first.reward, second.reward]):
             row.changes.append(Change(row.task.row_id, first, second))
 
 

@@ -165,6 +165,7 @@ def audit_all(
         return Case(
             prompt=truths.read_prompt(task),
             choices=truths.read_choices(task.row),
+            answers=truths.list_truths(task.row),
             others=list_others(task, sources[task.server, name_source(task)]),
             schema=truths.fill_schema(task.row),
             special=special,

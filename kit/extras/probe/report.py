@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from env import Json
+from kit.extras.probe import truths
 from kit.extras.probe.audit import (
     RECORDED,
     Outcome,
@@ -27,7 +28,7 @@ from kit.extras.probe.responses import LEAK, RIGHT, WRONG
 from kit.runs.console import count_nouns, remove_control_characters
 
 TITLES = {
-    WRONG: "Rewarded, but deserves nothing, and needs no knowledge of the answer (wrong)",
+    WRONG: "Rewarded, but deserves nothing: a wrong answer, or none (wrong)",
     LEAK: "Rewarded, but deserves nothing, although it contains the answer (leak)",
     RIGHT: "Not rewarded, but right (right)",
 }
@@ -122,9 +123,10 @@ def describe_unsatisfied(judged: Judged) -> Iterator[str]:
         "Rewards stay flat" if len(rows) == len(judged.audit.rows) else "There, they stay flat"
     )
     yield (
-        f"    The verifier cannot be satisfied: the truth earns nothing in any of {len(texts)} "
-        f"forms, for {len(rows)} of {len(judged.audit.rows)} rows, such as {shorten(texts[0])} for "
-        f"{first.task.row_id}. {subject}. Read which format the verifier requires."
+        "    The verifier cannot be satisfied: the truth earns no more than a wrong answer in any "
+        f"of {len(texts)} forms, for {len(rows)} of {len(judged.audit.rows)} rows, such as "
+        f"{shorten(texts[0])} for {first.task.row_id}. {subject}. Read which format the verifier "
+        "requires."
     )
 
 
@@ -153,7 +155,7 @@ def describe_truths(audit: ServerAudit) -> Iterator[str]:
     """Yield lines about the formats in which the truth is accepted."""
     formats = Counter(row.case.format for row in audit.rows if row.is_satisfied)
     for format_, count in formats.most_common():
-        shown = format_.format("X").replace("\n", "\\n")
+        shown = truths.write(format_, "X").replace("\n", "\\n")
         yield f"    the truth earns the full reward as {shown}, for {count_nouns(count, 'row')}"
     unknown = sum(not row.knows_truth for row in audit.rows)
     if unknown:
@@ -216,7 +218,7 @@ def list_exploits(judged: Judged) -> Iterator[Json]:
                 "expects": RIGHT if weakness.expects == RIGHT else WRONG,
                 "response": outcome.reply.text,
                 "reward": outcome.reply.reward,
-                "full_reward": rows[outcome.row_id].full,
+                "full_reward": rows[outcome.row_id].scale.full,
                 "row": outcome.row_id,
             }
             yield {**rows[outcome.row_id].task.row, RECORDED: recorded}

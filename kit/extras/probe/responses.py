@@ -8,9 +8,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kit.extras.probe import truths
-from kit.extras.probe.rewrites import MAX_SENTENCE, ONLY, REASONING, rewrite_answer
+from kit.extras.probe.near_misses import make_near_misses
+from kit.extras.probe.rewrites import (
+    MAX_SENTENCE,
+    ONLY,
+    REASONING,
+    read_number,
+    rewrite_answer,
+)
 
-WRONG = "wrong"  # deserves nothing, and is made without the truth: any policy can write it
+WRONG = "wrong"  # deserves nothing: a wrong answer, or none
 LEAK = "leak"  # deserves nothing, although the truth is in it
 RIGHT = "right"  # deserves the full reward
 REPEATS = 50
@@ -33,6 +40,7 @@ class Probe(NamedTuple):
     kind: str
     expects: str
     texts: tuple[str, ...]
+    excuse: str = ""  # if the verifier accepts this, it may accept the response, too
 
 
 @dataclass(frozen=True)
@@ -49,13 +57,14 @@ class Case:
     format: str = "{}"
     choices: Mapping[str, str] = field(default_factory=dict)
     others: Sequence[str] = ()
+    answers: Sequence[str] = ()  # all right answers that are known
     schema: str = ""  # placeholders that follow the row's schema
     special: str = ""
     thought: tuple[str, str] = ("<think>", "</think>")
 
     def write(self, answer: str) -> str:
         """Return an answer in the format."""
-        return self.format.format(answer)
+        return truths.write(self.format, answer)
 
     @property
     def wrong(self) -> str:
@@ -70,7 +79,7 @@ def make_probes(case: Case) -> list[Probe]:
     """Make the probes that apply to a row. Those with its truth need to know it."""
     probes = [*make_wrong(case), *make_lists(case)]
     if case.truth:
-        probes += [*make_leaks(case), *make_right(case)]
+        probes += [*make_near(case), *make_leaks(case), *make_right(case)]
     return [probe for probe in probes if not is_right_by_chance(probe, case)]
 
 
@@ -95,10 +104,25 @@ def make_wrong(case: Case) -> Iterator[Probe]:
     yield Probe("orders to a judge", WRONG, (INJECTION,))
     if case.schema:
         yield Probe("placeholders for the schema", WRONG, (case.schema,))
+    for text in truths.list_empty_forms(case.prompt):
+        yield Probe("the form without an answer", WRONG, (text,))
     if case.wrong:
         yield Probe("another answer", WRONG, (case.write(case.wrong),))
         repeated = "\n".join([case.write(case.wrong)] * REPEATS)
         yield Probe("another answer, repeated", WRONG, (repeated,))
+
+
+def make_near(case: Case) -> Iterator[Probe]:
+    """Yield wrong answers near the truth."""
+    if case.truth in case.choices:
+        return
+    for near in make_near_misses(case.truth, case.prompt, case.answers):
+        yield Probe(near.kind, WRONG, (case.write(near.text),))
+    value = read_number(case.truth)
+    if value is not None:  # a verifier that compares expressions also accepts LaTeX
+        latex = f"\\frac{{{2 * value.numerator}}}{{{2 * value.denominator}}}"
+        expression = case.write(f"{case.truth} * 1")
+        yield Probe("an expression", WRONG, (expression,), excuse=case.write(latex))
 
 
 def make_lists(case: Case) -> Iterator[Probe]:
@@ -148,7 +172,7 @@ def make_leaks(case: Case) -> Iterator[Probe]:
     demanded = truths.find_demanded_format(case.prompt)
     if demanded:
         others = [each for each in ("{}", "The answer is {}.") if each != demanded]
-        texts = tuple(each.format(case.truth) for each in others)
+        texts = tuple(truths.write(each, case.truth) for each in others)
         yield Probe("not in the format of the prompt", LEAK, texts)
 
 
@@ -157,8 +181,9 @@ def make_right(case: Case) -> Iterator[Probe]:
     answer = case.write(case.truth)
     yield Probe("the truth", RIGHT, (answer,))
     yield Probe("spaces around it", RIGHT, (f"\n {answer} \n",))
-    if not ONLY.search(case.prompt):
-        yield Probe("reasoning before it", RIGHT, (REASONING + answer,))
+    if ONLY.search(case.prompt):
+        return
+    yield Probe("reasoning before it", RIGHT, (REASONING + answer,))
     is_short = len(answer) <= MAX_SENTENCE and "\n" not in answer
     if is_short and answer[-1].isalnum():
         yield Probe("a period after it", RIGHT, (f"{answer}.",))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
@@ -19,12 +19,24 @@ COUNTED = re.compile(  # the noun after `how many`
     re.IGNORECASE,
 )
 SHARES = re.compile(r"probab|chance|percent|fraction|%", re.IGNORECASE)
-# Prompts that forbid other text than the answer.
+# Prompts that forbid other text than the answer, or other forms of it.
 ONLY = re.compile(
-    r"\b(only|just|nothing else|exactly|no other|without|do not (add|include|explain|output)|"
-    r"prepend|begin|start)\b",
+    r"\b(only|just|nothing (else|but)|exact(ly)?|verbatim|without|prepend|begin|start|"
+    r"no (other|extra|additional|explanations?|words|text|units?|punctuation)|"
+    r"(do not|don't|never) (add|include|explain|output|write|use)|"
+    r"as (an?|the) (integer|decimal|fraction|percentage|word|digits?)|"
+    r"single (number|integer|digit|word|letter|token)|simplest|lowest terms)\b",
     re.IGNORECASE,
 )
+COMPUTED = re.compile(r"\d *[-+*/^] *\d|comput|calculat|evaluate|solve|value of", re.IGNORECASE)
+VARIABLE = re.compile(r"\b(?:for|find|of|is) \$?([b-hj-z])\$?(?![a-z'])")
+UNORDERED = re.compile(r"\b(set|solutions|roots|all (the )?[a-z]+|any order)\b", re.IGNORECASE)
+ORDERED = re.compile(
+    r"\b(order(s|ed)?|sort(ed)?|(as|des)cending|sequence|rank(ed|ing)?|steps?|coordinates?|point|"
+    r"pair|tuple|permutation|first|then|reversed?|vector)\b",
+    re.IGNORECASE,
+)
+LIST = re.compile(r"(?P<start>\\?[\[({]|)(?P<items>[^\[\](){}]+)(?P<end>\\?[\])}]|)")
 REASONING = "First I read the question again. Then I work out the answer step by step.\n\n"
 MAX_SENTENCE = 80  # characters of an answer that gets a period or a dollar sign
 
@@ -43,11 +55,14 @@ def rewrite_answer(truth: str, prompt: str, choices: Mapping[str, str]) -> Itera
         yield Rewrite("with the text of the choice", f"{truth}. {choices[truth]}")
     yield from rewrite_number(truth, prompt)
     yield from rewrite_words(truth)
-    if re.fullmatch(r"\[[^\[\]{}\"']+(, ?[^\[\]{}\"']+)+\]", truth):
-        spaced = ", ".join(part.strip() for part in truth[1:-1].split(","))
+    items = split_list(truth)
+    if len(items) > 1 and truth[0] in "[({\\":
+        spaced = write_list(truth, items)
         packed = spaced.replace(", ", ",")
-        other = packed if f"[{packed}]" != truth else spaced
-        yield Rewrite("other spaces in a list", f"[{other}]")
+        yield Rewrite("other spaces in a list", packed if packed != truth else spaced)
+    is_set = truth.startswith(("{", "\\{")) or UNORDERED.search(prompt)
+    if len(items) > 1 and is_set and not ORDERED.search(prompt):
+        yield Rewrite("items in another order", write_list(truth, items[::-1]))
 
 
 def rewrite_number(truth: str, prompt: str) -> Iterator[Rewrite]:
@@ -56,6 +71,11 @@ def rewrite_number(truth: str, prompt: str) -> Iterator[Rewrite]:
     if value is None:
         return
     yield Rewrite("in dollar signs", f"${truth}$")
+    if INTEGER.fullmatch(truth) and COMPUTED.search(prompt):
+        yield Rewrite("with a zero after the point", f"{truth}.0")
+    variable = VARIABLE.search(prompt)
+    if variable and "=" in prompt:
+        yield Rewrite("as an equation", f"{variable[1]} = {truth}")
     if INTEGER.fullmatch(truth) and abs(value) >= 1000:
         yield Rewrite("with a thousands separator", f"{int(value):,}")
     if WITH_COMMAS.fullmatch(truth):
@@ -95,6 +115,23 @@ def rewrite_words(truth: str) -> Iterator[Rewrite]:
         for kind, text in (("lower case", truth.lower()), ("upper case", truth.upper())):
             if text != truth:
                 yield Rewrite(kind, text)
+
+
+def split_list(text: str) -> list[str]:
+    """Return the items of a list such as [1, 2], or of numbers such as 1, 2; otherwise nothing."""
+    found = LIST.fullmatch(text)
+    if not found or bool(found["start"]) != bool(found["end"]) or read_number(text) is not None:
+        return []
+    items = [item.strip() for item in found["items"].split(",")]
+    is_list = bool(found["start"]) or all(read_number(item) is not None for item in items)
+    return items if is_list else []
+
+
+def write_list(text: str, items: Sequence[str]) -> str:
+    """Return other items between the brackets of a list."""
+    found = LIST.fullmatch(text)
+    assert found, text
+    return f"{found['start']}{', '.join(items)}{found['end']}"
 
 
 def read_number(text: str) -> Fraction | None:

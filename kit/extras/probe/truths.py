@@ -28,6 +28,13 @@ FORMATS = (
     "```\n{}\n```",
     '{{"answer": "{}"}}',
 )
+
+
+def write(format_: str, answer: str) -> str:
+    """Return an answer in a format, with JSON's escapes between quotation marks."""
+    return format_.format(json.dumps(answer)[1:-1] if '"{}"' in format_ else answer)
+
+
 MAX_TAGS = 3  # formats with tags that a prompt mentions
 # Where rows of Gym have a truth, besides the places of kit/data/ground_truths.py.
 OTHER_KEYS = ("expected_output", "target", "ideal", "reference_response", "outputs")
@@ -160,10 +167,22 @@ def list_formats(prompt: str) -> list[str]:
     return [*FORMATS, *tagged[-MAX_TAGS:]]
 
 
+def list_empty_forms(prompt: str) -> list[str]:
+    """Return the forms that a prompt asks for, such as its tags, filled with x."""
+    tags = [tag for tag in dict.fromkeys(TAG.findall(prompt)) if f"</{tag}>" in prompt]
+    forms = ["\n".join(f"<{tag}>\nx\n</{tag}>" for tag in tags)] if tags else []
+    forms += ["".join(f"<{tag}>x</{tag}>" for tag in tags)] if tags else []
+    demanded = find_demanded_format(prompt)
+    return [*forms, write(demanded, "x")] if demanded else forms
+
+
+TAG = re.compile(r"<([A-Za-z_]\w{0,19})>")
 DEMANDS = {  # {format: what a prompt that demands it contains}
     "\\boxed{{{}}}": re.compile(r"\\boxed"),
     "<answer>{}</answer>": re.compile(r"<answer>"),
     "#### {}": re.compile(r"####"),
+    "Answer: {}": re.compile(r"Answer: "),
+    '{{"answer": "{}"}}': re.compile(r'"answer"'),
 }
 
 

@@ -14,6 +14,7 @@ import pandas as pd
 
 from kit.config.neutral_sampling import find_distortions
 from kit.data.metrics import describe_interval, read_test_set
+from kit.data.reward_scale import are_equal
 from kit.extras.report.metric_docs import find_status
 from kit.extras.report.run_data import RunData, is_accuracy
 from kit.runs.drift import METRIC, WINDOW, find_drift
@@ -425,8 +426,8 @@ def find_uniform_rewards(run: RunData, first_step: int) -> pd.Series:
     """Find the groups without variance from a step on, and return the reward of each."""
     episodes = select_trained_episodes(run)
     late = episodes[episodes.step >= first_step]
-    groups = late.reward.round(3).groupby(late.group).agg(["min", "max"])
-    return groups["min"][groups["min"] == groups["max"]]
+    groups = late.reward.groupby(late.group).agg(list)
+    return groups[groups.map(are_equal)].map(min)
 
 
 class Explanation(NamedTuple):
@@ -440,10 +441,11 @@ def explain_zero_variance(
     run: RunData, group_rewards: pd.Series, usual: float, group_size: float
 ) -> Explanation:
     """Explain groups without variance by their rewards; most of them earn `usual`."""
-    rewards = select_trained_episodes(run).reward
+    episodes = select_trained_episodes(run)
+    rewards = episodes.reward
+    is_solved = episodes.is_right[episodes.reward == usual].any()
     lowest = rewards.min()
-    highest = rewards.max()
-    is_low = usual < highest or (lowest == highest and not usual > 0)
+    is_low = usual < rewards.max() or not is_solved
     unsolved = (group_rewards < usual).mean()
     if not is_low and unsolved > MANY_UNSOLVED:
         return Explanation(
@@ -479,6 +481,7 @@ def find_reward_trend(run: RunData) -> Iterator[Finding]:
     """Find a reward that is flat or falls. With a curriculum a fall is not a problem."""
     is_shaped = is_reward_shaped(run)
     metric = "critic/rewards/mean" if is_shaped else "rollout/reward/mean"
+    name = "reward that is trained on" if is_shaped else "reward"
     reward = get_sampled_metric(run, metric)
     if len(reward) < 12:
         return
@@ -494,13 +497,13 @@ def find_reward_trend(run: RunData) -> Iterator[Finding]:
     )
     if trend.last < trend.first - error and not has_curriculum(run):
         yield Finding(
-            f"The reward falls: {change}",
+            f"The {name} falls: {change}",
             [metric, "actor/entropy", "response_length/mean"],
             f"lower {ACTOR}.optim.lr (now {rate:.3g}). {hint}",
         )
     elif abs(trend.last - trend.first) < error and trend.last < compute_high_reward(run):
         yield Finding(
-            f"The reward is flat: {change}",
+            f"The {name} is flat: {change}",
             [metric, "actor/grad_norm", "actor/lr"],
             f"if actor/grad_norm is steady, multiply {ACTOR}.optim.lr (now {rate:.3g}) by 3. "
             f"{hint}",
@@ -610,7 +613,8 @@ def summarize(run: RunData) -> str:
         if len(reward):
             last = take_last_third(reward)
             change = f"{format_reward(reward.iloc[0])} -> {format_reward(last.mean())}"
-            parts.append(f"reward {change} (mean of the last {len(last)})")
+            name = "verifier's reward" if is_reward_shaped(run) else "reward"
+            parts.append(f"{name} {change} (mean of the last {len(last)})")
     for name in run.steps:
         if is_accuracy(name) or name == "val/loss":
             parts += summarize_score(run, name)
@@ -680,7 +684,12 @@ def select_trained_episodes(run: RunData) -> pd.DataFrame:
 
 def is_reward_shaped(run: RunData) -> bool:
     """Whether the policy is trained on something other than the verifier's reward."""
-    keys = ("env.reward", "reward.reward_model.enable", "distillation.enabled")
+    keys = (
+        "env.reward",
+        "reward.reward_model.enable",
+        "distillation.enabled",
+        "algorithm.use_kl_in_reward",
+    )
     return any(run.get_setting(key) for key in keys)
 
 

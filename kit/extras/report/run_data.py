@@ -22,7 +22,7 @@ import yaml
 from kit.data.episode import SAMPLED_IDS
 from kit.data.json_lines import read_metrics, read_objects
 from kit.data.metrics import FAILED_AS_0, HIGH, LOW, name_test_set
-from kit.data.rollout_files import read_records
+from kit.data.rollout_files import read_records, read_scale
 from kit.errors import ConfigError
 
 # Limits on the rollout files that are read. 64 MiB takes 3 s. The last step and the last
@@ -52,7 +52,8 @@ class EpisodeRow(NamedTuple):
     """One row of `RunData.episodes`.
 
     record_index: task index and rollout index, the key of `RunData.read_advantages`.
-    reward: NaN if the episode failed. seconds: the sum of all timings.
+    reward: the verifier's; NaN if the episode failed. is_right: whether it is the full one.
+    seconds: the sum of all timings.
     """
 
     file: str
@@ -65,6 +66,7 @@ class EpisodeRow(NamedTuple):
     prompt: str
     response: str
     reward: float
+    is_right: bool
     reward_components: dict[str, float]
     status: str
     error: str
@@ -240,6 +242,7 @@ def make_row(saved: SavedEpisode) -> EpisodeRow:
         prompt=replace_surrogates(episode["prompt"]),
         response=replace_surrogates(episode["answer"]),
         reward=np.nan if reward is None else reward,
+        is_right=reward is not None and read_scale(episode).is_full(reward),
         reward_components=record.get("reward_components") or {},
         status=episode["status"],
         error=replace_surrogates(episode["error"]),

@@ -59,7 +59,10 @@ def main(arguments: Sequence[str]) -> None:
     console.print(summary, highlight=False)
     print_problems(console, run)
     if len(run.steps):
-        caption = "\nsteps (acc: fraction of held-out responses with a reward of at least 1)"
+        caption = "\nsteps (acc: fraction of held-out responses with the full reward"
+        if diagnosis.is_reward_shaped(run):
+            caption += "; reward: the verifier's, and another one is trained on"
+        caption += ")"
         console.print(caption, style="dim")
         console.print(build_step_table(run.steps))
     print_episodes(console, run, args.worst)

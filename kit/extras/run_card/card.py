@@ -222,7 +222,7 @@ def describe_curve(found: Sequence[scores.Score]) -> Iterator[str]:
         rows.append([str(score.step), escape(score.test_set), score.name, value, count])
     yield from table(["step", "test set", "score", "value", "rows"], rows)
     yield ""
-    text = "`acc` is the share of responses with a reward of at least 1."
+    text = "`acc` is the share of responses with the full reward of the verifier."
     if any(score.interval for score in found):
         text += (
             " In parentheses: the 0.95 interval over other rows of the same kind. It says nothing "

@@ -22,7 +22,9 @@ import numpy as np
 from env import Json
 from kit.data.episode import SAMPLED_IDS
 from kit.data.json_lines import read_metrics
-from kit.data.rollout_files import read_records
+from kit.data.metrics import mean
+from kit.data.reward_scale import are_equal
+from kit.data.rollout_files import read_records, read_scale
 
 KINDS = ("failed", "skipped step", "zero variance", "filtered", "masked")
 MAX_STEPS = 20  # rollouts files that are read, the newest; one of a large run has gigabytes
@@ -124,11 +126,11 @@ def find_kind(record: Json, step: StepFiles, rewards: Sequence[float]) -> str:
     index = (int(record["_ng_task_index"]), int(record["_ng_rollout_index"]))
     if step.is_zero is not None and step.is_zero.get(index) is False:
         return ""
-    if len(rewards) > 1 and len(set(rewards)) == 1:
+    if len(rewards) > 1 and are_equal(rewards, read_scale(record["_episode"]).spread):
         return "zero variance"
     if step.is_zero is not None and index not in step.is_zero:
         return "filtered"
-    is_mean = np.isclose(float(record["reward"]), np.mean(rewards))
+    is_mean = are_equal([float(record["reward"]), mean(rewards)])
     return "masked" if step.is_zero is not None and step.has_filters and not is_mean else ""
 
 
