@@ -21,6 +21,7 @@ import glob
 import io
 import json
 import time
+import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from decimal import Decimal
@@ -219,6 +220,8 @@ def open_text(path: Path, newline: str | None = None) -> TextIO:
 
     newline: as of `open`. Raises OSError and ValueError.
     """
+    if path.suffix.lower() == ".zip" and len(zipfile.ZipFile(path).namelist()) != 1:
+        raise ValueError("the archive must have one file; unpack it")
     if path.suffix.lower() == ".zst":
         import pyarrow  # takes a second
 

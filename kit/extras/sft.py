@@ -119,13 +119,13 @@ def tokenize(row: Mapping[str, Any], template: ChatTemplate, row_id: str) -> Exa
     separately, as it is sampled, and the messages between two of them as observations are. Raises
     env.DataError.
     """
-    row = to_conversation(row, row_id)
-    fields.check(fields.walk(fields.CHAT_ROW, row, row["messages"]), row_id)
-    arguments = env.read_object(row, env.TEMPLATE_ARGUMENTS, row_id)
+    chat = to_conversation(row, row_id)
+    fields.check(fields.walk(fields.CHAT_ROW, chat, chat["messages"]), row_id)
+    arguments = env.read_object(chat, env.TEMPLATE_ARGUMENTS, row_id)
     template = template.with_arguments(arguments, row_id)
-    messages = check_messages(row, row_id)
-    flags = read_flags(row["messages"], row_id)
-    tools = env.render_tools(row.get("tools") or [], row_id)
+    messages = check_messages(chat, row_id)
+    flags = read_flags(chat["messages"], row_id)
+    tools = env.render_tools(chat.get("tools") or [], row_id)
     starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     prompt_ids = template.encode_prompt(messages[: starts[0]], tools, row_id)
     ids: list[int] = []

@@ -225,7 +225,7 @@ class ChatRequest(Shape):
         """
         last = self.messages[-1]
         continues = isinstance(last, Answer) and not last.is_sampled
-        if continues and (last.tool_calls or not last.content):
+        if isinstance(last, Answer) and continues and (last.tool_calls or not last.content):
             name = f"messages[{len(self.messages) - 1}]"
             raise RequestError(f"{name} has no text, and no output of its call. Add one.", name)
         expected = {"add_generation_prompt": not continues, "continue_final_message": continues}

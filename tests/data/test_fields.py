@@ -71,7 +71,7 @@ def test_a_field_that_would_change_the_prompt_is_refused(row, message):
         (gym(temperature=0.2, top_p=0.9, max_output_tokens=9), ["temperature", "top_p", "max_out"]),
         (gym(parallel_tool_calls=False), ["responses_create_params.parallel_tool_calls"]),
         (gym(text={"format": {"type": "json_schema"}}), ["responses_create_params.text"]),
-        (gym(metadata={"extra_body": "{}", "k": "v"}), ["metadata.extra_body"]),
+        (gym(metadata={"extra_body": '{"top_k": 3}', "k": "v"}), ["metadata.extra_body"]),
         (gym(some_new_field=1), ["responses_create_params.some_new_field"]),
         ({"prompt": "2?", "system": "Be brief."}, ["system"]),
         ({"prompt": "2?", "completion": "2", "chosen": "2", "x": 1}, ["chosen", "completion"]),

@@ -124,6 +124,15 @@ def test_a_file_that_is_not_what_its_suffix_says_names_the_formats(tmp_path):
             list(read_raw_rows(tmp_path / name))
 
 
+def test_an_archive_of_two_files_is_refused(tmp_path):
+    path = tmp_path / "rows.jsonl.zip"
+    write_zip(path, LINES)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("more.jsonl", LINES)
+    with pytest.raises(env.DataError, match="the archive must have one file; unpack it"):
+        list(read_raw_rows(path))
+
+
 def test_a_csv_of_chats_is_read(tmp_path):
     chat = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}]
     path = tmp_path / "chats.csv"
