@@ -24,7 +24,9 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import random
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -236,6 +238,7 @@ class Task:
     file: str = ""  # the entry of env.train_files that has the row; no two have the same name
     weight: float | None = None  # the share of this entry in each batch
     key: str = ""  # the row's name in any file, by its content (kit/data/fingerprint.py)
+    template_arguments: Json = field(default_factory=dict)  # the row's own, of the chat template
 
 
 def render_row(row: Json, row_id: str) -> tuple[list[Json], list[Json]]:
@@ -248,16 +251,14 @@ def render_row(row: Json, row_id: str) -> tuple[list[Json], list[Json]]:
     >>> render_row({"responses_create_params": {"input": "2?", "instructions": "Hi."}}, "x:1")[0]
     [{'role': 'system', 'content': 'Hi.'}, {'role': 'user', 'content': '2?'}]
     """
-    params = {key: value for key, value in row["responses_create_params"].items() if value}
-    items = params.get("input", [])
-    instructions = params.get("instructions", "")
+    params = parse_params(row["responses_create_params"], row_id)
+    items = params.get("input") or []
+    instructions = params.get("instructions") or ""
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list) or not isinstance(instructions, str):
         raise DataError(f"{row_id}: input must be text or a list, and instructions must be text.")
-    metadata = params.get("metadata", {})
-    if not isinstance(metadata, dict):
-        raise DataError(f"{row_id}: metadata must be an object.")
+    metadata = read_object(params, "metadata", row_id)
     audio = [key for key in metadata if key.startswith("audio") and metadata[key]]  # as Gym has it
     if audio:
         raise UnsupportedRowError(
@@ -269,9 +270,113 @@ def render_row(row: Json, row_id: str) -> tuple[list[Json], list[Json]]:
         while messages and messages[0]["role"] == "system":
             texts.append(messages.pop(0)["content"])
         messages.insert(0, {"role": "system", "content": "\n\n".join(texts)})
-    return messages, render_tools(params.get("tools", []), row_id)
+    if params.get("tool_choice") == "none":
+        return messages, []  # the policy must not call them
+    return messages, render_tools(params.get("tools") or [], row_id)
 
 
+def load_json(text: str) -> Any:  # any JSON
+    """Parse JSON text. NaN, Infinity and numbers that no float can hold become null."""
+    return json.loads(text, parse_constant=lambda _: None, parse_float=read_float)
+
+
+def read_float(text: str) -> float | None:
+    """Return the number in a text, or None if it is over the range of floats."""
+    number = float(text)
+    return number if math.isfinite(number) else None
+
+
+def read_json(value: Any) -> Any:  # any JSON
+    """Return a value, or the list or object in it if it is JSON text, as a cell of a table is."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        with contextlib.suppress(ValueError, RecursionError):
+            return load_json(value)
+    return None if value == "null" else value
+
+
+def read_object(fields: Mapping[str, Any], key: str, row_id: str) -> Json:
+    """Read a field that is an object, its JSON text, or empty. Raises DataError."""
+    value = read_json(fields.get(key)) or {}
+    if not isinstance(value, dict):
+        raise DataError(f"{row_id}: {key} must be an object, not {value!r:.40}. Correct it.")
+    return value
+
+
+def read_prompt(value: Any, row_id: str, key: str) -> Any:  # any JSON
+    """Return a prompt, or the messages and items in it if it is JSON text of them.
+
+    Any other text is the prompt itself. Raises DataError for a list in Python's notation.
+
+    >>> read_prompt('[{"role": "user", "content": "2?"}]', "x:1", "prompt")
+    [{'role': 'user', 'content': '2?'}]
+    """
+    if not isinstance(value, str):
+        return value
+    if PYTHON_LIST.match(value):
+        raise DataError(
+            f"{row_id}: `{key}` has messages in Python's notation, as pandas writes them to CSV. "
+            "Write them with json.dumps."
+        )
+    items = read_json(value)
+    is_chat = isinstance(items, list) and items and all(is_item(item) for item in items)
+    return items if is_chat else value
+
+
+def is_item(value: object) -> bool:
+    """Return whether a value is a chat message or an item of the Responses format."""
+    return isinstance(value, dict) and ("role" in value or value.get("type") in ITEM_TYPES)
+
+
+def is_answer(item: Json) -> bool:
+    """Return whether an item is of the assistant: a message, a thought or a call."""
+    return item.get("role") == "assistant" or item.get("type") in ("reasoning", "function_call")
+
+
+def parse_params(params: Any, row_id: str) -> Json:  # any JSON
+    """Return responses_create_params with lists and objects where it has their JSON text.
+
+    Tools get Gym's form, since its servers refuse that of the chat format. Raises DataError.
+    """
+    params = read_json(params)
+    if not isinstance(params, dict):
+        raise DataError(
+            f"{row_id}: it has no object responses_create_params, so it is not a Gym row. Add it."
+        )
+    texts = ("input", "instructions")
+    parsed = {key: value if key in texts else read_json(value) for key, value in params.items()}
+    if "input" in params:
+        parsed["input"] = read_prompt(params["input"], row_id, "input")
+    if isinstance(parsed.get("tools"), list):
+        parsed["tools"] = [flatten_tool(tool) for tool in parsed["tools"]]
+    return parsed
+
+
+def flatten_tool(tool: object) -> object:
+    """Return a tool of the chat format in the Responses format. Other values stay."""
+    tool = read_json(tool)
+    function = read_json(tool.get("function")) if isinstance(tool, dict) else None
+    if not isinstance(tool, dict) or not isinstance(function, dict):
+        return tool
+    function = {**function, "parameters": read_json(function.get("parameters"))}
+    return {"strict": False, "type": tool.get("type"), **function}
+
+
+def read_template_arguments(row: Json, row_id: str) -> Json:
+    """Read the arguments that a row gives to the chat template, as Gym's model server does.
+
+    They are the object or JSON text metadata.chat_template_kwargs, and the effort of `reasoning`.
+    Raises DataError.
+    """
+    params = parse_params(row["responses_create_params"], row_id)
+    effort = read_object(params, "reasoning", row_id).get("effort")
+    metadata = read_object(params, "metadata", row_id)
+    given = read_object(metadata, TEMPLATE_ARGUMENTS, row_id)
+    arguments = {"reasoning_effort": effort, **given}
+    return {key: value for key, value in arguments.items() if value is not None}
+
+
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # of a row's metadata, or TRL's column
+PYTHON_LIST = re.compile(r"\s*\[\s*\{'(role|content)':")  # as pandas writes messages to CSV
 ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # of an assistant message, by peers
 
@@ -379,12 +484,14 @@ def extend_assistant_message(message: Json, item: Json, kind: str, row_id: str) 
         message.setdefault("tool_calls", []).append(render_call(item, row_id))
         return
     if kind == "reasoning":
-        add_thought(message, read_texts(item.get("summary"), row_id))
+        add_thought(message, read_texts(item.get("summary") or item.get("content"), row_id))
         return
     thoughts = [read_texts(item.get(key), row_id) for key in THOUGHT_KEYS if item.get(key)]
     add_thought(message, thoughts[0] if thoughts else [])  # Gym writes one under two keys
-    message["content"] += "".join(read_texts(item.get("content"), row_id))
-    calls = item.get("tool_calls") or []
+    texts = [message["content"], "".join(read_texts(item.get("content"), row_id))]
+    message["content"] = "\n".join(text for text in texts if text)
+    calls = read_json(item.get("tool_calls")) or []
+    calls = [read_json(call) for call in calls] if isinstance(calls, list) else calls
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise DataError(f"{row_id}: tool_calls must be a list of JSON objects.")
     for call in calls:
@@ -414,7 +521,7 @@ def render_chat_call(call: Json, number: int, row_id: str) -> Json:
     number: of the call in its message. A call without an id gets one of nine characters, since
     Mistral's chat templates raise for all other ids.
     """
-    function = call.get("function", call)
+    function = read_json(call.get("function", call))
     if not isinstance(function, dict):
         raise DataError(f"{row_id}: `function` of a tool call must be an object. Correct it.")
     name = read_text({"type": "function_call", **function}, "name", row_id)
@@ -441,6 +548,8 @@ def render_tools(tools: object, row_id: str) -> list[Json]:
 
     Raises UnsupportedRowError or DataError.
     """
+    tools = read_json(tools)
+    tools = [flatten_tool(tool) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{row_id}: tools must be a list of JSON objects.")
     rendered = []
@@ -450,10 +559,9 @@ def render_tools(tools: object, row_id: str) -> list[Json]:
                 f"{row_id}: tools of type {tool.get('type')!r} are not supported, only functions. "
                 "Remove such rows."
             )
-        function = tool["function"] if isinstance(tool.get("function"), dict) else tool
-        read_text(function, "name", row_id)
+        read_text({**tool, "type": "function"}, "name", row_id)
         keys = ("name", "description", "parameters")
-        fields = {key: function[key] for key in keys if function.get(key) is not None}
+        fields = {key: read_json(tool[key]) for key in keys if tool.get(key) is not None}
         if isinstance(fields.get("parameters"), dict):
             fields["parameters"] = drop_nulls(fields["parameters"])
         rendered.append({"type": "function", "function": fields})
@@ -542,8 +650,9 @@ def encode_messages(
     """Encode chat messages and tools to prompt ids [P].
 
     row_id: for error messages. processor: of kit/data/processor.py, needed for images only.
-    template_arguments: of the chat template (data.apply_chat_template_kwargs). Raises DataError if
-    the chat template fails.
+    template_arguments: of the chat template: data.apply_chat_template_kwargs and the row's. If the
+    last message is of the assistant, the response continues it. Raises DataError if the chat
+    template fails.
     """
     images = processor if processor and processor.reads_images else None
     if images:
@@ -556,7 +665,7 @@ def encode_messages(
         output = apply(
             messages,
             tools=tools or None,
-            add_generation_prompt=True,
+            **choose_end(messages),
             return_dict=True,
             **(template_arguments or {}),
         )
@@ -566,6 +675,27 @@ def encode_messages(
         ) from error
     ids = list(output["input_ids"])
     return images.expand(ids, messages, row_id) if images else ids
+
+
+def begins_answer(messages: Sequence[Json]) -> bool:
+    """Return whether a prompt ends with text of the assistant, which the policy continues."""
+    last = messages[-1] if messages else {}
+    return last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
+
+
+def check_end(messages: Sequence[Json], row_id: str) -> None:
+    """Check that a response can follow the last message of a row. Raises DataError."""
+    if messages and messages[-1]["role"] == "assistant" and not begins_answer(messages):
+        raise DataError(
+            f"{row_id}: the prompt ends with a thought or a call of the assistant, and no text or "
+            "output follows. Add it, or remove this message."
+        )
+
+
+def choose_end(messages: Sequence[Json]) -> dict[str, bool]:
+    """Choose how `apply_chat_template` ends a prompt: it opens an answer, or continues one."""
+    continues = begins_answer(messages)
+    return {"add_generation_prompt": not continues, "continue_final_message": continues}
 
 
 def has_image(message: Json) -> bool:

@@ -85,11 +85,11 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import aiohttp
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError
 
 MAX_ANSWER_BYTES = 8 * 2**20  # in addition to the size of the request, which verifiers echo
 MAX_RUN_BYTES = 64 * 2**20  # of /run, whose answer holds the token ids of every turn
@@ -225,9 +225,16 @@ class VerifyAnswer(Part):
     reward_components: dict[str, FiniteFloat] | None = None
 
 
+def join_texts(output: Any) -> Any:  # any JSON
+    """Return the text of an output that is a list of text parts, or null. Other values stay."""
+    if isinstance(output, list) and all(isinstance(find_nested(p, "text"), str) for p in output):
+        return "".join(part["text"] for part in output)
+    return "" if output is None else output
+
+
 class ToolOutput(Part):
     call_id: str
-    output: str
+    output: Annotated[str, BeforeValidator(join_texts)] = ""
 
 
 class StepInfo(Part):
@@ -270,7 +277,7 @@ class FunctionCall(Item):
 
 
 class FunctionCallOutput(Item):
-    output: str
+    output: str | list[Json] | None = None  # Gym's types allow parts, such as images
 
 
 class TextPart(Part):

@@ -88,7 +88,7 @@ async def run_turns(
         response = await sample_turn(episode, task, context, sampling, request_id)
         observations = await step_environment(episode, session, response)
         if not episode.ended:
-            append_observations(episode, response.calls, observations, context)
+            append_observations(episode, task, response.calls, observations, context)
 
 
 def check_template(session: Session, context: RolloutContext) -> None:
@@ -115,12 +115,13 @@ def build_prompt(episode: Episode, task: Task, session: Session, context: Rollou
     if observation and len(observation) > MAX_CHARS_PER_TOKEN * limit:  # tokenizing is slow
         problem = f"{task.row_id}: {len(observation)} characters observed, {advice}"
         raise GymError("prompt_too_long", problem)
+    template = context.template.with_arguments(task.template_arguments, task.row_id)
     if observation:
-        episode.prompt_ids = context.template.encode_first_prompt(
+        episode.prompt_ids = template.encode_first_prompt(
             task.messages, observation, task.tools, task.row_id
         )
     else:
-        episode.prompt_ids = context.template.encode_prompt(task.messages, task.tools, task.row_id)
+        episode.prompt_ids = template.encode_prompt(task.messages, task.tools, task.row_id)
     length = len(episode.prompt_ids)
     if length > limit:
         problem = f"{task.row_id}: {length} tokens with the observation, {advice}"
@@ -208,6 +209,7 @@ async def run_tools(episode: Episode, session: Session, calls: Sequence[Json]) -
 
 def append_observations(
     episode: Episode,
+    task: Task,
     calls: Sequence[Json],
     observations: list[Json],
     context: RolloutContext,
@@ -231,7 +233,8 @@ def append_observations(
         episode.ended = "length"
         return
     last_id = episode.response_ids[-1]
-    new_ids = context.template.encode_continuation(messages, last_id)
+    template = context.template.with_arguments(task.template_arguments, task.row_id)
+    new_ids = template.encode_continuation(messages, last_id)
     if len(new_ids) >= room:
         episode.ended = "length"
         return

@@ -1,4 +1,7 @@
-"""Read rows from files: JSON lines (also as .gz), a JSON list (.json), or Parquet.
+"""Read rows from files: JSON lines, a JSON list (.json), CSV, Parquet or Arrow.
+
+FORMATS has the suffixes, and COMPRESSIONS those that may follow the ones of text. A folder of
+Hugging Face's `save_to_disk` has Arrow files.
 
 JSON cannot hold every value of Python and Arrow. Such values become these, so that a number never
 becomes another number:
@@ -12,27 +15,39 @@ becomes another number:
 from __future__ import annotations
 
 import base64
+import csv
+import functools
 import glob
-import gzip
+import io
 import json
 import time
+import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
 from uuid import UUID
+
+import fsspec
 
 import env
 from env import DataError, Json
 
 if TYPE_CHECKING:
-    from pyarrow import DataType, RecordBatch
+    import pyarrow
+    from pyarrow import DataType, RecordBatch, Schema
     from pyarrow.parquet import ParquetFile
 
-PARQUET_SUFFIXES = (".parquet", ".pq")
-# of the files of a folder, in lower or upper case
-SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", *PARQUET_SUFFIXES)
+PARQUET_FORMATS = (".parquet", ".pq")
+ARROW_FORMATS = (*PARQUET_FORMATS, ".arrow", ".feather")
+SEPARATORS = {".csv": ",", ".tsv": "\t"}  # between the cells of a line
+FORMATS = (".jsonl", ".json", ".ndjson", *SEPARATORS, *ARROW_FORMATS)
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".zip")
+KNOWN = f"{', '.join(FORMATS)}; text may be compressed: {', '.join(COMPRESSIONS)}"
+# what Hugging Face's datasets writes next to rows
+METADATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
+MAX_CELL_CHARS = 2**31 - 1
 BATCH_ROWS = 32  # a row with images may have several MB
 GYM_COLUMNS = ("responses_create_params", "task_input")  # a Parquet table of Gym rows has one
 FIRST_REPORT_S = 5.0  # a file that loads faster is loaded silently
@@ -44,53 +59,79 @@ Item = TypeVar("Item")
 # --- files ----------------------------------------------------------------------------------------
 
 
-def find_files(path: str) -> list[str]:
+def ignore(_line: str) -> None:
+    """Print nothing."""
+
+
+def find_files(path: str, report: Callable[[str], None] = ignore) -> list[str]:
     """Find the files of a path, in sorted order: a file, the files of a folder, or a pattern.
 
     A pattern is that of Python's glob: `data/*.jsonl`, or `data/**/*.parquet` for subfolders, too.
-    A path that is neither is returned, so that reading it fails. Raises DataError if a folder or a
-    pattern has no files.
+    A path that is neither is returned, so that reading it fails. report: prints which files of a
+    folder are left out. Raises DataError if a folder or a pattern has no files.
 
     >>> find_files("no_such_file.jsonl")
     ['no_such_file.jsonl']
     """
-    expanded = str(Path(path).expanduser())
+    if "://" in path and not path.startswith("file://"):
+        raise DataError(
+            f"{path}: rows are read from local files. Download it, and name the file: for example "
+            "`hf download OWNER/NAME --repo-type dataset --local-dir data`, `aws s3 cp` or `curl`."
+        )
+    expanded = str(Path(path.removeprefix("file://")).expanduser())
     if Path(expanded).is_dir():
-        return list_folder(expanded)
+        return list_folder(Path(expanded), report)
     if Path(expanded).is_file() or not glob.has_magic(expanded):
         return [expanded]
     files: set[str] = set()
     for match in glob.glob(expanded, recursive=True):
         if not Path(match).is_dir():
             files.add(match)
-        elif has_row_suffix(match):
-            files.update(list_folder(match))
+        elif find_format(match):
+            files.update(list_folder(Path(match), report))
     if not files:
         raise DataError(f"{path}: no file matches this pattern. Correct it.")
     return sorted(files)
 
 
-def list_folder(folder: str) -> list[str]:
+def list_folder(folder: Path, report: Callable[[str], None] = ignore) -> list[str]:
     """List the row files of a folder, in sorted order. Raises DataError if it has none.
 
     Spark and Dask write a folder such as `train.parquet/`, whose files are listed, too. They use
-    names that begin with `.` or `_` for other files, which are not listed.
+    names that begin with `.` or `_` for other files. report: prints the names that are left out.
     """
     files: list[str] = []
-    for path in sorted(Path(folder).iterdir()):
-        if has_row_suffix(path.name) and not path.name.startswith((".", "_")):
-            files += list_folder(str(path)) if path.is_dir() else [str(path)]
+    others: list[str] = []
+    has_cache = (folder / "state.json").is_file()  # written by save_to_disk
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith((".", "_")) or path.name in METADATA:
+            continue
+        if not find_format(path.name) or (has_cache and path.name.startswith("cache-")):
+            others.append(path.name)
+        else:
+            files += list_folder(path, report) if path.is_dir() else [str(path)]
     if not files:
+        found = f" It has {', '.join(others)}." if others else ""
         raise DataError(
-            f"{folder}: the folder has no file of rows ({', '.join(SUFFIXES)}). Name the files, or "
-            f"use a pattern such as {folder}/**/*.jsonl for its subfolders."
+            f"{folder}: the folder has no file of rows ({KNOWN}).{found} Name the files or a "
+            f"folder, or use a pattern such as {folder}/**/*.jsonl for its subfolders."
         )
+    if others:
+        report(f"{folder}: {len(files)} files of rows, without {', '.join(others)}")
     return files
 
 
-def has_row_suffix(name: str) -> bool:
-    """Whether a file name, or that of a folder of Spark or Dask, ends in one of SUFFIXES."""
-    return name.lower().endswith(SUFFIXES)
+def find_format(name: str) -> str:
+    """Find the suffix in FORMATS of a file's name, without that of a compression, or "".
+
+    >>> find_format("Table.CSV.gz"), find_format("rows.parquet.gz"), find_format("rows.txt")
+    ('.csv', '', '')
+    """
+    path = Path(name.lower())
+    is_compressed = path.suffix in COMPRESSIONS
+    suffix = Path(path.stem).suffix if is_compressed else path.suffix
+    is_known = suffix in FORMATS and not (is_compressed and suffix in ARROW_FORMATS)
+    return suffix if is_known else ""
 
 
 def report_progress(
@@ -111,23 +152,32 @@ def read_raw_rows(path: str | Path, *columns: str, name: str = "") -> Iterator[t
     """Yield (`name:line`, JSON text or a dict) for each row of a file. Skips blank lines.
 
     name: the path if it is empty. A bad line does not end the reading, since it is not parsed here.
-    If a Parquet file has one of `columns` or GYM_COLUMNS, each of its columns is a key of the row.
-    Otherwise one string column must hold the rows as JSON. Raises DataError.
+    If a Parquet or Arrow table has one of `columns` or GYM_COLUMNS, each of its columns is a key of
+    the row. Otherwise one string column must hold the rows as JSON. Raises DataError.
     """
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file. Check the path{suggest_command(path)}.")
-    is_parquet = path.name.lower().endswith(PARQUET_SUFFIXES)
     try:
-        rows = read_parquet(path, columns) if is_parquet else read_json(path)
+        kind = find_format(path.name)
+        rows = read_table(path, columns) if kind in ARROW_FORMATS else read_text(path)
         for number, raw in enumerate(rows, 1):
             if not isinstance(raw, str) or raw.strip():  # null is not a blank line
                 yield f"{name or path}:{number}", raw
-    except Exception as error:  # from the disk, gzip or Arrow
+    except Exception as error:  # from the disk, a compression or Arrow
         raise DataError(
-            f"{path}: cannot be read ({error}). Correct the file, which must be JSON (UTF-8), .gz "
-            "or Parquet."
+            f"{path}: cannot be read ({error}). Correct the file or its suffix: {KNOWN}."
         ) from None
+
+
+def read_entries(path: Path) -> Iterator[Json]:
+    """Yield the rows of a table as they are. Raises DataError and the errors of reading."""
+    if find_format(path.name) in ARROW_FORMATS:
+        yield from read_dicts(open_table(path))
+        return
+    for number, raw in enumerate(read_text(path), 1):
+        if not isinstance(raw, str) or raw.strip():
+            yield parse_object(raw, f"{path}:{number}")
 
 
 def suggest_command(path: Path) -> str:
@@ -143,18 +193,22 @@ def suggest_command(path: Path) -> str:
     return f", or run `python env.py {arguments} --out {path.parent}`"
 
 
-# --- JSON -----------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
-def read_json(path: Path) -> Iterator[object]:
-    """Yield the lines of a file, or the items of a .json file that holds one list.
+def read_text(path: Path) -> Iterator[object]:
+    """Yield the rows of a text file: of CSV, of a .json file with one list, or its lines.
 
     Raises OSError and ValueError.
     """
+    kind = find_format(path.name)
+    if kind in SEPARATORS:
+        yield from read_cells(path, SEPARATORS[kind])
+        return
     with open_text(path) as file:
-        is_list = file.read(4096).lstrip().startswith("[")
-        file.seek(0)
-        if is_list and path.name.lower().endswith((".json", ".json.gz")):
+        is_list = kind == ".json" and file.read(4096).lstrip().startswith("[")
+    with open_text(path) as file:
+        if is_list:
             yield from json.load(file)
             return
         for line in file:
@@ -162,13 +216,55 @@ def read_json(path: Path) -> Iterator[object]:
 
 
 def open_text(path: Path, newline: str | None = None) -> TextIO:
-    """Open a file or a .gz file of UTF-8 text, with or without a byte order mark.
+    """Open a file of UTF-8 text, maybe compressed, with or without a byte order mark.
 
-    newline: as of `open`.
+    newline: as of `open`. Raises OSError and ValueError.
     """
-    if path.suffix.lower() == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", newline=newline)
-    return path.open(encoding="utf-8-sig", newline=newline)
+    if path.suffix.lower() == ".zip" and len(zipfile.ZipFile(path).namelist()) != 1:
+        raise ValueError("the archive must have one file; unpack it")
+    if path.suffix.lower() == ".zst":
+        import pyarrow  # takes a second
+
+        stream: Any = pyarrow.input_stream(str(path), compression="zstd")
+    else:
+        stream = fsspec.open(str(path), compression="infer").open()
+    return io.TextIOWrapper(stream, encoding="utf-8-sig", newline=newline)
+
+
+def read_cells(path: Path, separator: str) -> Iterator[dict[str, str]]:
+    """Yield the rows of a CSV or TSV file, with each cell as text. Skips blank lines.
+
+    Raises OSError and ValueError.
+    """
+    csv.field_size_limit(MAX_CELL_CHARS)
+    with open_text(path, newline="") as file:
+        reader = csv.DictReader(file, delimiter=separator, strict=True)
+        try:
+            check_names(reader.fieldnames or [])
+            for row in reader:
+                check_cells(row, reader.line_num)
+                yield row
+        except csv.Error as error:
+            line = reader.reader.line_num  # that of DictReader is the last one without an error
+            raise ValueError(f"line {line}: {error}") from None
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Check that no two columns have one name. Raises ValueError."""
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise ValueError(f"two columns have the name {repeated[0]!r}")
+
+
+def check_cells(row: dict[Any, Any], line: int) -> None:
+    """Check that a row of csv.DictReader has a cell for each column. Raises ValueError."""
+    if None in row:
+        raise ValueError(f"line {line} has more cells than line 1")
+    if None in row.values():
+        raise ValueError(f"line {line} has fewer cells than line 1")
+
+
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def parse_object(raw: object, row_id: str) -> Json:
@@ -179,7 +275,7 @@ def parse_object(raw: object, row_id: str) -> Json:
     """
     try:
         text = raw if isinstance(raw, str) else json.dumps(raw, default=to_plain_value)
-        row = json.loads(text, parse_constant=to_null)
+        row = env.load_json(text)
         # its escapes may be no UTF-8, and its numbers out of range
         json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError) as error:
@@ -198,10 +294,6 @@ def describe_row(raw: object) -> str:
     if text == "{":
         return "Write each object in one line, or a list of objects in a .json file."
     return "A row must be one JSON object."
-
-
-def to_null(_constant: str) -> None:
-    """Convert NaN, Infinity and -Infinity to null."""
 
 
 def to_plain_value(value: object) -> object:
@@ -240,39 +332,53 @@ def decode_bytes(value: bytes | bytearray) -> str:
         return base64.b64encode(value).decode()
 
 
-# --- Parquet --------------------------------------------------------------------------------------
+# --- Parquet and Arrow ----------------------------------------------------------------------------
 
 
-def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[object]:
-    """Yield each row of a Parquet file: as a dict, or as JSON text from its only string column.
+class Table(NamedTuple):
+    """A table of a Parquet or Arrow file."""
+
+    schema: Schema
+    read: Callable[[Sequence[str] | None], Iterator[RecordBatch]]  # columns -> batches of rows
+
+
+def read_table(path: Path, columns: Sequence[str]) -> Iterator[object]:
+    """Yield each row of a table: as a dict, or as JSON text from its only string column.
 
     The structs of a column have the same keys in Arrow, which fills those that a row lacks with
     null. Prompts lose these nulls, since a chat template would show them. Other columns keep them,
     since a verifier may need the key. Raises ValueError and Arrow's errors.
     """
-    with open_parquet(path) as file:
-        json_column = find_json_column(file, columns)
-        if not json_column:
-            yield from read_dicts(file, {*columns, *GYM_COLUMNS, "tools"})
-            return
-        for batch in read_batches(file, [json_column]):
-            yield from batch.column(0).to_pylist()
+    table = open_table(path)
+    json_column = find_json_column(table, columns)
+    if not json_column:
+        yield from read_dicts(table, {*columns, *GYM_COLUMNS, "tools", env.TEMPLATE_ARGUMENTS})
+        return
+    for batch in table.read([json_column]):
+        yield from batch.column(0).to_pylist()
 
 
-def read_entries(path: Path) -> Iterator[Json]:
-    """Yield the rows of a Parquet table as they are. Raises Arrow's errors."""
-    with open_parquet(path) as file:
-        yield from read_dicts(file)
+def open_table(path: Path) -> Table:
+    """Open a Parquet file or an Arrow file of either of its two forms. Raises Arrow's errors."""
+    import pyarrow  # takes a second, which JSON lines need not wait for
+    from pyarrow import feather, ipc, parquet
+
+    if find_format(path.name) in PARQUET_FORMATS:
+        file = parquet.ParquetFile(path)
+        return Table(file.schema_arrow, functools.partial(read_groups, file))
+    try:
+        rows = feather.read_table(path, memory_map=True)
+    except pyarrow.ArrowInvalid:  # a stream, as Hugging Face's datasets writes
+        rows = ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+    return Table(rows.schema, functools.partial(read_batches, rows))
 
 
-def open_parquet(path: Path) -> ParquetFile:
-    """Open a Parquet file as pyarrow's ParquetFile. Raises Arrow's errors."""
-    from pyarrow import parquet  # takes a second, which JSON lines need not wait for
-
-    return parquet.ParquetFile(path)
+def read_batches(rows: pyarrow.Table, columns: Sequence[str] | None) -> Iterator[RecordBatch]:
+    """Yield the rows of a table in memory in Arrow batches."""
+    yield from rows.select(columns or rows.column_names).to_batches(BATCH_ROWS)
 
 
-def read_batches(file: ParquetFile, columns: Sequence[str] | None = None) -> Iterator[RecordBatch]:
+def read_groups(file: ParquetFile, columns: Sequence[str] | None) -> Iterator[RecordBatch]:
     """Yield the rows of a Parquet file in Arrow batches, none with rows of two row groups.
 
     Arrow cannot join the dictionaries of two groups if a struct or list has them.
@@ -281,10 +387,10 @@ def read_batches(file: ParquetFile, columns: Sequence[str] | None = None) -> Ite
         yield from file.iter_batches(BATCH_ROWS, [group], columns)
 
 
-def read_dicts(file: ParquetFile, prompts: Collection[str] = ()) -> Iterator[Json]:
-    """Yield the rows of a Parquet file as dicts. prompts: columns that lose their nulls."""
-    kinds = {field.name: field.type for field in file.schema_arrow if has_json(field.type)}
-    for batch in read_batches(file):
+def read_dicts(table: Table, prompts: Collection[str] = ()) -> Iterator[Json]:
+    """Yield the rows of a table as dicts. prompts: columns that lose their nulls."""
+    kinds = {field.name: field.type for field in table.schema if has_json(field.type)}
+    for batch in table.read(None):
         for row in batch.to_pylist(maps_as_pydicts="strict"):
             for name, kind in kinds.items():
                 row[name] = parse_json_values(row[name], kind)
@@ -333,18 +439,18 @@ def parse_json_values(value: Any, kind: DataType) -> object:  # any value in a t
     return value
 
 
-def find_json_column(file: ParquetFile, columns: Sequence[str]) -> str:
+def find_json_column(table: Table, columns: Sequence[str]) -> str:
     """Find the column that holds rows as JSON, or "" if each column is a key of the row.
 
-    file: pyarrow's ParquetFile. Raises ValueError if it has neither form.
+    Raises ValueError if the table has neither form.
     """
-    schema = file.schema_arrow
+    schema = table.schema
     if {*columns, *GYM_COLUMNS} & {*schema.names}:
         return ""
     strings = [field.name for field in schema if is_string(field.type)]
     if "row" in strings:
         return "row"
-    if len(strings) == 1 and begins_object(file, strings[0]):
+    if len(strings) == 1 and begins_object(table, strings[0]):
         return strings[0]
     needed = ", ".join([*columns, GYM_COLUMNS[0], "a string column `row`"])
     raise ValueError(
@@ -352,9 +458,9 @@ def find_json_column(file: ParquetFile, columns: Sequence[str]) -> str:
     )
 
 
-def begins_object(file: ParquetFile, column: str) -> bool:
+def begins_object(table: Table, column: str) -> bool:
     """Whether the first text of a column is a JSON object."""
-    for batch in read_batches(file, [column]):
+    for batch in table.read([column]):
         for text in batch.column(0).to_pylist():
             if text is not None:
                 return bool(text.lstrip().startswith("{"))

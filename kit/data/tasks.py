@@ -8,14 +8,15 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeGuard
 
 import env
 from env import DataError, Json, Task
+from kit.data import fields
 from kit.data.fingerprint import name_row
-from kit.data.row_files import find_files, report_progress
+from kit.data.row_files import find_files, ignore, report_progress
 from kit.data.verl_rows import TASK_ID, read_rows
 
 ENTRY_KEYS = {"path", "weight", "server"}
@@ -44,30 +45,32 @@ class LoadedTasks(NamedTuple):
     dropped: list[str]  # rows whose prompt is too long, and counts of rows of other servers
 
 
-def parse_entries(entries: Sequence[str | Json]) -> list[FileEntry]:
+def parse_entries(
+    entries: Sequence[str | Json], report: Callable[[str], None] = ignore
+) -> list[FileEntry]:
     """Parse entries, each a path or {path, weight, server}, and find their files.
 
     A path is a file, a folder or a pattern (`find_files`). Two entries may name the same file, each
-    with its weight and server. Raises DataError.
+    with its weight and server. report: of find_files. Raises DataError.
     """
     parsed: list[FileEntry] = []
     entry_names: set[str] = set()
     file_names: set[str] = set()
     for value in entries:
-        fields: Json = dict(value) if isinstance(value, Mapping) else {"path": value}
-        if not fields.get("path") or not fields.keys() <= ENTRY_KEYS:
+        entry: Json = dict(value) if isinstance(value, Mapping) else {"path": value}
+        if not entry.get("path") or not entry.keys() <= ENTRY_KEYS:
             raise DataError(
-                f"{fields}: an entry must be a path, or {{path, weight, server}}. Change it."
+                f"{entry}: an entry must be a path, or {{path, weight, server}}. Change it."
             )
-        weight = fields.get("weight")
+        weight = entry.get("weight")
         if not is_weight(weight):
-            raise DataError(f"{fields}: a weight must be a number over 0. Change it.")
-        path = str(fields["path"])
+            raise DataError(f"{entry}: a weight must be a number over 0. Change it.")
+        path = str(entry["path"])
         files = []
-        for file in find_files(path):
+        for file in find_files(path, report):
             files.append(RowFile(file, make_unique(str(Path(file)), file_names)))
         name = make_unique(path, entry_names)
-        parsed.append(FileEntry(name, weight, str(fields.get("server") or ""), tuple(files)))
+        parsed.append(FileEntry(name, weight, str(entry.get("server") or ""), tuple(files)))
     return parsed
 
 
@@ -101,12 +104,14 @@ def is_weight(weight: object) -> bool:
     return 0 < weight < float("inf")
 
 
-def ignore(_line: str) -> None:
-    """Print nothing."""
-
-
 class PromptEncoder(Protocol):
     """kit.rollout.chat_template.ChatTemplate, as far as rows need it."""
+
+    def with_arguments(self, arguments: Mapping[str, object], row_id: str) -> PromptEncoder:
+        """Return the template with a row's own arguments. Raises DataError."""
+
+    def list_unused(self, arguments: Mapping[str, object]) -> set[str]:
+        """List the arguments that the template does not read."""
 
     def encode_prompt(
         self, messages: Sequence[Json], tools: Sequence[Json], row_id: str
@@ -125,12 +130,13 @@ class TaskLoader:
     custom_verifiers: Collection[str] = ()  # names that FileEntry.server may have, too
     prompt_key: str = "prompt"  # data.prompt_key, of verl's rows
     report: Callable[[str], None] = ignore  # prints a line
+    reported: set[tuple[str, str]] = field(default_factory=set)  # (entry, field that is not used)
 
     def load_files(self, entries: Sequence[str | Json]) -> LoadedTasks:
         """Load the tasks of all entries, in order, and report long waits. Raises DataError."""
         loaded = LoadedTasks([], [])
         copies: Counter[str] = Counter()
-        for entry in parse_entries(entries):
+        for entry in parse_entries(entries, self.report):
             rows = itertools.chain.from_iterable(self.read_file(file) for file in entry.files)
             reported = report_progress(rows, entry.name, self.report)
             tasks, dropped = self.make_tasks(reported, entry, copies)
@@ -158,6 +164,7 @@ class TaskLoader:
         tasks: list[Task] = []
         dropped: list[str] = []
         skipped = 0  # rows of other servers
+        unused: Counter[str] = Counter()  # {field that is not used here: number of rows}
         first: dict[tuple[str, str], Task] = {}  # {folder and digest: the first task with this row}
         for row_id, row in rows:
             server = self.find_server(row, row_id, entry.server)
@@ -171,17 +178,25 @@ class TaskLoader:
                 task = replace(first[place], row_id=row_id, row=same_row, server=server, key=key)
                 tasks.append(task)
                 continue
-            messages, tools = env.render_row(row, row_id)
-            ids = self.encode(messages, tools, row_id)
-            if len(ids) > self.max_prompt_length:
-                dropped.append(f"{row_id} ({len(ids)} tokens)")
+            task = self.make_task(row, row_id, server, entry)
+            unused.update(self.list_unused(task))
+            if len(task.prompt_ids) > self.max_prompt_length:
+                dropped.append(f"{row_id} ({len(task.prompt_ids)} tokens)")
                 continue
-            task = Task(row_id, row, server, messages, ids, tools, entry.name, entry.weight, key)
+            task = replace(task, key=key)
             first[place] = task
             tasks.append(task)
+        self.report_unused(unused, entry.name)
         if skipped:
             dropped.append(f"{entry.name}: {skipped} rows of other servers")
         return LoadedTasks(tasks, dropped)
+
+    def report_unused(self, counts: Mapping[str, int], name: str) -> None:
+        """Report each field of an entry that is not used, once. counts: {field: rows}."""
+        new = {f: count for f, count in counts.items() if (name, f) not in self.reported}
+        self.reported.update((name, f) for f in new)
+        if new:
+            self.report(fields.describe_unused(new, name))
 
     def report_copies(self, tasks: Sequence[Task], name: str) -> None:
         """Report how many rows of an entry repeat earlier rows, if any do."""
@@ -192,11 +207,24 @@ class TaskLoader:
                 "counts. To use each row once, remove the copies from the file."
             )
 
-    def encode(self, messages: Sequence[Json], tools: Sequence[Json], row_id: str) -> list[int]:
-        """Encode a prompt. It has no ids if the environment writes it. Raises DataError."""
-        if not messages:
-            return []
-        return self.template.encode_prompt(messages, tools, row_id)
+    def make_task(self, row: Json, row_id: str, server: str, entry: FileEntry) -> Task:
+        """Make a task. It has no ids if the environment writes the prompt. Raises DataError."""
+        messages, tools = env.render_row(row, row_id)
+        env.check_end(messages, row_id)
+        arguments = env.read_template_arguments(row, row_id)
+        template = self.template
+        if arguments:
+            template = template.with_arguments(arguments, row_id)
+        ids = template.encode_prompt(messages, tools, row_id) if messages else []
+        task = Task(row_id, row, server, messages, ids, tools, entry.name, entry.weight)
+        return replace(task, template_arguments=arguments)
+
+    def list_unused(self, task: Task) -> set[str]:
+        """List the fields of a row that change nothing here."""
+        names = fields.list_unused(fields.walk_row(task.row))
+        if task.template_arguments:
+            names |= self.template.list_unused(task.template_arguments)
+        return names
 
     def find_server(self, row: Json, row_id: str, name: str) -> str | None:
         """Find the server of a row, or None if only_servers does not have it. Raises DataError."""

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
 import itertools
 import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import env
 from env import DataError, Json, UnsupportedRowError
+from kit.data import fields
 from kit.data.row_files import parse_object, read_raw_rows
 
 GYM_ROW = "gym_row"  # key of extra_info: `to_verl` saves the Gym row there, as JSON
@@ -35,9 +34,6 @@ OBJECTS = (  # fields of a Gym row or of a task that are objects; some tables ho
     TASK_ID,
 )
 VERL_OBJECTS = ("reward_model", "extra_info")  # fields of a row of verl that are objects
-SINGLE_TURN = "single_turn_agent"  # verl's agent loop that samples one response
-TOOL_KEYS = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")  # of extra_info
-PYTHON_LIST = re.compile(r"\s*\[\s*\{'(role|content)':")  # as pandas writes messages to CSV
 IMAGE_MARK = "<image>"
 MEDIA_TYPES = {  # {first bytes of an image: its type}
     b"\x89PNG": "png",
@@ -68,7 +64,7 @@ def parse_row(raw: object, row_id: str, prompt_key: str = "prompt") -> Json:
         row = parse_objects(row, row_id, OBJECTS)
     if has_task and isinstance(row.get("task_id"), dict):
         row = parse_objects(flatten_task(row, row_id), row_id, OBJECTS)
-    is_gym_row = row.get("responses_create_params") is not None
+    is_gym_row = row.get("responses_create_params") not in (None, "")  # "" is a cell of a table
     if is_gym_row or ("responses_create_params" in row and prompt_key not in row):
         return check_gym_row(row, row_id)
     if prompt_key in row:
@@ -109,22 +105,29 @@ def flatten_task(task: Json, row_id: str) -> Json:
         raise DataError(
             f"{row_id}: task_input must be an object, and so must its task_data. Correct them."
         )
-    fields = {key: value for key, value in row.items() if key != "task_data"}
+    others = {key: value for key, value in row.items() if key != "task_data"}
     task_data = task_data or {}
-    conflicts = [key for key in fields.keys() & task_data.keys() if fields[key] != task_data[key]]
+    conflicts = [key for key in others.keys() & task_data.keys() if others[key] != task_data[key]]
     if conflicts:
         raise DataError(
             f"{row_id}: {min(conflicts)} differs inside and outside of task_data. Remove one."
         )
-    return {**fields, **task_data, TASK_ID: task["task_id"]}
+    return {**others, **task_data, TASK_ID: task["task_id"]}
 
 
 def check_gym_row(row: Json, row_id: str) -> Json:
-    """Return the row, if it is a Gym row. Raises DataError."""
-    if not isinstance(row.get("responses_create_params"), dict):
-        raise DataError(
-            f"{row_id}: it has no object responses_create_params, so it is not a Gym row. Add it."
-        )
+    """Return a Gym row whose prompt Quintet and Gym read in the same way.
+
+    Lists and objects that are JSON text are parsed, and TRL's column chat_template_kwargs is where
+    Gym has it. Raises DataError, and UnsupportedRowError for fields that are refused.
+    """
+    params = env.parse_params(row.get("responses_create_params"), row_id)
+    arguments = env.read_object(row, env.TEMPLATE_ARGUMENTS, row_id)
+    if arguments:
+        metadata = {env.TEMPLATE_ARGUMENTS: json.dumps(arguments)}
+        params["metadata"] = metadata | env.read_object(params, "metadata", row_id)
+    row = {**row, "responses_create_params": params}
+    fields.check(fields.walk_row(row), row_id)
     return row
 
 
@@ -137,7 +140,7 @@ def from_verl(row: Json, row_id: str, prompt_key: str = "prompt") -> Json:
     {'responses_create_params': {'input': '2 + 2?'}, 'data_source': 'openai/gsm8k'}
     """
     row = parse_objects(row, row_id, VERL_OBJECTS)
-    prompt = parse_messages(row[prompt_key], row_id, prompt_key)
+    prompt = env.read_prompt(row[prompt_key], row_id, prompt_key)
     check_verl_row(row, prompt, row_id, prompt_key)
     extra_info = row.get("extra_info")
     if isinstance(extra_info, dict) and isinstance(extra_info.get(GYM_ROW), str):
@@ -148,36 +151,15 @@ def from_verl(row: Json, row_id: str, prompt_key: str = "prompt") -> Json:
                 f"Remove {GYM_ROW} to use `{prompt_key}`."
             )
         return gym_row
+    images = env.read_json(row.get("images")) or []
+    params: Json = {"input": place_images(prompt, images, row_id)}
     moved = {prompt_key, "responses_create_params"}
-    if row.get("images"):
-        moved.add("images")
-    prompt = place_images(prompt, row.get("images") or [], row_id)
+    moved |= {"images"} if images else set()
+    if env.read_json(row.get("tools")):
+        moved.add("tools")
+        params["tools"] = row["tools"]
     other_fields = {key: value for key, value in row.items() if key not in moved}
-    return {"responses_create_params": {"input": prompt}, **other_fields}
-
-
-def parse_messages(prompt: object, row_id: str, prompt_key: str) -> Any:  # any JSON
-    """Return a prompt, and parse messages that are JSON text, as a CSV file has them.
-
-    Any other text is the prompt itself. Raises DataError for a list in Python's notation.
-
-    >>> parse_messages('[{"role": "user", "content": "2?"}]', "x:1", "prompt")
-    [{'role': 'user', 'content': '2?'}]
-    """
-    if not isinstance(prompt, str):
-        return prompt
-    if PYTHON_LIST.match(prompt):
-        raise DataError(
-            f"{row_id}: `{prompt_key}` has messages in Python's notation, as pandas writes them to "
-            "CSV. Write them with json.dumps."
-        )
-    if prompt.lstrip().startswith("["):
-        with contextlib.suppress(ValueError):
-            messages = json.loads(prompt)
-            # some messages have tool calls instead of a content
-            if messages and all(isinstance(item, dict) and "role" in item for item in messages):
-                return messages
-    return prompt
+    return check_gym_row({"responses_create_params": params, **other_fields}, row_id)
 
 
 def check_verl_row(row: Json, prompt: object, row_id: str, prompt_key: str) -> None:
@@ -188,33 +170,11 @@ def check_verl_row(row: Json, prompt: object, row_id: str, prompt_key: str) -> N
     if not prompt or not isinstance(prompt, str | list):
         value = "null" if prompt is None else f"{prompt!r:.40}"
         raise DataError(f"{row_id}: `{prompt_key}` is {value}. It must be text or chat messages.")
-    for key in ("videos", "audios"):
-        if row.get(key):
-            raise UnsupportedRowError(
-                f"{row_id}: verl's {key} are not supported. Remove such rows."
-            )
-    reason = find_tool_agent(row)
-    if reason:
-        raise UnsupportedRowError(
-            f"{row_id}: {reason}: verl's agent loops and their tools do not run here. Remove this "
-            'field to sample one turn, or write a Gym server. See docs/guides/tools.md, "1. Write '
-            'the server".'
-        )
-
-
-def find_tool_agent(row: Json) -> str:
-    """Find the field by which a row of verl needs an agent loop with tools, or ""."""
-    agent = row.get("agent_name")
-    if agent:
-        return "" if agent == SINGLE_TURN else f"agent_name={agent}"
+    objects = [(fields.PROMPT_ROW, row)]
     extra_info = row.get("extra_info")
-    fields = extra_info if isinstance(extra_info, dict) else {}
-    for key in TOOL_KEYS:
-        value = fields.get(key)
-        is_set = any(value.values()) if isinstance(value, dict) else value  # null in Parquet
-        if is_set:
-            return f"extra_info.{key}"
-    return ""
+    if isinstance(extra_info, dict) and row.get("agent_name") != fields.SINGLE_TURN:
+        objects.append((fields.EXTRA_INFO, extra_info))
+    fields.check(objects, row_id)
 
 
 # --- images of verl's rows ------------------------------------------------------------------------
@@ -298,19 +258,17 @@ def find_image_url(image: object, row_id: str) -> str:
     Raises DataError, and UnsupportedRowError for settings of its size: verl's `max_pixels`, or
     OpenAI's `detail`, except for the default "auto".
     """
-    fields = {"path": image} if isinstance(image, str) else image
-    if not isinstance(fields, dict):
+    given = {"path": image} if isinstance(image, str) else image
+    if not isinstance(given, dict):
         raise DataError(f"{row_id}: an image must be text or an object, not {image!r:.40}.")
-    fields = {key: value for key, value in fields.items() if value is not None}
-    if fields.get("detail") == "auto":
-        del fields["detail"]
-    others = sorted(fields.keys() - {"type", "bytes", "image", "path", "url"})
+    given = {key: value for key, value in given.items() if not fields.is_default(key, value)}
+    others = sorted(given.keys() - {"type", "bytes", "image", "path", "url"})
     if others:
         raise UnsupportedRowError(
             f"{row_id}: `{others[0]}` of an image is not supported. Resize the image instead."
         )
-    raw = fields.get("bytes")
-    address = fields.get("image") or fields.get("path") or fields.get("url")
+    raw = given.get("bytes")
+    address = given.get("image") or given.get("path") or given.get("url")
     if isinstance(raw, str):
         return make_data_url(raw)
     if not isinstance(address, str):

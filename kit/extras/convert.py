@@ -3,7 +3,7 @@
     python env.py check FILES [--prompt-key prompt]    # which rows load, which do not, and why
     python env.py to-verl FILES --out DIR              # Gym rows as verl's: <DIR>/<name>.parquet
     python env.py from-verl FILES --out DIR            # verl's rows as Gym rows: <DIR>/<name>.jsonl
-    python env.py from --data FILE-or-hub-name --map my_map.py:row --out DIR \\
+    python env.py from --data FILE-or-hub-name --out DIR [--map my_map.py:row] \\
         [--subset main] [--split train]                # rows from any table
     python env.py examples --server mcqa --out DIR     # rows that nemo-gym ships for a server
 
@@ -11,10 +11,10 @@ to-verl writes parquet if a reader gets the same rows back. Parquet changes rows
 differ: each row gets the keys of all rows, and a column has one type. For such rows, to-verl writes
 <name>_verl.jsonl, which verl reads too. to-verl and from-verl undo each other.
 
-`--map` names function(entry) -> a row of Gym or verl. An entry is one row of a table: CSV, TSV,
-JSON, Parquet, or a data set of the hub, which Hugging Face's datasets reads in parts. No command
-changes a value. The cells of CSV and TSV files are text: 007 stays "007". Values that JSON cannot
-hold become those of kit/data/row_files.py.
+`--map` names function(entry) -> a row of Gym or verl. Without it, each entry is a row. An entry is
+one row of a file (row_files.FORMATS), or of a data set of the hub, which Hugging Face's datasets
+reads in parts. No command changes a value. The cells of CSV and TSV files are text: 007 stays
+"007". Values that JSON cannot hold become those of kit/data/row_files.py.
 
 FILES are files, folders or patterns. A command writes a file only if all of its rows are valid.
 """
@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import itertools
 import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,11 +36,13 @@ from typing import Any, NamedTuple
 import env
 from env import DataError, UnsupportedRowError
 from kit.config.keys import make_command
+from kit.data import fields
 from kit.data.ground_truths import find_ground_truth
 from kit.data.row_files import (
-    PARQUET_SUFFIXES,
+    COMPRESSIONS,
+    KNOWN,
     find_files,
-    open_text,
+    find_format,
     parse_object,
     read_entries,
     read_raw_rows,
@@ -50,10 +52,7 @@ from kit.data.tasks import list_references
 from kit.data.verl_rows import GYM_ROW, from_verl, parse_row, read_rows, remove_images
 from kit.errors import UserFunctionError
 
-SEPARATORS = {".csv": ",", ".tsv": "\t"}
-TABLES = (*SEPARATORS, ".json", ".jsonl", *PARQUET_SUFFIXES)  # or with .gz, except Parquet
 INEXACT_SUFFIX = "_verl.jsonl"  # of rows that Parquet would change
-MAX_CELL_CHARS = 2**31 - 1
 FIND_EXAMPLES = (
     "import pathlib, nemo_gym; "
     "print(pathlib.Path(nemo_gym.__file__).parent.parent / 'resources_servers')"
@@ -83,11 +82,15 @@ def check(path: str, prompt_key: str = "prompt") -> bool:
     """
     loaded = 0
     unsupported: dict[str, list[str]] = {}  # {reason: row ids}
+    unused: Counter[str] = Counter()  # {field that is not used: number of rows}
     errors: list[str] = []
     try:
         for row_id, raw in report_progress(read_raw_rows(path, prompt_key), path, report):
             try:
-                env.render_row(parse_row(raw, row_id, prompt_key), row_id)
+                row = parse_row(raw, row_id, prompt_key)
+                env.check_end(env.render_row(row, row_id)[0], row_id)
+                env.read_template_arguments(row, row_id)
+                unused.update(fields.list_unused(fields.walk_row(row)))
                 loaded += 1
             except UnsupportedRowError as error:
                 reason = str(error).removeprefix(f"{row_id}: ")
@@ -104,6 +107,8 @@ def check(path: str, prompt_key: str = "prompt") -> bool:
         print(f"    {len(row_ids)} x {reason} (first {row_ids[0]})")
     for text in errors:
         print(f"    error: {text}")
+    if unused:
+        print(f"    {fields.describe_unused(unused, path)}")
     return not errors
 
 
@@ -175,9 +180,11 @@ def find_verl_row(row: dict[str, Any], row_id: str, prompt_key: str) -> dict[str
     """Return the row of verl from which `from_verl` made this Gym row, or None."""
     if "agent_ref" in row or prompt_key in row or not {"data_source", "reward_model"} & {*row}:
         return None
-    fields = {key: value for key, value in row.items() if key != "responses_create_params"}
+    others = {key: value for key, value in row.items() if key != "responses_create_params"}
     prompt, images = remove_images(row["responses_create_params"].get("input"))
-    verl_row = {prompt_key: prompt, **fields}
+    verl_row = {prompt_key: prompt, **others}
+    if row["responses_create_params"].get("tools"):
+        verl_row["tools"] = row["responses_create_params"]["tools"]
     if images:
         verl_row["images"] = images
     with contextlib.suppress(DataError):
@@ -266,18 +273,18 @@ def to_json_lines(rows: list[Any]) -> list[str]:
 
 
 def read_mapped_rows(
-    data: str, function: str, subset: str | None, split: str
+    data: str, function: str | None, subset: str | None, split: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows that a custom function makes from the entries of a table.
+    """Yield the rows that a custom function makes from the entries of a table, or the entries.
 
     Raises DataError, UnsupportedRowError, UserFunctionError.
     """
     from kit.config import user_functions
 
-    make_row = user_functions.load_function(function, "--map")
+    make_row = user_functions.load_function(function, "--map") if function else None
     for row_id, entry in read_table(data, subset, split):
         try:
-            row = parse_row(make_row(entry), row_id)
+            row = parse_row(make_row(entry) if make_row else entry, row_id)
         except UserFunctionError as error:
             raise UserFunctionError(f"{row_id}: {error}") from error
         env.render_row(row, row_id)
@@ -287,7 +294,7 @@ def read_mapped_rows(
 def read_table(data: str, subset: str | None, split: str) -> Iterator[tuple[str, Any]]:
     """Yield (`data:row`, entry) of a file, or of a data set of the hub. Raises DataError."""
     path = Path(data)
-    is_table = find_table_suffix(path) in TABLES
+    is_table = bool(find_format(path.name))
     is_file = path.is_file()
     is_path = is_table or data.startswith((".", "/", "~")) or data.count("/") > 1
     if not is_file and is_path:
@@ -295,10 +302,10 @@ def read_table(data: str, subset: str | None, split: str) -> Iterator[tuple[str,
             f"{data}: no such file. Name one that exists, or a data set of the hub (owner/name)."
         )
     if is_file and not is_table:
-        raise DataError(f"{data}: this is no known table. Use one of {', '.join(TABLES)}.")
+        raise DataError(f"{data}: this is no known table. Use one of {KNOWN}.")
     number = 0
     try:
-        table = open_file_table(path) if is_file else open_hub_table(data, subset, split)
+        table = read_entries(path) if is_file else open_hub_table(data, subset, split)
         for number, entry in enumerate(table, 1):
             yield f"{data}:{number}", entry
     except DataError:
@@ -313,61 +320,6 @@ def read_table(data: str, subset: str | None, split: str) -> Iterator[tuple[str,
             f"{data}: no such file, and it cannot be loaded from the hub ({reason}). Download it "
             "on another machine, and set --data to its file."
         ) from None
-
-
-def open_file_table(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table file with the values that the file has.
-
-    Raises DataError, OSError, ValueError and Arrow's errors.
-    """
-    suffix = find_table_suffix(path)
-    if suffix in SEPARATORS:
-        return read_cells(path, SEPARATORS[suffix])
-    if suffix in PARQUET_SUFFIXES:
-        return read_entries(path)
-    return (parse_object(raw, row_id) for row_id, raw in read_raw_rows(path))
-
-
-def find_table_suffix(path: Path) -> str:
-    """Find the suffix of a table, in lower case and without .gz.
-
-    >>> find_table_suffix(Path("Table.CSV.gz"))
-    '.csv'
-    """
-    return Path(path.name.lower().removesuffix(".gz")).suffix
-
-
-def read_cells(path: Path, separator: str) -> Iterator[dict[str, str]]:
-    """Yield the rows of a CSV or TSV file, with each cell as text. Skips blank lines.
-
-    Raises OSError and ValueError.
-    """
-    csv.field_size_limit(MAX_CELL_CHARS)
-    with open_text(path, newline="") as file:
-        reader = csv.DictReader(file, delimiter=separator, strict=True)
-        try:
-            check_names(reader.fieldnames or [])
-            for row in reader:
-                check_cells(row, reader.line_num)
-                yield row
-        except csv.Error as error:
-            line = reader.reader.line_num  # that of DictReader is the last one without an error
-            raise ValueError(f"line {line}: {error}") from None
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Check that no two columns have one name. Raises ValueError."""
-    repeated = [name for name in names if names.count(name) > 1]
-    if repeated:
-        raise ValueError(f"two columns have the name {repeated[0]!r}")
-
-
-def check_cells(row: dict[Any, Any], line: int) -> None:
-    """Check that a row of csv.DictReader has a cell for each column. Raises ValueError."""
-    if None in row:
-        raise ValueError(f"line {line} has more cells than line 1")
-    if None in row.values():
-        raise ValueError(f"line {line} has fewer cells than line 1")
 
 
 def open_hub_table(name: str, subset: str | None, split: str) -> Any:
@@ -408,13 +360,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--data",
         required=True,
         type=os.path.expanduser,
-        help=f"a file ({', '.join(TABLES)}), or a name of the hub",
+        help=f"a file ({KNOWN}), or a name of the hub",
     )
     command.add_argument(
         "--map",
-        required=True,
         type=os.path.expanduser,
-        help="path.py:function(entry) -> a row",
+        help="path.py:function(entry) -> a row (the entry itself)",
     )
     command.add_argument("--subset", help="of a data set of the hub, e.g. main")
     command.add_argument("--split", default="train", help="of a data set of the hub (train)")
@@ -435,7 +386,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def find_all_files(paths: Sequence[str]) -> list[str]:
     """Find the files of all paths, folders and patterns. Raises DataError."""
-    return list(itertools.chain.from_iterable(find_files(path) for path in paths))
+    return list(itertools.chain.from_iterable(find_files(path, report) for path in paths))
 
 
 def add_out(command: argparse.ArgumentParser) -> None:
@@ -454,7 +405,8 @@ def choose_targets(files: Sequence[str], out: str, suffix: str) -> list[Path]:
     No input file is overwritten, and no two inputs have the same target.
     """
     names = [Path(file).name for file in files]
-    stems = [name.removesuffix(".gz").rpartition(".")[0] or name for name in names]
+    names = [Path(name).stem if Path(name).suffix in COMPRESSIONS else name for name in names]
+    stems = [name.rpartition(".")[0] or name for name in names]
     targets = [Path(out) / f"{stem}{suffix}" for stem in stems]
     inputs = [Path(file) for file in files if Path(file).exists()]
     for target in targets:

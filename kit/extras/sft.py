@@ -5,8 +5,12 @@
 
 A row of env.train_files (kit/data/row_files.py) has one of these formats:
 
-- `messages`, and optionally `tools`. All assistant messages are trained on, with their stop tokens.
-- `prompt` (data.prompt_key: text or messages) and `response` (text).
+- `messages`. All assistant messages are trained on, with their stop tokens, except those that the
+  row excludes by `weight: 0`, `train: false` and the like (TRAINING_FLAGS).
+- `prompt` (data.prompt_key) and `response` or `completion`, each text or messages. The prompt is
+  context.
+
+`tools` and `chat_template_kwargs` are those of TRL. Lists and objects may be JSON text.
 
 The loss is verl's sft_loss: the mean over all trained tokens of a batch. A batch has
 data.train_batch_size rows and one optimizer step. Every trainer.test_freq steps, the same mean is
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,11 +35,11 @@ from gym_client import GymError
 from kit.config.recipe import Recipe
 from kit.config.schedule import POSITION
 from kit.config.training_effect import check_schedule
+from kit.data import fields
 from kit.data.episode import Episode
 from kit.data.fingerprint import name_row
 from kit.data.row_files import parse_object, read_raw_rows, report_progress
 from kit.data.tasks import FileEntry, limit_rows, parse_entries
-from kit.data.verl_rows import parse_messages
 from kit.errors import ConfigError
 from kit.features import OnFeatures, ignore_features
 from kit.rollout.chat_template import ChatTemplate, RenderError
@@ -78,27 +83,36 @@ def read_conversations(
     name: the path if it is empty.
     """
     for row_id, raw in read_raw_rows(path, "messages", prompt_key, name=name):
-        row = parse_object(raw, row_id)
-        if isinstance(row.get("messages"), str):  # JSON, as in a CSV file
-            row["messages"] = parse_messages(row["messages"], row_id, "messages")
-        if row.get("messages") is None and prompt_key in row:
-            row = from_prompt_and_response(row, row_id, prompt_key)
-        yield row_id, row
+        yield row_id, to_conversation(parse_object(raw, row_id), row_id, prompt_key)
 
 
-def from_prompt_and_response(row: dict[str, Any], row_id: str, prompt_key: str) -> dict[str, Any]:
-    """Convert a row with a prompt and a response to one with `messages`. Raises env.DataError."""
-    prompt = parse_messages(row[prompt_key], row_id, prompt_key)
-    response = row.get("response")
-    is_valid = prompt and isinstance(prompt, str | list) and response and isinstance(response, str)
-    if not is_valid:
+def to_conversation(
+    row: Mapping[str, Any], row_id: str, prompt_key: str = "prompt"
+) -> dict[str, Any]:
+    """Return a row with `messages`, maybe made from its prompt and response.
+
+    Raises env.DataError.
+    """
+    if row.get("messages") or prompt_key not in row:
+        return {**row, "messages": env.read_prompt(row.get("messages"), row_id, "messages")}
+    key = next((key for key in ("response", "completion") if row.get(key)), "response")
+    prompt = read_messages(row[prompt_key], row_id, prompt_key, "user")
+    response = read_messages(row.get(key), row_id, key, "assistant")
+    context = [{**m, "weight": 0} if env.is_answer(m) else m for m in prompt]
+    others = {name: value for name, value in row.items() if name not in (prompt_key, key)}
+    return {**others, "messages": [*context, *response]}
+
+
+def read_messages(value: object, row_id: str, key: str, role: str) -> list[dict[str, Any]]:
+    """Return text as a message of a role, or messages. Raises env.DataError."""
+    messages = env.read_prompt(value, row_id, key)
+    if messages and isinstance(messages, str):
+        return [{"role": role, "content": messages}]
+    if not messages or len(fields.list_objects(messages)) < len(messages):
         raise env.DataError(
-            f"{row_id}: `{prompt_key}` must be text or messages, and `response` text. They are "
-            f"{prompt!r:.40} and {response!r:.40}. Correct the row."
+            f"{row_id}: `{key}` must be text or messages, not {value!r:.40}. Correct the row."
         )
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    answer = {"role": "assistant", "content": response}
-    return {"tools": row.get("tools"), "messages": [*messages, answer]}
+    return messages
 
 
 def tokenize(row: Mapping[str, Any], template: ChatTemplate, row_id: str) -> Example:
@@ -108,24 +122,61 @@ def tokenize(row: Mapping[str, Any], template: ChatTemplate, row_id: str) -> Exa
     separately, as it is sampled, and the messages between two of them as observations are. Raises
     env.DataError.
     """
-    messages = check_messages(row, row_id)
-    tools = env.render_tools(row.get("tools") or [], row_id)
+    chat = to_conversation(row, row_id)
+    fields.check(fields.walk(fields.CHAT_ROW, chat, chat["messages"]), row_id)
+    arguments = env.read_object(chat, env.TEMPLATE_ARGUMENTS, row_id)
+    template = template.with_arguments(arguments, row_id)
+    messages = check_messages(chat, row_id)
+    flags = read_flags(chat["messages"], row_id)
+    tools = env.render_tools(chat.get("tools") or [], row_id)
     starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     prompt_ids = template.encode_prompt(messages[: starts[0]], tools, row_id)
     ids: list[int] = []
     mask: list[int] = []
     end = starts[0]  # of the messages that are encoded
-    for start in starts:
+    for start, is_trained in zip(starts, flags, strict=True):
         if ids:
             context = encode_between(messages[end:start], ids[-1], template, row_id)
             ids += context
             mask += [IS_CONTEXT] * len(context)
         answer = encode_answer(messages, start, template, row_id)
         ids += answer
-        mask += [IS_TRAINED] * len(answer)
+        mask += [IS_TRAINED if is_trained else IS_CONTEXT] * len(answer)
         end = start + 1
     no_log_probs = [0.0] * len(ids)
     return Example(row_id, "", "", prompt_ids, ids, mask, log_probs=no_log_probs, reward=0.0)
+
+
+def read_flags(items: list[dict[str, Any]], row_id: str) -> list[bool]:
+    """Read for each answer of a conversation whether it is trained on. Raises env.DataError.
+
+    Consecutive messages of the assistant are one answer, and an empty answer is none.
+    """
+    flags = []
+    for is_answer, group in itertools.groupby(items, env.is_answer):
+        answer = [item for item in group if env.render_items([item], row_id)]
+        if is_answer and answer:
+            values = {is_trained(item, row_id) for item in answer}
+            if len(values) > 1:
+                raise env.DataError(
+                    f"{row_id}: of two messages of the assistant in a row, one is trained on and "
+                    "the other is not. They are one answer, so give them the same flag."
+                )
+            flags.append(values.pop())
+    if not any(flags):
+        raise env.DataError(f"{row_id}: no message of the assistant is trained on. Remove the row.")
+    return flags
+
+
+def is_trained(item: dict[str, Any], row_id: str) -> bool:
+    """Return whether a message is trained on: unless it has a flag of 0. Raises env.DataError."""
+    values = {key: item[key] for key in fields.TRAINING_FLAGS if item.get(key) is not None}
+    for key, value in values.items():
+        if value not in (0, 1):
+            raise env.DataError(
+                f"{row_id}: `{key}` of a message is {value!r:.40}. Use 0 (context) or 1 (trained)."
+            )
+    return all(values.values())
 
 
 def encode_answer(
@@ -156,10 +207,11 @@ def check_messages(row: Mapping[str, Any], row_id: str) -> list[dict[str, Any]]:
     items = row.get("messages")
     messages = env.render_items(items, row_id) if isinstance(items, list) else []
     roles = [message["role"] for message in messages]
+    keys = ", ".join(key for key in row if row[key])
     if "assistant" not in roles:
         raise env.DataError(
             f"{row_id}: there are no `messages` with one of the assistant, and no `prompt` and "
-            "`response`. Add the text to train on."
+            f"`response` or `completion`. It has {keys}. Add the text to train on."
         )
     if roles[0] == "assistant":
         raise env.DataError(
@@ -212,9 +264,11 @@ def load_examples(recipe: Recipe, inputs: RunInputs, entries: Sequence[Any]) -> 
     limits = recipe.data
     examples = []
     copies: Counter[str] = Counter()
-    for entry in parse_entries([select_keys(entry) for entry in entries]):
+    unused: Counter[str] = Counter()
+    for entry in parse_entries([select_keys(entry) for entry in entries], say):
         for row_id, row in report_progress(read_entry(entry, limits.prompt_key), entry.name, say):
             example = tokenize(row, inputs.template, row_id)
+            unused.update(list_unused(row, inputs.template))
             example.file = entry.name
             example.weight = entry.weight
             example.key = name_row(row, copies)
@@ -223,7 +277,16 @@ def load_examples(recipe: Recipe, inputs: RunInputs, entries: Sequence[Any]) -> 
                 examples.append(example)
             else:
                 inputs.dropped.append(row_id)
+        if unused:
+            say(fields.describe_unused(unused, entry.name))
+            unused.clear()
     return examples
+
+
+def list_unused(row: dict[str, Any], template: ChatTemplate) -> set[str]:
+    """List the fields of a row that are not used here."""
+    names = fields.list_unused(fields.walk(fields.CHAT_ROW, row, row["messages"]))
+    return names | template.list_unused(env.read_object(row, env.TEMPLATE_ARGUMENTS, ""))
 
 
 def select_keys(entry: Any) -> Any:

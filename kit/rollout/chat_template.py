@@ -13,7 +13,9 @@ conversation, and is what the template writes after that conversation's answer.
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import json
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,6 +39,8 @@ CALLS = "a call in an earlier message"
 OUTPUTS = "outputs of tools"
 PARALLEL = "outputs of two calls in one response"
 TURNS = "a user message after a response"
+MAX_BEGINNING = 2048  # tokens of an answer that a prompt begins
+MIN_HEADER = 4  # characters; a shorter one may be a word of a question
 QUESTION = "A question."
 ANSWER = "quintetanswer"  # a text that no template changes; its end is the end of the answer
 ARGUMENT = {"text": ANSWER}
@@ -100,8 +104,55 @@ class ChatTemplate:
 
     def split_thought(self, prompt_ids: Sequence[int], ids: list[int]) -> thoughts.SplitResponse:
         """Split a response, without its stop token, after its thought."""
-        is_open = thoughts.opens_thought(self.tokenizer, prompt_ids, self.markers)
+        is_open = self.leaves_thought_open(prompt_ids)
         return thoughts.split_thought(self.tokenizer, ids, self.markers, is_open)
+
+    def leaves_thought_open(self, prompt_ids: Sequence[int]) -> bool:
+        """Return whether a prompt has opened a thought: the template, or an answer that it begins.
+
+        A beginning is the text after the last control token, which opens the answer. A question may
+        have a start marker, too, so without such a token only the end of the prompt counts.
+        """
+        tail = str(self.tokenizer.decode(list(prompt_ids[-MAX_BEGINNING:])))
+        token = max(self.special_tokens, key=tail.rfind, default="")
+        if token and token in self.response_header and token in tail:
+            begun = tail.rpartition(token)[2]
+            return begun.rfind(self.markers.start) > begun.rfind(self.markers.end)
+        return thoughts.opens_thought(self.tokenizer, prompt_ids, self.markers)
+
+    @functools.cached_property
+    def response_header(self) -> str:
+        """The text between a question and an answer, without a thought that the template opens."""
+        question = [{"role": "user", "content": QUESTION}]
+        try:
+            text = text_after(self.render(question, add_generation_prompt=True), QUESTION)
+        except RenderError:
+            return ""
+        return text.partition(self.markers.start)[0].strip()
+
+    # --- arguments of a row or a request ---
+
+    def with_arguments(self, arguments: Mapping[str, object], row_id: str) -> ChatTemplate:
+        """Return the template with further arguments. Raises env.DataError.
+
+        It shares what the trials of the template have found.
+        """
+        if not arguments:
+            return self
+        parameters = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        for name in {"messages", *parameters} & arguments.keys() - {"documents"}:
+            raise env.DataError(
+                f"{row_id}: {name} is no argument of a chat template. Remove it from "
+                f"{env.TEMPLATE_ARGUMENTS}."
+            )
+        template = copy.copy(self)
+        template.arguments = {**self.arguments, **arguments}
+        return template
+
+    def list_unused(self, arguments: Mapping[str, object]) -> set[str]:
+        """List the arguments that the template does not read."""
+        source = str(self.tokenizer.chat_template)
+        return {f"{env.TEMPLATE_ARGUMENTS}.{name}" for name in arguments if name not in source}
 
     # --- rendering ---
 
@@ -110,13 +161,18 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Message] = (),
         add_generation_prompt: bool = False,
+        **options: bool,
     ) -> str:
-        """Render a conversation to text. Raises RenderError."""
+        """Render a conversation to text. options: of transformers. Raises RenderError."""
         adapted = [self.adapt(message) for message in messages]
-        return self.apply(adapted, tools, add_generation_prompt)
+        return self.apply(adapted, tools, add_generation_prompt, **options)
 
     def apply(
-        self, messages: Sequence[Message], tools: Sequence[Message], add_generation_prompt: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+        add_generation_prompt: bool = False,
+        **options: bool,
     ) -> str:
         """Render messages in the template's own form. Raises RenderError."""
         apply: Any = self.tokenizer.apply_chat_template  # its types allow only messages with texts
@@ -126,6 +182,7 @@ class ChatTemplate:
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **options,
                 **self.arguments,
             )
         except Exception as error:  # a template is a program, and may raise anything
@@ -153,7 +210,7 @@ class ChatTemplate:
     def shows(self, messages: Sequence[Message], text: str) -> bool:
         """Return whether a conversation in the template's own form shows a text."""
         try:
-            return text in self.apply(messages, (), add_generation_prompt=False)
+            return text in self.apply(messages, ())
         except RenderError:
             return False
 
@@ -193,15 +250,14 @@ class ChatTemplate:
     ) -> list[int]:
         """Encode the messages and tools of a prompt.
 
-        Control tokens in outputs of tools stay text. In other messages they are encoded as control
-        tokens, since the author of the row is trusted. Raises env.DataError, GymError('template').
+        A last message of the assistant is the beginning of the response. Control tokens in texts
+        stay text (`mark_texts`). Raises env.DataError, GymError('template').
         """
         self.check_prompt(messages, tools, row_id)
-        if any(message["role"] == "tool" for message in messages):
-            mark = uuid.uuid4().hex
-            marked = self.mark_outputs(messages, mark)
-            if marked != list(messages):
-                return self.encode_marked(marked, tools, mark, row_id)
+        mark = uuid.uuid4().hex
+        marked = self.mark_texts(messages, mark)
+        if marked != list(messages):
+            return self.encode_marked(marked, tools, mark, row_id)
         adapted = [self.adapt(message) for message in messages]
         return env.encode_messages(
             adapted, tools, self.tokenizer, row_id, self.processor, self.arguments
@@ -212,9 +268,7 @@ class ChatTemplate:
     ) -> list[int]:
         """Encode a row's messages, then the environment's first observation as a user message.
 
-        Control tokens in the observation stay text. In the row's messages they are encoded as
-        control tokens, since the author of the row is trusted. Raises env.DataError,
-        GymError('template').
+        Control tokens in the observation stay text. Raises env.DataError, GymError('template').
         """
         mark = uuid.uuid4().hex
         marked = mark_tokens(observation, self.control_tokens, mark)
@@ -222,27 +276,56 @@ class ChatTemplate:
         if marked == observation:
             return self.encode_prompt(messages, tools, row_id)
         self.check_prompt(messages, tools, row_id)
-        return self.encode_marked(self.mark_outputs(messages, mark), tools, mark, row_id)
+        return self.encode_marked(self.mark_texts(messages, mark), tools, mark, row_id)
 
     def check_prompt(
         self, messages: Sequence[Message], tools: Sequence[Message], row_id: str
     ) -> None:
         """Check that the template has all parts of a prompt. Raises env.DataError."""
+        if len(messages) == 1 and self.is_rendered(messages[0]["content"]):
+            raise env.DataError(
+                f"{row_id}: the prompt is already in the form of a chat template, which would be "
+                "applied again. Write it as messages, each with a role and a content."
+            )
         for part in list_parts(messages, has_tools=bool(tools)):
             if part in self.failures:
                 place = f"{row_id}: " if row_id else ""
                 raise env.DataError(f"{place}{self.describe_failure(part)}")
 
-    def mark_outputs(self, messages: Sequence[Message], mark: str) -> list[Message]:
-        """Return messages with `mark` in the control tokens of outputs of tools."""
-        return mark_messages(messages, self.control_tokens, mark, ["tool"])
+    def is_rendered(self, text: object) -> bool:
+        """Return whether the text of a prompt is itself the rendering of a conversation."""
+        if not isinstance(text, str):
+            return False
+        header = self.response_header
+        has_header = len(header) >= MIN_HEADER and header in text
+        return has_header or text.lstrip().startswith(tuple(self.special_tokens))
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The control tokens that no text of a row means: special ones, without thought markers.
+
+        Other control tokens, such as <think>, are also words of a question.
+        """
+        added = self.tokenizer.added_tokens_decoder
+        placeholders = self.processor.placeholder_ids()
+        tokens = self.control_tokens.items()
+        special = {text: i for text, i in tokens if added[i].special and i not in placeholders}
+        return {t: i for t, i in special.items() if len(t) > 1 and t not in self.markers}
+
+    def mark_texts(self, messages: Sequence[Message], mark: str) -> list[Message]:
+        """Return messages with `mark` in the control tokens of their texts.
+
+        The policy may have caused an output of a tool, so this holds for all control tokens in it.
+        """
+        marked = mark_messages(messages, self.control_tokens, mark, ["tool"])
+        return mark_messages(marked, self.special_tokens, mark, ["user", "system"])
 
     def encode_marked(
         self, messages: Sequence[Message], tools: Sequence[Message], mark: str, row_id: str
     ) -> list[int]:
         """Encode a prompt some of whose texts have `mark` in control tokens."""
         try:
-            text = self.render(messages, tools, add_generation_prompt=True)
+            text = self.render(messages, tools, **env.choose_end(messages))
         except RenderError as error:
             problem = f"the chat template does not take what the environment returned: {error}"
             raise GymError("template", problem) from error
@@ -266,8 +349,8 @@ class ChatTemplate:
         These ids follow the last token of the first response. They have the rest of its turn, such
         as a line feed, then `messages`, then the opening of the next response's turn.
         messages: of the environment, with role tool or user. Control tokens in them stay text, so
-        that no server can write a turn of another role. If `is_trusted` is set, this holds only for
-        outputs of tools. last_id: the last token of the first response. Raises
+        that no server can write a turn of another role. If `is_trusted` is set, they are a row's
+        messages (`mark_texts`). last_id: the last token of the first response. Raises
         GymError('template').
         """
         for part in list_parts(messages, follows_answer=True):
@@ -276,8 +359,9 @@ class ChatTemplate:
         placeholders = set(self.processor.placeholder_ids())
         tokens = {text: i for text, i in self.control_tokens.items() if i not in placeholders}
         mark = uuid.uuid4().hex
-        roles = ["tool"] if is_trusted else ["tool", "user", "system"]
-        marked = mark_messages(messages, tokens, mark, roles)
+        marked = mark_messages(messages, tokens, mark, ["tool", "user", "system"])
+        if is_trusted:
+            marked = self.mark_texts(messages, mark)
         try:
             text = self.render_continuation(marked, last_id)
         except RenderError as error:

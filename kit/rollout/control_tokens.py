@@ -1,9 +1,9 @@
-"""Control tokens: text of an environment that spells one is encoded as text.
+"""Control tokens: text that spells one is encoded as text.
 
-An environment's text may contain the text of a control token, for example `<|im_start|>`. If that
-were encoded as a control token, it would open a turn of another role. So `mark_tokens` splits such
-text with a random mark before the template is rendered. `encode_marked_text` then encodes the
-pieces between the marks separately.
+The text of an environment or a row may contain the text of a control token, for example
+`<|im_start|>`. If that were encoded as a control token, it would open a turn of another role. So
+`mark_tokens` splits such text with a random mark before the template is rendered.
+`encode_marked_text` then encodes the pieces between the marks separately.
 """
 
 from __future__ import annotations

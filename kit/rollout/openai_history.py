@@ -30,8 +30,9 @@ from typing import Any, NamedTuple
 
 import env
 from gym_client import GymError, find_callable_tools, sanitize_json
+from kit.data import fields
 from kit.rollout.chat import ParsedResponse, parse_response
-from kit.rollout.chat_template import Message
+from kit.rollout.chat_template import ChatTemplate, Message
 from kit.rollout.openai_requests import (
     WHERE,
     Answer,
@@ -111,9 +112,8 @@ def has_contents(answer: Answer, response: ParsedResponse) -> bool:
     Gym's converter and other clients change the form: null or "" without text, the thought in think
     tags or in another field, the white space of the arguments, the ids of the calls.
     """
-    thoughts = (answer.reasoning_content, answer.reasoning)
     functions = [call.function.model_dump() for call in answer.tool_calls or []]
-    shown = make_contents(join_parts(answer.content), thoughts, functions)
+    shown = make_contents(join_parts(answer.content), answer.thoughts, functions)
     written = make_contents(response.text, [response.reasoning], response.calls)
     is_same = shown.text == written.text and shown.calls == written.calls
     return is_same and shown.thoughts <= written.thoughts
@@ -129,66 +129,91 @@ class Turn(NamedTuple):
     answer: Answer
 
 
+class Setup(NamedTuple):
+    """What a request says about its prompts, besides the messages."""
+
+    tools: list[Message]
+    template: ChatTemplate  # with the arguments of the request
+
+
 class Histories:
     """Builds the prompts of an endpoint, and remembers which histories it has checked."""
 
     def __init__(self, context: RolloutContext):
         self.context = context
         self.rewritten_count = 0
+        self._unused: set[str] = set()  # fields of requests that the log has named
         self._checked: OrderedDict[bytes, None] = OrderedDict()  # digests, the newest at the end
+
+    def warn_of_unused(self, body: Message) -> None:
+        """Log each field of a request that is not used, once. body: of a valid request."""
+        names = fields.list_unused(fields.walk(fields.REQUEST, body, body["messages"]))
+        new = names - self._unused
+        self._unused |= new
+        if new:
+            known = ", ".join(sorted(new))
+            logger.warning("agents send what is known, and not used here: %s", known)
 
     async def build_prompt(self, request: ChatRequest) -> Prompt:
         """Build the prompt of a request. Raises RequestError."""
+        arguments = request.template_arguments
         try:
-            return await self._build_prompt(request.messages, request.chat_tools)
+            template = self.context.template.with_arguments(arguments, env.TEMPLATE_ARGUMENTS)
+        except env.DataError as error:
+            raise RequestError(str(error), env.TEMPLATE_ARGUMENTS) from error
+        try:
+            return await self._build_prompt(request, Setup(request.chat_tools, template))
         except (env.DataError, GymError) as error:
             raise RequestError(str(error), "messages") from error
         except RecursionError:
             problem = "the JSON of the request has too many levels. Remove some."
             raise RequestError(problem, "messages") from None
 
-    async def _build_prompt(self, messages: Sequence[AnyMessage], tools: list[Message]) -> Prompt:
+    async def _build_prompt(self, request: ChatRequest, setup: Setup) -> Prompt:
+        messages = request.messages
+        request.check_end()
         turns = list_turns(messages)
-        if turns and await self.is_unchanged(messages, tools, turns):
-            ids = self.extend(turns[-1], messages, len(messages))
+        if turns and await self.is_unchanged(messages, setup, turns):
+            ids = self.extend(turns[-1], messages, len(messages), setup)
             first_length = len(turns[0].answer.prompt_token_ids or [])
             return Prompt(ids, first_length, len(turns), is_rewritten=False)
         if turns:
             self.count_rewritten()
-        ids = self.encode_prompt(messages, tools)
+        ids = self.encode_prompt(messages, setup)
         return Prompt(ids, len(ids), turn_count=0, is_rewritten=bool(turns))
 
-    def encode_prompt(self, messages: Sequence[AnyMessage], tools: list[Message]) -> list[int]:
+    def encode_prompt(self, messages: Sequence[AnyMessage], setup: Setup) -> list[int]:
         """Encode messages as those of a row are encoded. Raises env.DataError."""
         rendered = env.render_items(to_items(messages), WHERE)
-        return self.context.template.encode_prompt(rendered, tools, WHERE)
+        return setup.template.encode_prompt(rendered, setup.tools, WHERE)
 
-    def extend(self, turn: Turn, messages: Sequence[AnyMessage], end: int) -> list[int]:
+    def extend(
+        self, turn: Turn, messages: Sequence[AnyMessage], end: int, setup: Setup
+    ) -> list[int]:
         """Return the ids up to the end of `turn`, then the encoding of the messages before `end`.
 
         Text of these messages cannot open a turn of another role. Raises env.DataError,
         GymError('template').
         """
-        template = self.context.template
         rendered = env.render_items(to_items(messages[turn.position : end]), WHERE)
         between = [message for message in rendered if message["role"] != "assistant"]
         ids = turn.answer.token_ids
-        return ids + template.encode_continuation(between, ids[-1])
+        return ids + setup.template.encode_continuation(between, ids[-1])
 
     # --- the check ---
 
     async def is_unchanged(
-        self, messages: Sequence[AnyMessage], tools: list[Message], turns: Sequence[Turn]
+        self, messages: Sequence[AnyMessage], setup: Setup, turns: Sequence[Turn]
     ) -> bool:
         """Return whether the token ids of all turns belong to these messages."""
         later_answers = [each for each in messages[turns[0].position :] if each.role == "assistant"]
         if len(later_answers) > len(turns):  # the agent has written some of them
             return False
-        digests = digest_histories(messages, tools)
+        digests = digest_histories(messages, setup)
         checked = [number for number, digest in enumerate(digests) if digest in self._checked]
         for number in range(checked[-1] + 1 if checked else 0, len(turns)):
             previous = turns[number - 1] if number else None
-            if not await self.is_consistent(messages, tools, turns[number], previous):
+            if not await self.is_consistent(messages, setup, turns[number], previous):
                 return False
         self.remember(digests[-1])
         return True
@@ -196,20 +221,20 @@ class Histories:
     async def is_consistent(
         self,
         messages: Sequence[AnyMessage],
-        tools: list[Message],
+        setup: Setup,
         turn: Turn,
         previous: Turn | None,
     ) -> bool:
         """Return whether a turn follows the previous one, and has the contents of its ids."""
         try:
             if previous:
-                prompt_ids = self.extend(previous, messages, turn.position)
+                prompt_ids = self.extend(previous, messages, turn.position, setup)
             else:
-                prompt_ids = self.encode_prompt(messages[: turn.position], tools)
+                prompt_ids = self.encode_prompt(messages[: turn.position], setup)
             if turn.answer.prompt_token_ids != prompt_ids:
                 return False
             ids = turn.answer.generation_token_ids or []
-            response = await parse_offered(self.context, ids, tools, prompt_ids)
+            response = await parse_offered(self.context, ids, setup.tools, prompt_ids)
             if has_contents(turn.answer, response):
                 return True
             response = await parse_offered(self.context, ids, [], prompt_ids)  # tool_choice: none
@@ -249,9 +274,9 @@ def to_items(messages: Sequence[AnyMessage]) -> list[Message]:
     return [sanitize_json(message.to_item()) for message in messages]
 
 
-def digest_histories(messages: Sequence[AnyMessage], tools: list[Message]) -> list[bytes]:
-    """Return a digest for each turn, of the tools and all messages up to its end."""
-    state = hashlib.sha256(json.dumps(tools).encode())
+def digest_histories(messages: Sequence[AnyMessage], setup: Setup) -> list[bytes]:
+    """Return a digest for each turn, of the setup and all messages up to its end."""
+    state = hashlib.sha256(json.dumps([setup.tools, dict(setup.template.arguments)]).encode())
     digests = []
     for message in messages:
         state.update(json.dumps(message.to_item()).encode())

@@ -1,8 +1,8 @@
 """The requests of agents: the part of OpenAI's chat API that the policy endpoint supports.
 
 A request that is malformed, or that needs more, is refused with a `RequestError`, which names the
-field. Fields that are not listed here are ignored. Among them are the sampling parameters
-(`temperature`, `top_p`, `seed` and others), since the run sets them: tokens must be on-policy.
+field. kit/data/fields.py has the table of fields. The sampling parameters (`temperature`, `top_p`,
+`seed` and others) are not used, since the run sets them: tokens must be on-policy.
 """
 
 from __future__ import annotations
@@ -24,23 +24,9 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 import env
 from gym_client import Json, sanitize_json
+from kit.data import fields
 
 WHERE = "the request"  # instead of a row's name, in errors of env.py
-TEXT_PARTS = ("text", "input_text", "output_text")
-MAX_SHOWN = 60  # characters of a value in an error
-
-# {field: (the values that are supported, why others are not)}
-SUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
-    "n": ((None, 1), "A request gets one response. Send several requests"),
-    "tool_choice": ((None, "auto", "none"), "The policy decides which tools it calls. Use auto"),
-    "response_format": ((None, {"type": "text"}), "The policy's text is not constrained. Use text"),
-    "stop": ((None, "", []), "A response ends with a stop token of the model. Remove stop"),
-    "top_logprobs": ((None, 0), "Only sampled tokens have a log-prob. Use 0"),
-    "functions": ((None, []), "OpenAI has replaced it. Use tools"),
-    "function_call": ((None, "auto", "none"), "OpenAI has replaced it. Use tools"),
-    "add_generation_prompt": ((None, True), "Each response is a new message. Remove it"),
-    "continue_final_message": ((None, False), "Each response is a new message. Remove it"),
-}
 
 
 class RequestError(ValueError):
@@ -71,21 +57,24 @@ class Part(Shape):
     @classmethod
     def check_type(cls, kind: str) -> str:
         """Refuse images, audio and files."""
-        if kind not in TEXT_PARTS:
+        if kind not in env.TEXT_TYPES:
             raise PydanticCustomError("unsupported", "only text is supported, no images or files")
         return kind
 
 
 def read_content(content: object) -> object:
-    """Turn text into a list of one part."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    """Turn text into a list of one part, and null into an empty list."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
 
 
 def read_arguments(arguments: object) -> object:
-    """Turn the arguments of a call into JSON text."""
+    """Turn the arguments of a call into JSON text. null and an empty text are no arguments."""
+    if not arguments:
+        return "{}"
     return json.dumps(arguments) if isinstance(arguments, dict) else arguments
 
 
+ReadJson = BeforeValidator(env.read_json)
 Content = Annotated[list[Part], BeforeValidator(read_content)]
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -112,7 +101,7 @@ class ToolMessage(Shape):
 
     role: Literal["tool"]
     tool_call_id: Text
-    content: Content
+    content: Content = []
     name: str | None = None
 
     def to_item(self) -> Json:
@@ -125,7 +114,7 @@ class Function(Shape):
     """The function of a tool call."""
 
     name: str
-    arguments: Annotated[str, BeforeValidator(read_arguments)]
+    arguments: Annotated[str, BeforeValidator(read_arguments)] = "{}"
 
 
 class Call(Shape):
@@ -133,7 +122,7 @@ class Call(Shape):
 
     id: Text
     type: Literal["function"] = "function"
-    function: Function
+    function: Annotated[Function, ReadJson]
 
 
 class Answer(Shape):
@@ -143,7 +132,8 @@ class Answer(Shape):
     content: Content | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[Call] | None = None
+    thinking: str | None = None
+    tool_calls: Annotated[list[Annotated[Call, ReadJson]] | None, ReadJson] = None
     prompt_token_ids: list[TokenId] | None = None
     generation_token_ids: list[TokenId] | None = None
 
@@ -157,12 +147,17 @@ class Answer(Shape):
         """The token ids of the conversation up to the end of this response."""
         return [*(self.prompt_token_ids or []), *(self.generation_token_ids or [])]
 
+    @property
+    def thoughts(self) -> list[str | None]:
+        """The thought of the message, under each of its names."""
+        return [getattr(self, key) for key in env.THOUGHT_KEYS]
+
     def to_item(self) -> Json:
         """Return the message as env.render_items takes it."""
         return {
             "role": "assistant",
             "content": join_parts(self.content),
-            "reasoning_content": self.reasoning_content or self.reasoning,  # Gym sends both
+            "reasoning_content": next(filter(None, self.thoughts), None),  # Gym sends two
             "tool_calls": [call.model_dump() for call in self.tool_calls or []],
         }
 
@@ -172,14 +167,14 @@ class ToolFunction(Shape):
 
     name: Text
     description: str | None = None
-    parameters: Json | None = None
+    parameters: Annotated[Json | None, ReadJson] = None
 
 
 class Tool(Shape):
     """A tool that the policy may call."""
 
     type: Literal["function"]
-    function: ToolFunction
+    function: Annotated[ToolFunction, ReadJson]
 
 
 class StreamOptions(Shape):
@@ -195,7 +190,7 @@ class ChatRequest(Shape):
     """The body of a POST to /v1/chat/completions."""
 
     messages: list[Annotated[AnyMessage, Field(discriminator="role")]] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Annotated[Tool, ReadJson]] | None, ReadJson] = None
     tool_choice: object = None
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
@@ -203,6 +198,10 @@ class ChatRequest(Shape):
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    chat_template_kwargs: Annotated[Json | None, ReadJson] = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     # The kit's field. A judge that is the policy sends false: its requests are no episode, so only
     # the length of the engine's context limits them.
     for_training: bool | None = None
@@ -214,6 +213,28 @@ class ChatRequest(Shape):
         return env.render_tools(sanitize_json(tools), WHERE)
 
     @property
+    def template_arguments(self) -> Json:
+        """The arguments that the request gives to the chat template."""
+        arguments = {"reasoning_effort": self.reasoning_effort, **(self.chat_template_kwargs or {})}
+        return {key: value for key, value in arguments.items() if value is not None}
+
+    def check_end(self) -> None:
+        """Check that a response can follow the last message. Raises RequestError.
+
+        The policy continues a text of the assistant that it did not write.
+        """
+        last = self.messages[-1]
+        continues = isinstance(last, Answer) and not last.is_sampled
+        if isinstance(last, Answer) and continues and (last.tool_calls or not last.content):
+            name = f"messages[{len(self.messages) - 1}]"
+            raise RequestError(f"{name} has no text, and no output of its call. Add one.", name)
+        expected = {"add_generation_prompt": not continues, "continue_final_message": continues}
+        for name, value in expected.items():
+            if getattr(self, name) not in (None, value):
+                problem = f"{name}={not value} does not fit the last message. Remove it."
+                raise RequestError(problem, name)
+
+    @property
     def max_length(self) -> int | None:
         """The limit of the response, in tokens."""
         limits = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
@@ -223,11 +244,11 @@ class ChatRequest(Shape):
 def read_request(body: object) -> ChatRequest:
     """Read the JSON of a request. Raises RequestError."""
     if not isinstance(body, dict):
-        raise RequestError(f"the body must be a JSON object, not {show(body)}. Correct it.")
-    for field, (values, reason) in SUPPORTED.items():
-        value = body.get(field)
-        if value not in values:
-            raise RequestError(f"{field}={show(value)} is not supported. {reason}.", field)
+        shown = fields.shorten(body)
+        raise RequestError(f"the body must be a JSON object, not {shown}. Correct it.")
+    refused = fields.find_refused([(fields.REQUEST, body)])
+    if refused:
+        raise RequestError(refused[1], refused[0])
     try:
         return ChatRequest.model_validate(body)
     except ValidationError as error:
@@ -240,11 +261,11 @@ def describe_error(error: ErrorDetails) -> RequestError:
     if error["type"] in ("missing", "union_tag_not_found"):
         return RequestError(f"{param} is missing. Add it.", param)
     if error["type"] == "union_tag_invalid":
-        role = show(error["input"]["role"])
+        role = fields.shorten(error["input"]["role"])
         expected = "system, developer, user, assistant or tool"
         return RequestError(f"{param} is {role}, which is no role. Use {expected}.", param)
     message = error["msg"][0].lower() + error["msg"][1:]
-    problem = f"{param}={show(error['input'])} is invalid: {message}. Correct it."
+    problem = f"{param}={fields.shorten(error['input'])} is invalid: {message}. Correct it."
     return RequestError(problem, param)
 
 
@@ -259,9 +280,3 @@ def name_field(error: ErrorDetails) -> str:
     for part in path:
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
     return name.removeprefix(".")
-
-
-def show(value: object) -> str:
-    """Return the beginning of a value, for an error."""
-    text = repr(sanitize_json(value))
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

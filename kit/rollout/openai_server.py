@@ -19,7 +19,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiohttp import web
 
@@ -78,7 +78,7 @@ def error_reply(
 
 
 async def complete_chat(
-    body: object, context: RolloutContext, histories: Histories | None = None
+    body: Any, context: RolloutContext, histories: Histories | None = None
 ) -> Reply:
     """Answer a POST to /v1/chat/completions.
 
@@ -87,8 +87,10 @@ async def complete_chat(
     again.
     """
     try:
+        histories = histories or Histories(context)
         request = read_request(body)
-        prompt = await (histories or Histories(context)).build_prompt(request)
+        histories.warn_of_unused(body)
+        prompt = await histories.build_prompt(request)
         room = find_room(prompt, request, context)
         request_id = uuid.uuid4().hex
         sampled = await sample(context, context.endpoint_sampling, request_id, prompt.ids, room)

@@ -161,7 +161,7 @@ def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
     ("path", "message"),
     [
         ("data/*.parquet", "data/*.parquet: no file matches this pattern. Correct it."),
-        ("empty", "empty: the folder has no file of rows (.jsonl, .json, .jsonl.gz, .json.gz, "),
+        ("empty", "empty: the folder has no file of rows (.jsonl, .json, .ndjson, .csv, "),
         ("none.jsonl", "none.jsonl: no such file. Check the path."),
     ],
 )

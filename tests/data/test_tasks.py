@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -196,6 +196,11 @@ def test_only_servers_excludes_the_rows_of_others(tmp_path, tokenizer):
 
 class Letters:
     """A tokenizer with one token for each letter of the last message."""
+
+    chat_template = "{{ messages[-1].content }}"
+    added_tokens_decoder: ClassVar[dict] = {}
+    all_special_tokens = ()
+    unk_token = None
 
     def apply_chat_template(self, messages, **_):
         return {"input_ids": [ord(letter) for letter in messages[-1]["content"]]}

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 import env
+from kit.data.row_files import SEPARATORS
 from kit.data.verl_rows import read_rows
 from kit.extras import convert
 from tests.helpers.recipes import write_rows
@@ -62,7 +63,7 @@ def test_any_table_is_read_as_it_was_written(tmp_path_factory, data, suffix, has
     rows = data.draw(st.lists(st.lists(TEXTS, min_size=len(names), max_size=len(names))))
     text = io.StringIO(newline="")
     quoting = csv.QUOTE_ALL if has_quotes else csv.QUOTE_MINIMAL
-    writer = csv.writer(text, delimiter=convert.SEPARATORS[suffix], quoting=quoting)
+    writer = csv.writer(text, delimiter=SEPARATORS[suffix], quoting=quoting)
     writer.writerows([names, *rows])
     path = tmp_path_factory.getbasetemp() / f"table{suffix}"
     path.write_bytes(text.getvalue().encode())

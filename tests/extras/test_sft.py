@@ -50,6 +50,49 @@ def test_only_messages_of_the_assistant_are_trained(tokenizer, template):
         sft.tokenize({"messages": messages[1:2]}, template, "f:1")
 
 
+QUESTION = {"role": "user", "content": "say 7"}
+FLAGS = ("weight", "train", "training", "loss", "loss_mask", "step_loss_mask")
+
+
+@pytest.mark.parametrize("value", [0, 0.0, False])
+@pytest.mark.parametrize("flag", FLAGS)
+def test_an_answer_that_the_row_excludes_is_context(tokenizer, template, flag, value):
+    excluded = {"role": "assistant", "content": "77", flag: value}
+    included = {"role": "assistant", "content": "7", flag: not value}
+    plain = {"role": "assistant", "content": "7"}
+    for last in (included, plain, {**plain, flag: None}):
+        messages = [QUESTION, excluded, {"role": "assistant", "content": ""}, QUESTION, last]
+        example = sft.tokenize({"messages": messages}, template, "f:1")
+        pairs = zip(example.response_ids, example.response_mask, strict=True)
+        assert tokenizer.decode([token for token, mask in pairs if mask]) == "7<end>"
+        assert tokenizer.decode(example.response_ids) == "77<end> say 7 7<end>"
+    for messages, problem in (
+        ([QUESTION, excluded], "no message of the assistant is trained on"),
+        ([QUESTION, excluded, included], "of two messages of the assistant in a row, one is"),
+        ([QUESTION, {**plain, flag: 0.5}], f"`{flag}` of a message is 0.5. Use 0"),
+        ([QUESTION, {**plain, flag: "no"}], f"`{flag}` of a message is 'no'. Use 0"),
+    ):
+        with pytest.raises(env.DataError, match=f"^f:1: {problem}"):
+            sft.tokenize({"messages": messages}, template, "f:1")
+
+
+def test_a_completion_of_trl_is_trained_on_and_its_prompt_is_context(tokenizer, template, tmp_path):
+    chat = [QUESTION, {"role": "assistant", "content": "1"}, QUESTION]
+    answer = [{"role": "assistant", "content": "7"}]
+    rows = [
+        {"prompt": chat, "completion": answer},
+        {"prompt": json.dumps(chat), "completion": json.dumps(answer)},
+        {"prompt": chat, "response": "7"},
+    ]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    for row_id, row in sft.read_conversations(str(path)):
+        example = sft.tokenize(row, template, row_id)
+        pairs = zip(example.response_ids, example.response_mask, strict=True)
+        assert tokenizer.decode([token for token, mask in pairs if mask]) == "7<end>"
+    with pytest.raises(env.DataError, match=r"x:1: there are no .* It has chosen, rejected\."):
+        sft.tokenize({"chosen": answer, "rejected": answer}, template, "x:1")
+
+
 def test_conversations_come_from_jsonl_and_parquet(tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": str(i)}, {"role": "assistant", "content": "7"}]}
@@ -86,7 +129,7 @@ def test_conversations_may_be_a_prompt_and_a_response(tmp_path):
         {"prompt": "2?", "response": ["4"]},
     ):
         path = write_rows(tmp_path / "b.jsonl", [row])
-        reason = r"b\.jsonl:1: `prompt` must be text or messages, and `response` text"
+        reason = r"b\.jsonl:1: `(prompt|response)` must be text or messages, not"
         with pytest.raises(env.DataError, match=reason):
             list(sft.read_conversations(str(path)))
 

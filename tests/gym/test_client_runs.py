@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from gym_client import EpisodeIndex, Gym, GymError
+from gym_client import EpisodeIndex, Gym, GymError, parse_step_result
 from inference import record_failure
 from kit.data import rollout_files
 from kit.data.episode import Episode
@@ -172,6 +172,26 @@ OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "o"}
 
 
 @pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        ("18 degrees", "18 degrees"),
+        (
+            [{"type": "input_text", "text": "18 "}, {"type": "text", "text": "degrees"}],
+            "18 degrees",
+        ),
+        ([], ""),
+        (None, ""),
+    ],
+)
+def test_an_output_of_a_step_may_be_a_list_of_texts(output, text):
+    answer = {"reward": 0.5, "info": {"tool_outputs": [{"call_id": "c", "output": output}]}}
+    expected = [{"call_id": "c", "output": text}]
+    assert parse_step_result(answer, "step").tool_outputs == expected
+    answer["info"]["tool_outputs"][0]["output"] = [{"type": "input_image", "image_url": "a.png"}]
+    assert catch_reason(parse_step_result, answer, "step") == "bad_answer"
+
+
+@pytest.mark.parametrize(
     "output",
     [
         None,
@@ -185,6 +205,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "o"}
         [{**CALL, "name": None, "role": "assistant", "content": []}],
         [{**CALL, "arguments": {}}],
         [{**OUTPUT, "output": 7}],
+        [{**OUTPUT, "output": ["x"]}],
         [{**MESSAGE, "prompt_token_ids": "12"}],
         [{**MESSAGE, "prompt_token_ids": [1.0]}],
         [{**MESSAGE, "prompt_token_ids": [True]}],
@@ -209,6 +230,9 @@ def test_the_items_of_an_agent_are_checked(output):
         OUTPUT,
         {"type": "message", "role": "user", "content": "x"},
     ]
+    assert run(good)[1]["output"] == good
+    parts = [{"type": "input_text", "text": "18 degrees"}, {"type": "input_image", "detail": "low"}]
+    good += [{**OUTPUT, "output": parts}, {**OUTPUT, "output": None}]
     assert run(good)[1]["output"] == good
     assert run(good, vocabulary=4)
     assert run([])

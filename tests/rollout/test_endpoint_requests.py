@@ -81,9 +81,30 @@ def test_a_request_of_gym_is_answered():
     assert complete(body).status == 200
 
 
+@pytest.mark.parametrize("content", [None, "", [], [{"type": "text", "text": ""}]])
+@pytest.mark.parametrize("arguments", [None, "", "{}", {}])
+def test_a_request_may_leave_out_what_a_row_may_leave_out(content, arguments):
+    """The content of an output, the arguments of a call. A tool without a result has no content."""
+    function = {"name": "look_up", "arguments": arguments}
+    called = {**ANSWER, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    output = {"role": "tool", "tool_call_id": "c", "content": content}
+    prompts = []
+    for tool in (output, {**output, "content": ""}, {"role": "tool", "tool_call_id": "c"}):
+        for message in (called, json.loads(json.dumps(called).replace(', "arguments": null', ""))):
+            context = make_context()
+            messages = [{**USER, "content": "x"}, message, tool]
+            body = {"messages": messages, "tools": json.dumps(TOOLS)}
+            assert complete(body, context).status == 200
+            prompts.append(context.client.prompts[0])
+    row = env.render_items([{**USER, "content": "x"}, called, output], "x:1")
+    assert prompts == [context.template.encode_prompt(row, TOOLS)] * 6
+
+
 # --- requests that are refused -------------------------------------------------------------------
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
+CALL = {"id": "a", "type": "function", "function": {"name": "look_up"}}
+HELLO = {"role": "assistant", "content": "Hello"}
 NAMELESS = {"id": "a", "type": "function", "function": {"arguments": "{}"}}
 REFUSED = [  # (what is added to a valid request, the field that the error names)
     ({"messages": None}, "messages"),
@@ -103,6 +124,10 @@ REFUSED = [  # (what is added to a valid request, the field that the error names
         {"messages": [{"role": "tool", "content": "x", "tool_call_id": 5}]},
         "messages[0].tool_call_id",
     ),
+    ({"messages": [USER, {**ANSWER, "tool_calls": [CALL]}]}, "messages[1]"),
+    ({"messages": [USER, HELLO], "add_generation_prompt": True}, "add_generation_prompt"),
+    ({"messages": [USER, HELLO], "continue_final_message": False}, "continue_final_message"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ({"messages": [{**ANSWER, "tool_calls": "x"}]}, "messages[0].tool_calls"),
     ({"messages": [{**ANSWER, "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
     (

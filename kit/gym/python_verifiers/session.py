@@ -98,14 +98,15 @@ def make_arguments(row: Json, text: str, default_source: str | None) -> Json:
     """Make the keyword arguments of a function from a row and the response.
 
     They are those of verl 0.9.1 (experimental/reward_loop/reward_manager/naive.py).
-    default_source: the data source of a row without one.
+    A key of the row's own extra_info wins. default_source: the data source of a row without one.
     """
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict):
         extra_info = {}
+    defaults = {"row": row, "num_turns": 2, "rollout_reward_scores": {}}
     return {
         "data_source": row.get("data_source") or default_source,
         "solution_str": text,
         "ground_truth": find_ground_truth(row),
-        "extra_info": {"row": row, **extra_info, "num_turns": 2, "rollout_reward_scores": {}},
+        "extra_info": {**defaults, **extra_info},
     }

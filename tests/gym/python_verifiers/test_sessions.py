@@ -57,6 +57,8 @@ def test_the_ground_truth_comes_from_reward_model_or_from_the_row(fields, ground
     assert arguments["solution_str"] == "text"
     extra_info = {"index": 3, "row": "its own", "num_turns": 2, "rollout_reward_scores": {}}
     assert arguments["extra_info"] == extra_info
+    row = {"extra_info": {"num_turns": 5, "rollout_reward_scores": [1]}}
+    assert make_arguments(row, "", "")["extra_info"] == {"row": row, **row["extra_info"]}
     row = {"data_source": "openai/gsm8k", "extra_info": None}
     assert make_arguments(row, "", "")["data_source"] == "openai/gsm8k"
 
