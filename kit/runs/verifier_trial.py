@@ -5,19 +5,16 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from env import Task
 from gym_client import GymError, StepResult, VerifyResult
 from kit.config.recipe import Recipe
+from kit.data.episode import ParsedResponse
 from kit.data.ground_truths import find_ground_truth, is_empty, read_expected_answers
 from kit.errors import UserFunctionError
 from kit.gym.python_verifiers.pool import Pool
 from kit.gym.python_verifiers.settings import VerifierSpec
 from kit.runs.event_loops import make_runner
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 RESPONSE = "So the answer is 7."
 # Responses with the expected answer. They are tried in this order, until one earns a reward.
@@ -28,10 +25,7 @@ MAX_SOURCES = 20  # data sources that are tried
 
 
 def try_verifiers(
-    specs: Mapping[str, VerifierSpec],
-    tasks: Sequence[Task],
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
+    specs: Mapping[str, VerifierSpec], tasks: Sequence[Task], recipe: Recipe
 ) -> list[str]:
     """Call each verifier for its first row of each data_source -> a line with each row's rewards.
 
@@ -48,7 +42,7 @@ def try_verifiers(
         for name, spec in specs.items():
             own_tasks = [task for task in tasks if task.server == name]
             pool = Pool(spec, recipe, Path(logs))
-            lines += runner.run(try_verifier(pool, own_tasks, tokenizer, required))
+            lines += runner.run(try_verifier(pool, own_tasks, required))
     return lines
 
 
@@ -68,9 +62,7 @@ def select_tasks(tasks: Sequence[Task]) -> list[Task]:
     return list(selected.values())
 
 
-async def try_verifier(
-    pool: Pool, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase, required: Sequence[str]
-) -> list[str]:
+async def try_verifier(pool: Pool, tasks: Sequence[Task], required: Sequence[str]) -> list[str]:
     """Start a verifier and call it for some of its tasks. Returns lines for the summary.
 
     required: the reward components that it must return. Raises UserFunctionError.
@@ -84,7 +76,7 @@ async def try_verifier(
         selected = select_tasks(tasks)
         for task in selected[:MAX_SOURCES]:
             hint = describe_missing(missing, len(tasks)) if task.row_id in missing else ""
-            lines.append(await try_row(pool, task, kind, tokenizer, hint, required))
+            lines.append(await try_row(pool, task, kind, hint, required))
     except GymError as error:
         raise UserFunctionError(f"{pool.spec.key}={error}") from None
     finally:
@@ -96,14 +88,7 @@ async def try_verifier(
     return lines
 
 
-async def try_row(
-    pool: Pool,
-    task: Task,
-    kind: str,
-    tokenizer: PreTrainedTokenizerBase,
-    hint: str,
-    required: Sequence[str],
-) -> str:
+async def try_row(pool: Pool, task: Task, kind: str, hint: str, required: Sequence[str]) -> str:
     """Call a verifier for one row. Returns a line with the rewards. Raises UserFunctionError.
 
     hint: the end of the error's message. required: the reward components that it must return.
@@ -111,7 +96,7 @@ async def try_row(
     rewards: dict[str, float | None] = {}  # by response
     for response in list_responses(task, kind):
         try:
-            result = await call_verifier(pool, task, response, tokenizer)
+            result = await call_verifier(pool, task, response)
         except GymError as error:
             trial = f"(tried on row {task.row_id} with the response {response!r})"
             message = f"{pool.spec.key}={error} {trial} {hint}".rstrip()
@@ -191,18 +176,15 @@ def check_components(pool: Pool, task: Task, result: VerifyResult, required: Seq
             )
 
 
-async def call_verifier(
-    pool: Pool, task: Task, response: str, tokenizer: PreTrainedTokenizerBase
-) -> VerifyResult | StepResult | None:
+async def call_verifier(pool: Pool, task: Task, response: str) -> VerifyResult | StepResult | None:
     """Verify a response to the row of a task. Raises GymError.
 
     None if the verifier marks its reward as invalid.
     """
-    ids = tokenizer.encode(response, add_special_tokens=False)
     try:
-        session = await pool.open_session(task.row, tokenizer)
+        session = await pool.open_session(task.row)
         verify = session.verify if session.kind == "verify" else session.step
-        result = await verify({}, ids)
+        result = await verify({}, ParsedResponse.of_text(response))
     except GymError as error:
         if error.reason != "masked":
             raise
