@@ -130,16 +130,20 @@ class ChatTemplate:
         """Return whether the beginning of the response in a prompt has a thought without its end.
 
         The template wrote it, or the row, as the beginning of an answer. Markers before the last
-        other control token, or before the header of the response, are not in the response.
+        other control token, or before the header of the response, are not in the response. If there
+        is neither, the response begins at the end of the prompt.
         """
         start, end = self.markers
         others = {i for text, i in self.control_tokens.items() if text not in start + end}
         tail = list(prompt_ids[-TAIL:])
         first = max((index for index, i in enumerate(tail) if i in others), default=-1) + 1
         text = str(self.tokenizer.decode(tail[first:], skip_special_tokens=False))
-        if self.response_header:
-            text = text.rpartition(self.response_header)[2]
-        return bool(start) and start in text.rpartition(end)[2]
+        header = self.response_header
+        _, found, rest = text.rpartition(header) if header else ("", "", text)
+        _, _, rest = rest.rpartition(end)
+        has_border = bool(found) or first > 0
+        is_open = start in rest if has_border else rest.rstrip().endswith(start)
+        return bool(start) and is_open
 
     @functools.cached_property
     def response_header(self) -> str:

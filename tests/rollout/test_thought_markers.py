@@ -121,6 +121,15 @@ def test_a_row_may_leave_a_thought_open(source, beginning, is_open):
     assert response.text == ("" if is_open else "so 5, but")
 
 
+def test_without_a_header_a_thought_is_open_only_at_the_end_of_the_prompt():
+    template = make_template("{{ messages[0].content }}")
+    for text, is_open in (
+        ("Begin with <think>.", False),
+        ("Begin with <think>. Me: <think>", True),
+    ):
+        assert template.leaves_thought_open(template.encode_text(text)) == is_open
+
+
 # --- past answers without the thought that the prompt opens --------------------------------------
 
 
