@@ -251,8 +251,8 @@ async def verify(episode: Episode, session: Session) -> None:
     if session.kind != "verify":
         return
     begin = time.perf_counter()
-    last = episode.responses[-1:]
-    result = await session.verify(gym_client.response(episode.output), *last)
+    last = episode.responses[-1] if episode.responses else None
+    result = await session.verify(gym_client.response(episode.output), last)
     add_time(episode, "verify", begin)
     set_reward(episode, result)
 

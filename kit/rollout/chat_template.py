@@ -46,7 +46,7 @@ ANSWER = "quintetanswer"  # a text that no template changes; its end is the end 
 TAIL = 4096  # tokens at the end of a prompt, in which a thought may be open
 ARGUMENT = {"text": ANSWER}
 
-THOUGHT_FORMS = (  # of a message with a thought, by peers
+THOUGHT_FORMS: tuple[Json, ...] = (  # of a message with a thought, by peers
     *({key: THOUGHT} for key in (*env.THOUGHT_KEYS, "thought", "tool_plan")),
     {"content": [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": ANSWER}]},
     {
@@ -175,9 +175,9 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Message], add_generation_prompt: bool
     ) -> str:
         """Render messages in the template's own form. Raises RenderError."""
-        apply: Any = self.tokenizer.apply_chat_template  # its types allow only messages with texts
+        tokenizer: Any = self.tokenizer  # the types of its method allow only messages with texts
         try:
-            text = apply(
+            text = tokenizer.apply_chat_template(
                 self.processor.template_messages(list(messages)),
                 tools=list(tools) or None,
                 tokenize=False,

@@ -80,7 +80,7 @@ def split_text(text: str, markers: Markers) -> SplitText:
     """Split a text into its thoughts and the rest, in linear time."""
     start, end = markers
     answer = ""
-    found = []
+    found: list[str] = []
     position = 0
     opened = text.find(start)
     while start and opened >= 0:

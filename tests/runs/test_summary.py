@@ -66,12 +66,14 @@ def use_template(inputs, source):
 )
 def test_a_dry_run_says_what_counts_as_a_thought(workspace, opening, line, warning):
     recipe, inputs = load(workspace)
-    inputs = use_template(inputs, CHATML.replace("assistant\n{% endif", f"bot\n{opening}{{% endif"))
+    header = "assistant\n{% endif"
+    inputs = use_template(inputs, CHATML.replace(header, f"assistant\n{opening}{{% endif"))
     lines = summary.describe_dry_run(recipe, inputs).splitlines()
     (found,) = [each for each in lines if each.startswith("thoughts ")]
     assert line in found
-    warnings = [text for text in summary.warn_of_answers(inputs.template) if "generation" in text]
-    assert [text.partition(",")[0] for text in warnings] == [warning] * bool(warning)
+    beginnings = [text.partition(",")[0] for text in summary.warn_of_answers(inputs.template)]
+    found_warnings = [text for text in beginnings if text.startswith("The generation prompt")]
+    assert found_warnings == ([warning] if warning else [])
 
 
 def test_the_summary_warns_of_a_template_without_past_answers(workspace):

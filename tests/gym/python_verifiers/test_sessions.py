@@ -42,9 +42,9 @@ def test_a_function_reads_the_answer_unless_the_recipe_asks_for_the_raw_text(
     build_router, settings, text
 ):
     response = ParsedResponse("T", "7", [], "7", "<think>T</think>7")
-    verifier = {"function": "my.py:score_with_details", **settings}
+    verifier = {"function": "my.py:return_failed_key", **settings}
     (result,) = play(build_router(verifier), response)
-    assert result.details["pred"] == text
+    assert result.details["failed"] == text
 
 
 def test_a_function_may_return_the_key_that_the_kit_uses_for_failures(build_router):
