@@ -1031,10 +1031,10 @@ class Session:
         _, text = await self.connection.request("POST", path, arguments)
         return text.decode(errors="replace")
 
-    async def verify(self, response: Json, token_ids: Sequence[int] = ()) -> VerifyResult:
+    async def verify(self, response: Json, _: object = None) -> VerifyResult:
         """POST /verify with the row and the Response object (see `response`). Raises GymError.
 
-        token_ids: of the last response; Gym's servers do not use them, Python verifiers do.
+        Python verifiers read the second argument, the last turn of the policy.
         """
         is_new = not self.connection.mutated
         return await self.gym._retry(self.server, self._verify, response, retryable=is_new)
@@ -1050,11 +1050,8 @@ class Session:
         self._is_open = True
         return replace(result, latency_s=time.perf_counter() - began)
 
-    async def step(self, response: Json, token_ids: Sequence[int] = ()) -> StepResult:
-        """POST /step with the row and the output of this turn. Raises GymError.
-
-        token_ids: as for `verify`.
-        """
+    async def step(self, response: Json, _: object = None) -> StepResult:
+        """POST /step with the row and the output of this turn. Raises GymError."""
         body = {**self.row, "response": response}
         # The server recognizes a repeated step by its id.
         retryable = bool(self._info.supports_step_idempotency)

@@ -38,7 +38,15 @@ import gym_client
 from env import Json, Task
 from gym_client import RUNS_EPISODES, Gym, GymError, ServerDownError, Session
 from kit.config.recipe import Recipe
-from kit.data.episode import Episode, PolicyVersion, append_tokens, from_output_items, gc_paused
+from kit.data.episode import (
+    Episode,
+    ParsedResponse,
+    PolicyVersion,
+    append_tokens,
+    from_output_items,
+    from_turn_items,
+    gc_paused,
+)
 from kit.data.reward_scale import find_scale
 from kit.errors import RunError
 from kit.features import EpisodeWorkers, EventLoop
@@ -130,7 +138,7 @@ def build_prompt(episode: Episode, task: Task, session: Session, context: Rollou
 
 async def sample_turn(
     episode: Episode, task: Task, context: RolloutContext, sampling: Sampling, request_id: str
-) -> chat.ParsedResponse:
+) -> ParsedResponse:
     """Sample one response of the policy, append it to the episode, and return it parsed.
 
     If the response does not end with a stop token, it used all remaining tokens. Then `ended`
@@ -145,6 +153,7 @@ async def sample_turn(
     add_time(episode, "generate", begin)
     response = await chat.parse_response(context, sampled.ids, task.tools, ids)
     episode.output += response.items
+    episode.responses.append(response)
     append_tokens(episode, sampled.ids, sampled.log_probs, sampled.policy_versions)
     if sampled.ids[-1] not in context.stop_ids:
         episode.ended = "length"
@@ -152,7 +161,7 @@ async def sample_turn(
 
 
 async def step_environment(
-    episode: Episode, session: Session, response: chat.ParsedResponse
+    episode: Episode, session: Session, response: ParsedResponse
 ) -> list[Json]:
     """Pass a response to the environment, and return the observations.
 
@@ -168,12 +177,9 @@ async def step_environment(
     return observations
 
 
-async def take_step(
-    episode: Episode, session: Session, response: chat.ParsedResponse
-) -> list[Json]:
+async def take_step(episode: Episode, session: Session, response: ParsedResponse) -> list[Json]:
     """Take one step of a `step` server, and add its reward to the reward of the episode."""
-    body = gym_client.response(response.items)
-    result = await session.step(body, last_sampled_ids(episode))
+    result = await session.step(gym_client.response(response.items), response)
     episode.turn_rewards.append(result.reward)
     episode.reward = sum(episode.turn_rewards)
     if result.terminated:
@@ -249,7 +255,8 @@ async def verify(episode: Episode, session: Session) -> None:
     if session.kind != "verify":
         return
     begin = time.perf_counter()
-    result = await session.verify(gym_client.response(episode.output), last_sampled_ids(episode))
+    last = episode.responses[-1] if episode.responses else None
+    result = await session.verify(gym_client.response(episode.output), last)
     add_time(episode, "verify", begin)
     set_reward(episode, result)
 
@@ -258,12 +265,6 @@ async def verify(episode: Episode, session: Session) -> None:
 # TRY NOT TO MODIFY: the machinery around the turns
 # =================================================================================================
 # --- the record of an episode --------------------------------------------------------------------
-
-
-def last_sampled_ids(episode: Episode) -> list[int]:
-    """Return the ids of the policy's last response, with the stop token."""
-    turn = episode.turns[-1]
-    return episode.response_ids[turn.start : turn.end]
 
 
 def add_time(episode: Episode, name: str, begin: float) -> None:
@@ -352,6 +353,9 @@ def episode_from_response(episode: Episode, response: Json, context: RolloutCont
     Raises GymError('not_contiguous' | 'no_tokens' | 'prompt_too_long').
     """
     from_output_items(episode, response["output"])
+    starts = [0, *(turn.output_end for turn in episode.turns)]
+    for start, turn in zip(starts, episode.turns, strict=False):
+        episode.responses.append(from_turn_items(episode.output[start : turn.output_end]))
     is_incomplete = bool(response.get("incomplete_details"))
     if not episode.turns and is_incomplete:
         problem = (

@@ -50,7 +50,7 @@ from env import Task
 from kit.config.load import load_config
 from kit.config.recipe import Recipe, freeze
 from kit.data import metrics, rollout_files, selection
-from kit.data.episode import Episode
+from kit.data.episode import Episode, ParsedResponse
 from kit.data.processor import TextProcessor
 from kit.rollout.chat_template import ChatTemplate
 from kit.rollout.sampling import (
@@ -116,7 +116,7 @@ class Verifier:
         yield SimpleNamespace(kind="verify", observation=None, executable=set(), verify=self.verify)
 
     async def verify(
-        self, response: dict[str, Any], token_ids: list[int]
+        self, response: dict[str, Any], last: ParsedResponse
     ) -> gym_client.VerifyResult:
         """Return the next reward."""
         await asyncio.sleep(0)

@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 from gym_client import Gym, message_response  # noqa: E402
 from kit.config.load import load_config  # noqa: E402
 from kit.config.recipe import freeze  # noqa: E402
+from kit.data.episode import ParsedResponse  # noqa: E402
 from kit.gym.python_verifiers.pool import make_pools  # noqa: E402
 from kit.gym.python_verifiers.settings import read_verifiers  # noqa: E402
 from kit.gym.servers import running_servers  # noqa: E402
@@ -166,21 +167,12 @@ def make_row(sample: Sample) -> dict[str, Any]:
     }
 
 
-class TextTokenizer:
-    """A tokenizer in which each character is a token."""
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Return the text of ids."""
-        return "".join(map(chr, ids))
-
-
 def make_router(folder: Path, processes: int) -> VerifierRouter:
     """Make a router with the kit's verifier. folder: for its logs."""
     changes = [f"env.verifier={VERIFIER}", f"env.verifier_pool.processes={processes}"]
     recipe = freeze(*load_config([], changes))
     pools = make_pools(recipe, read_verifiers(recipe.verl).specs, folder)
-    tokenizer: Any = TextTokenizer()
-    return VerifierRouter(Gym({}), pools, tokenizer)
+    return VerifierRouter(Gym({}), pools)
 
 
 async def verify_with_kit(router: VerifierRouter, samples: Sequence[Sample]) -> list[float]:
@@ -188,8 +180,7 @@ async def verify_with_kit(router: VerifierRouter, samples: Sequence[Sample]) -> 
 
     async def verify(sample: Sample) -> float:
         async with router.session("verify_math", make_row(sample)) as session:
-            token_ids = list(map(ord, sample.response))
-            return (await session.verify({}, token_ids)).reward
+            return (await session.verify({}, ParsedResponse.of_text(sample.response))).reward
 
     return await asyncio.gather(*map(verify, samples))
 

@@ -7,7 +7,7 @@ for each GPU. If each asked the hub for the model, a slow or limited hub would s
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +16,7 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError
 from omegaconf import DictConfig, OmegaConf
 
+from kit.config.keys import ROOT
 from kit.config.load import MODEL
 from kit.config.recipe import Recipe
 from kit.config.user_functions import TEACHER
@@ -65,6 +66,20 @@ def load_model_files(config: DictConfig) -> ModelFiles:
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template
     return ModelFiles(tokenizer, hf_config, stop_token_ids(tokenizer, generation_config))
+
+
+def take_chat_template(config: DictConfig) -> Iterator[ConfigError]:
+    """Read the file that model.custom_chat_template names, since the workers need its text."""
+    model = config.actor_rollout_ref.model
+    value = model.custom_chat_template or "{"
+    for path in (Path(value).expanduser(), ROOT / value):
+        if "{" not in value and path.is_file():
+            value = model.custom_chat_template = path.read_text(encoding="utf-8")
+    if "{" not in value:
+        yield ConfigError(
+            f"{MODEL}.custom_chat_template={value!r:.80} is neither a file in the current folder "
+            f"({Path.cwd()}) or the kit's, nor a template: it has no {{. Give one of these."
+        )
 
 
 def load_pretrained(

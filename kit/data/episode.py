@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import gym_client
 from gym_client import GymError, Json
 from kit.data.reward_scale import UNKNOWN, RewardScale
 
@@ -46,6 +48,31 @@ class RecordIndex(NamedTuple):
     rollout: int  # `_ng_rollout_index`: the index among the episodes of the row
 
 
+class ParsedResponse(NamedTuple):
+    """One response of the policy, parsed once (kit/rollout/chat.py). All readers take from it."""
+
+    reasoning: str
+    text: str  # of the answer, without its calls
+    calls: list[Json]  # function_call items
+    written: str  # the answer with its calls, as the policy wrote them
+    raw: str  # the whole response with its thought, without special tokens
+
+    @classmethod
+    def of_text(cls, text: str) -> ParsedResponse:
+        """Make a response without a thought and calls."""
+        return cls("", text, [], text, text)
+
+    @property
+    def items(self) -> list[Json]:
+        """Return the response as Responses items. Without calls it has a message, maybe empty."""
+        items: list[Json] = []
+        if self.reasoning:
+            items.append(gym_client.reasoning(self.reasoning))
+        if self.text or not self.calls:
+            items.append(gym_client.message(self.text))
+        return items + self.calls
+
+
 PolicyVersions = list[PolicyVersion]
 NOT_WRITTEN = RecordIndex(-1, -1)
 
@@ -65,6 +92,8 @@ class Episode:
     response_mask: list[int] = field(default_factory=list)  # [R], 1 = sampled, 0 = observed
     log_probs: list[float] = field(default_factory=list)  # [R], by the rollout engine; 0 = observed
     turns: list[TurnSpan] = field(default_factory=list)
+    # One per turn. A file has them as `output` only.
+    responses: list[ParsedResponse] = field(default_factory=list, compare=False)
     policy_versions: PolicyVersions = field(default_factory=list)  # of the sampled tokens, in order
     output: list[Json] = field(default_factory=list)  # the response as Responses items
     ended: str = ""  # stop, length, turns, terminated, or truncated (a limit of the environment)
@@ -183,8 +212,22 @@ def from_output_items(episode: Episode, output: Sequence[Json]) -> None:
         earlier = prompt_ids + sampled_ids
 
 
-def find_first_difference(some: Sequence[int], others: Sequence[int]) -> int:
-    """Find the first index at which two lists of ids differ."""
+def from_turn_items(items: Sequence[Json]) -> ParsedResponse:
+    """Make a response, without its thought, of a turn's items that an agent returns."""
+    messages = [item for item in items if item.get("role") == "assistant"]
+    calls = [item for item in items if item.get("type") == "function_call"]
+    text = "\n".join(map(join_text, messages))
+    written = "\n".join([text, *map(write_call, calls)]).lstrip("\n")
+    return ParsedResponse("", text, calls, written, written)
+
+
+def write_call(call: Json) -> str:
+    """Write a function_call item as JSON text."""
+    return json.dumps({"name": call["name"], "arguments": call["arguments"]})
+
+
+def find_first_difference(some: Sequence[object], others: Sequence[object]) -> int:
+    """Find the first index at which two lists of ids, or two texts, differ."""
     for index, (one, other) in enumerate(zip(some, others, strict=False)):
         if one != other:
             return index

@@ -85,7 +85,7 @@ class ShadowVerifier(Feature):
         ]
         with tempfile.TemporaryDirectory() as logs, make_runner() as runner:
             pool = Pool(self.spec, recipe, Path(logs))
-            runner.run(try_verifier(pool, tasks, inputs.tokenizer, ()))
+            runner.run(try_verifier(pool, tasks, ()))
 
     def summary_lines(self, recipe: Recipe, inputs: RunInputs) -> Iterable[str]:
         """Return the line of the summary."""
@@ -107,18 +107,17 @@ class ShadowVerifier(Feature):
 
 async def score(feature: ShadowVerifier, episode: Episode, gym: Gym) -> float:
     """Return the second reward of an episode. Raises GymError, RunError."""
-    turns = [episode.response_ids[turn.start : turn.end] for turn in episode.turns]
     async with gym.session(feature.name, episode.row) as session:
         if session.kind == "verify":
             response = gym_client.response(episode.output)
-            result: VerifyResult = await session.verify(response, turns[-1])
+            result: VerifyResult = await session.verify(response, episode.responses[-1])
             return result.reward
         if feature.spec is None:
             problem = f"{feature.name} plays turns. Name a server that only verifies responses."
             raise RunError(problem)
         reward = 0.0
-        for ids in turns:
-            step = await session.step({}, ids)
+        for turn in episode.responses:
+            step = await session.step({}, turn)
             reward += step.reward
             if step.terminated:
                 break

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import gym_client
 from gym_client import FIRST, EpisodeIndex, Json, Session
@@ -17,9 +16,6 @@ from kit.gym.concurrency import ConcurrencyLimits
 from kit.gym.python_verifiers.pool import Pool
 from kit.gym.python_verifiers.session import FunctionSession
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 class VerifierRouter:
     """All verifiers of a run by name. Use as `async with VerifierRouter(...)`.
@@ -27,12 +23,9 @@ class VerifierRouter:
     pools: {name: pool} of the Python verifiers. `gym` has every other verifier.
     """
 
-    def __init__(
-        self, gym: gym_client.Gym, pools: Mapping[str, Pool], tokenizer: PreTrainedTokenizerBase
-    ):
+    def __init__(self, gym: gym_client.Gym, pools: Mapping[str, Pool]):
         self.gym = gym
         self.pools = pools
-        self.tokenizer = tokenizer
         self.run = gym.run  # only a Gym server can run a whole episode
 
     async def __aenter__(self) -> VerifierRouter:
@@ -56,7 +49,7 @@ class VerifierRouter:
     ) -> AsyncIterator[Session | FunctionSession]:
         """Open a session with the verifier for one episode of `row`. Raises GymError."""
         if name in self.pools:
-            yield await self.pools[name].open_session(row, self.tokenizer)
+            yield await self.pools[name].open_session(row)
         else:
             async with self.gym.session(name, row, index) as session:
                 yield session
@@ -71,7 +64,6 @@ class VerifierRouter:
 def make_verifiers(
     recipe: Recipe,
     urls: Mapping[str, str],
-    tokenizer: PreTrainedTokenizerBase,
     pools: Mapping[str, Pool],
     share: int = 1,
 ) -> tuple[VerifierRouter, ConcurrencyLimits]:
@@ -90,4 +82,4 @@ def make_verifiers(
         settings.attempts,
         settings.outage_budget_s,
     )
-    return VerifierRouter(gym, pools, tokenizer), limits
+    return VerifierRouter(gym, pools), limits

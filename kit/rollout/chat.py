@@ -5,37 +5,21 @@ kit/rollout/chat_template.py encodes prompts and observations.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import uuid
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import gym_client
 from gym_client import GymError, Json
 from kit.config.checks import AUTO_FORMAT
+from kit.data.episode import ParsedResponse, write_call
 from kit.rollout import harmony, thoughts
 from kit.rollout.sampling import RolloutContext
 from kit.rollout.template_trial import choose_tool_format
 from kit.rollout.tool_calls import ExtractedCalls, extract_tool_calls
 
 CALL_ID_LENGTH = 9  # letters and digits: Mistral's chat templates raise for all other ids
-
-
-class ParsedResponse(NamedTuple):
-    """A response of the policy as text and function calls."""
-
-    reasoning: str
-    text: str
-    calls: list[Json]  # function_call items
-
-    @property
-    def items(self) -> list[Json]:
-        """Return the response as Responses items. Without calls it has a message, maybe empty."""
-        items: list[Json] = []
-        if self.reasoning:
-            items.append(gym_client.reasoning(self.reasoning))
-        if self.text or not self.calls:
-            items.append(gym_client.message(self.text))
-        return items + self.calls
 
 
 async def parse_response(
@@ -52,43 +36,38 @@ async def parse_response(
     """
     template = context.template
     tokenizer = template.tokenizer
+    raw = str(tokenizer.decode(ids, skip_special_tokens=True))
     if template.is_harmony:
-        parsed = harmony.parse(tokenizer, prompt_ids, ids)
-        calls = [make_call(*call) for call in parsed.calls]
-        return ParsedResponse(parsed.thought, parsed.text, calls)
+        harmonic = harmony.parse(tokenizer, prompt_ids, ids)
+        calls = [make_call(*call) for call in harmonic.calls]
+        written = "\n".join([harmonic.text, *map(write_call, calls)]).strip("\n")
+        return ParsedResponse(harmonic.thought, harmonic.text, calls, written, raw)
     without_stop = ids[:-1] if ids[-1] in context.stop_ids else ids
     split = template.split_thought(prompt_ids, without_stop)
-    text = str(tokenizer.decode(split.answer, skip_special_tokens=True))
-    if not split.thought:
-        return await parse_answer(context, "", text, split.answer, tools)
-    reasoning = thoughts.decode_thought(tokenizer, split.thought, template.markers)
-    return await parse_answer(context, reasoning, text.lstrip("\n"), split.answer, tools)
+    written = str(tokenizer.decode(split.answer, skip_special_tokens=True))
+    reasoning = ""
+    if split.thought:
+        reasoning = thoughts.decode_thought(tokenizer, split.thought, template.markers)
+        written = written.lstrip("\n")
+    found = await parse_calls(context, split.answer, tools)
+    if not found.calls:
+        return ParsedResponse(reasoning, written, [], written, raw)
+    calls = [make_call(*call) for call in found.calls]
+    text = found.text or ""
+    text = text.lstrip("\n") if split.thought else text
+    return ParsedResponse(reasoning, text, calls, written, raw)
 
 
-async def parse_answer(
-    context: RolloutContext,
-    reasoning: str,
-    text: str,
-    ids: list[int],
-    tools: list[Json],
-) -> ParsedResponse:
-    """Parse the ids after the thought into text and function calls. text: that of `ids`.
-
-    Raises GymError('tool_parser').
-    """
+async def parse_calls(context: RolloutContext, ids: list[int], tools: list[Json]) -> ExtractedCalls:
+    """Parse the calls in the ids of an answer. Raises GymError('tool_parser')."""
     if not tools or not ids:
-        return ParsedResponse(reasoning, text, [])
+        return ExtractedCalls(None, [])
     try:
-        parsed = await find_calls(context, ids, tools)
+        return await find_calls(context, ids, tools)
     except Exception as error:  # of any of vLLM's forty parsers
         start = context.tokenizer.decode(ids)[:200]
         problem = f"the {context.tool_format} parser failed on {start!r}: {error!r}"
         raise GymError("tool_parser", problem) from error
-    if not parsed.calls:
-        return ParsedResponse(reasoning, text, [])
-    calls = [make_call(*call) for call in parsed.calls]
-    text = parsed.text or ""
-    return ParsedResponse(reasoning, text.lstrip("\n") if reasoning else text, calls)
 
 
 async def find_calls(context: RolloutContext, ids: list[int], tools: list[Json]) -> ExtractedCalls:
@@ -104,15 +83,22 @@ async def find_calls(context: RolloutContext, ids: list[int], tools: list[Json])
     answer = str(tokenizer.decode(ids, skip_special_tokens=False))
     has_marker = any(markers.start in call.arguments for call in parsed.calls)
     if not parsed.calls or has_marker or markers.start not in answer:
-        return parsed
-    visible = thoughts.remove_thoughts(answer, markers)
+        return parsed  # also if the start marker is not known: "" is in each text
+    visible = thoughts.split_text(answer, markers).answer
     visible_ids = tokenizer.encode(visible, add_special_tokens=False)
     return await extract_tool_calls(tokenizer, context.tool_format, visible_ids, tools)
 
 
 def make_call(name: str, arguments: str, call_id: str = "") -> Json:
-    """Make a function_call item, with a new id if the policy wrote none."""
+    """Make a function_call item, with a new id if the policy wrote none.
+
+    Arguments that the policy wrote as JSON text in a text are unwrapped.
+    """
     call_id = call_id or uuid.uuid4().hex[:CALL_ID_LENGTH]
+    with contextlib.suppress(ValueError, RecursionError):
+        inner = json.loads(arguments)
+        if isinstance(inner, str) and isinstance(json.loads(inner), dict):
+            arguments = inner
     return gym_client.function_call(call_id, name, arguments)
 
 

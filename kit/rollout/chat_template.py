@@ -16,7 +16,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import json
+import re
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import env
 from env import TEMPLATE_HINT, Json
 from gym_client import GymError
+from kit.data.episode import find_first_difference
 from kit.data.processor import TextProcessor
 from kit.rollout import harmony, thoughts
 from kit.rollout.control_tokens import encode_marked_text, find_control_tokens, mark_tokens
@@ -39,11 +42,22 @@ CALLS = "a call in an earlier message"
 OUTPUTS = "outputs of tools"
 PARALLEL = "outputs of two calls in one response"
 TURNS = "a user message after a response"
-MAX_BEGINNING = 2048  # tokens of an answer that a prompt begins
 MIN_HEADER = 4  # characters; a shorter one may be a word of a question
 QUESTION = "A question."
+THOUGHT = "quintetthought"
 ANSWER = "quintetanswer"  # a text that no template changes; its end is the end of the answer
+TAIL = 4096  # tokens at the end of a prompt, in which a thought may be open
 ARGUMENT = {"text": ANSWER}
+
+THOUGHT_FORMS: tuple[Json, ...] = (  # of a message with a thought, by peers
+    *({key: THOUGHT} for key in (*env.THOUGHT_KEYS, "thought", "tool_plan")),
+    {"content": [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": ANSWER}]},
+    {
+        "content": {
+            "blocks": [{"type": "thoughts", "text": THOUGHT}, {"type": "response", "text": ANSWER}]
+        }
+    },
+)
 
 Message = Json  # of OpenAI's chat format
 
@@ -93,9 +107,17 @@ class ChatTemplate:
         return find_control_tokens(self.tokenizer)
 
     @functools.cached_property
+    def own_markers(self) -> thoughts.Markers | None:
+        """The texts around a thought, as the template shows them."""
+        return find_markers(self)
+
+    @property
     def markers(self) -> thoughts.Markers:
-        """The texts around a thought."""
-        return thoughts.find_markers(self.tokenizer)
+        """The texts around a thought. If the template shows none, a prompt may ask for think tags.
+
+        Gym's converter reads these tags, too.
+        """
+        return self.own_markers or thoughts.THINK
 
     @functools.cached_property
     def is_harmony(self) -> bool:
@@ -108,27 +130,37 @@ class ChatTemplate:
         return thoughts.split_thought(self.tokenizer, ids, self.markers, is_open)
 
     def leaves_thought_open(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether a prompt has opened a thought: the template, or an answer that it begins.
+        """Return whether the beginning of the response in a prompt has a thought without its end.
 
-        A beginning is the text after the last control token, which opens the answer. A question may
-        have a start marker, too, so without such a token only the end of the prompt counts.
+        The template wrote it, or the row, as the beginning of an answer. Markers before the last
+        other control token, or before the header of the response, are not in the response. If there
+        is neither, the response begins at the end of the prompt.
         """
-        tail = str(self.tokenizer.decode(list(prompt_ids[-MAX_BEGINNING:])))
-        token = max(self.special_tokens, key=tail.rfind, default="")
-        if token and token in self.response_header and token in tail:
-            begun = tail.rpartition(token)[2]
-            return begun.rfind(self.markers.start) > begun.rfind(self.markers.end)
-        return thoughts.opens_thought(self.tokenizer, prompt_ids, self.markers)
+        start, end = self.markers
+        others = {i for text, i in self.control_tokens.items() if text not in start + end}
+        tail = list(prompt_ids[-TAIL:])
+        first = max((index for index, i in enumerate(tail) if i in others), default=-1) + 1
+        text = str(self.tokenizer.decode(tail[first:], skip_special_tokens=False))
+        header = self.response_header
+        _, found, rest = text.rpartition(header) if header else ("", "", text)
+        _, _, rest = rest.rpartition(end)
+        has_border = bool(found) or first > 0
+        is_open = start in rest if has_border else rest.rstrip().endswith(start)
+        return bool(start) and is_open
 
     @functools.cached_property
     def response_header(self) -> str:
-        """The text between a question and an answer, without a thought that the template opens."""
-        question = [{"role": "user", "content": QUESTION}]
-        try:
-            text = text_after(self.render(question, add_generation_prompt=True), QUESTION)
-        except RenderError:
-            return ""
-        return text.partition(self.markers.start)[0].strip()
+        """The text between a question and its response, without a thought."""
+        header = render_prompt(self).rpartition(QUESTION)[2]
+        start = self.markers.start
+        return (header.partition(start)[0] if start else header).strip()
+
+    def write_response(self, prompt_ids: Sequence[int], text: str) -> str:
+        """Return a text as a policy writes it after a prompt, which may leave a thought open."""
+        start, end = self.markers
+        if not self.leaves_thought_open(prompt_ids):
+            return text
+        return text.removeprefix(start) if text.startswith(start) else f"{end}\n\n{text}"
 
     # --- arguments of a row or a request ---
 
@@ -175,9 +207,9 @@ class ChatTemplate:
         **options: bool,
     ) -> str:
         """Render messages in the template's own form. Raises RenderError."""
-        apply: Any = self.tokenizer.apply_chat_template  # its types allow only messages with texts
+        tokenizer: Any = self.tokenizer  # the types of its method allow only messages with texts
         try:
-            text = apply(
+            text = tokenizer.apply_chat_template(
                 self.processor.template_messages(list(messages)),
                 tools=list(tools) or None,
                 tokenize=False,
@@ -209,10 +241,14 @@ class ChatTemplate:
 
     def shows(self, messages: Sequence[Message], text: str) -> bool:
         """Return whether a conversation in the template's own form shows a text."""
+        return text in self.try_apply(messages)
+
+    def try_apply(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        """Render messages in the template's own form; to "" if it does not take them."""
         try:
-            return text in self.apply(messages, ())
+            return self.apply(messages, (), add_generation_prompt)
         except RenderError:
-            return False
+            return ""
 
     def shows_thought(self, question: list[Message], key: str) -> bool:
         """Return whether the template shows this key of the last answer, with or without a call."""
@@ -591,19 +627,23 @@ class ChatTemplate:
         """Return what a conversation adds to its generation prompt. Raises RenderError.
 
         The generation prompt may have a thought that the template does not write for past answers:
-        an opened one, followed by other white space, or an empty one.
+        an opened one, followed by other white space, or an empty one. An answer then begins with
+        the end of the opened thought, also if the template does not write that.
         """
         start, end = self.markers
-        base, has_thought, thought = opened.rpartition(start)
+        base, has_thought, thought = opened.rpartition(start) if start else ("", "", opened)
         is_open = has_thought and not thought.strip()
         is_empty = has_thought and thought.strip() == end
-        if closed.startswith(opened):
-            return closed[len(opened) :]
-        if is_open and closed.startswith(base + start):
-            return closed[len(base + start) :]
-        if is_empty and closed.startswith(base):
-            return closed[len(base) :]
-        raise RenderError("it changes the text before an answer")
+        openings = [opened]
+        if is_open:
+            openings += [base + start, base]
+        elif is_empty:
+            openings.append(base)
+        opening = next((text for text in openings if closed.startswith(text)), None)
+        if opening is None:
+            raise RenderError("it changes the text before an answer")
+        rest = closed[len(opening) :]
+        return f"{end}\n\n{rest.lstrip()}" if is_open and end not in rest else rest
 
 
 def list_parts(
@@ -705,3 +745,134 @@ def text_after(text: str, part: str) -> str:
     if not separator:
         raise RenderError("it does not show the answer of the assistant")
     return rest
+
+
+# --- the markers of a thought --------------------------------------------------------------------
+
+
+def find_markers(template: ChatTemplate) -> thoughts.Markers | None:
+    """Find the markers around a thought by rendering, or None if the template shows none.
+
+    It writes the thought of an answer between them. Or it drops the text of a past answer before a
+    text of its source, which is then the end marker. Or its generation prompt has more than the
+    header of an answer, which is then the start marker.
+    """
+    return find_shown(template) or find_dropped(template) or find_opened(template)
+
+
+class Sides(NamedTuple):
+    """The text of a rendered conversation before and after a part; "" if it lacks the part."""
+
+    before: str
+    after: str
+
+
+def split_answer(template: ChatTemplate, answer: Message, part: str) -> Sides:
+    """Render a question and an answer, and split the text at a part of the answer."""
+    text = template.try_apply([make_question(template), answer])
+    before, separator, after = text.partition(part)
+    return Sides(before, after) if separator else Sides("", "")
+
+
+def make_question(template: ChatTemplate) -> Message:
+    """Make the user's message of all conversations."""
+    return template.adapt({"role": "user", "content": QUESTION})
+
+
+def make_answer(template: ChatTemplate, **fields: object) -> Message:
+    """Make an answer."""
+    return template.adapt({"role": "assistant", "content": ANSWER, **fields})
+
+
+def render_prompt(template: ChatTemplate) -> str:
+    """Render the question and the generation prompt."""
+    return template.try_apply([make_question(template)], add_generation_prompt=True)
+
+
+def find_shown(template: ChatTemplate) -> thoughts.Markers | None:
+    """Find the markers between which the template writes a thought."""
+    answer = make_answer(template)
+    call = make_answer(template, content="", tool_calls=[make_call("a", ARGUMENT)])
+    header = split_answer(template, answer, ANSWER).before
+    for form in THOUGHT_FORMS:
+        sides = split_answer(template, {**answer, **form}, THOUGHT)
+        with_call = split_answer(template, {**call, **form}, THOUGHT)
+        end, is_answer, _ = sides.after.partition(ANSWER)
+        if is_answer:  # an opening of the answer, which no call has, is no part of the marker
+            shared = share_start(sides.after, with_call.after or sides.after)
+            end = end if shared.startswith(end) else re.sub(r"[<|\[({]+\w*$", "", shared)
+        else:
+            sides = with_call
+            after = sides.after.lstrip()
+            end = next((each for each in template.control_tokens if after.startswith(each)), "")
+        is_printed = sides.before.endswith(("'", '"'))  # the message itself, as JSON or by Python
+        start = find_start(template, sides.before, end.strip(), header)
+        if start and end.strip() and not is_printed:
+            return thoughts.Markers(start, end.strip())
+    return None
+
+
+def find_start(template: ChatTemplate, before: str, end: str, header: str) -> str:
+    """Find the start marker in the text before a thought.
+
+    header: the text before an answer without a thought, which may have the end marker, too.
+    """
+    asked, question, rest = header.rpartition(QUESTION)
+    header = asked + question + (rest.partition(end)[0] if end else rest)
+    for opened in (render_prompt(template), header):
+        start = before[len(opened) :].strip()
+        if start and before.startswith(opened):
+            return start
+    word = (before.split() or [""])[-1]
+    if before.strip() == header.strip():  # each answer has the marker, or none has it
+        word = find_opening(template, end) or word
+    starts = (end.replace("/", "", 1), *template.control_tokens)
+    return next((start for start in starts if start != end and word.endswith(start)), word)
+
+
+def find_dropped(template: ChatTemplate) -> thoughts.Markers | None:
+    """Find the quoted text of the source at which past answers are cut, and its start marker.
+
+    Or find two control tokens, if the text between them is cut out.
+    """
+    quoted = re.findall(r"""(?=(['"])([^{}\n]{2,64}?)\1)""", str(template.tokenizer.chat_template))
+    texts = {text.replace("\\n", "\n").strip() for _, text in quoted} - {""}
+    tokens = [token for token in template.control_tokens if token in texts]
+    pairs = [("", end) for end in sorted(texts, key=len)]
+    question = make_question(template)
+    for start, end in (*pairs, *itertools.permutations(tokens, 2)):
+        past = make_answer(template, content=f"{start}{THOUGHT}{end}{ANSWER}")
+        shown = template.try_apply([question, past, question, make_answer(template), question])
+        if shown.count(ANSWER) == 2 and THOUGHT not in shown:
+            tag = end.replace("/", "", 1) if "/" in end else ""
+            return thoughts.Markers(start or find_opening(template, end) or tag, end)
+    return None
+
+
+def find_opened(template: ChatTemplate) -> thoughts.Markers | None:
+    """Find the tag with which the generation prompt ends, if it is a tag."""
+    start = find_opening(template)
+    end = re.sub(r"^([^\w\s]+)", r"\1/", start)  # </think> of <think>, [/THINK] of [THINK]
+    is_tag = re.fullmatch(r"[^\w\s][\w:.-]+[^\w\s]", start)
+    is_known = end != start and end in str(template.tokenizer.chat_template)
+    return thoughts.Markers(start, end) if is_tag or is_known else None
+
+
+def find_opening(template: ChatTemplate, end: str = "") -> str:
+    """Find the text of the generation prompt after the header of an answer.
+
+    end: the end marker, before which past answers may have an empty thought.
+    """
+    opened = render_prompt(template)
+    closed = split_answer(template, make_answer(template), ANSWER).before
+    header = share_start(opened, closed)
+    if opened[len(header) :].strip() and closed[len(header) :].strip():
+        # both markers may begin with the same signs
+        header = header.rstrip(" \n<|[{(")
+    opening = opened[len(header) :] if closed else ""
+    return (opening.partition(end)[0] if end else opening).strip()
+
+
+def share_start(one: str, other: str) -> str:
+    """Return the text with which both texts begin."""
+    return one[: find_first_difference(one, other)]

@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -31,7 +30,8 @@ from typing import Any, NamedTuple
 import env
 from gym_client import GymError, find_callable_tools, sanitize_json
 from kit.data import fields
-from kit.rollout.chat import ParsedResponse, parse_response
+from kit.data.episode import ParsedResponse, write_call
+from kit.rollout.chat import parse_response
 from kit.rollout.chat_template import ChatTemplate, Message
 from kit.rollout.openai_requests import (
     WHERE,
@@ -42,9 +42,9 @@ from kit.rollout.openai_requests import (
     join_parts,
 )
 from kit.rollout.sampling import RolloutContext
+from kit.rollout.thoughts import THINK, split_text
 
 MAX_CHECKED = 2**16  # histories in the cache, of some 100 bytes
-INLINE_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)  # as Gym's converter finds it
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ async def parse_offered(
         if call["name"] in offered:
             calls.append(call)
         else:
-            texts.append(json.dumps({"name": call["name"], "arguments": call["arguments"]}))
-    return ParsedResponse(response.reasoning, "\n".join(texts), calls)
+            texts.append(write_call(call))
+    return response._replace(text="\n".join(texts), calls=calls)
 
 
 class Contents(NamedTuple):
@@ -93,9 +93,10 @@ class Contents(NamedTuple):
 
 def make_contents(text: str, thoughts: Sequence[str | None], calls: list[Message]) -> Contents:
     """Move the thoughts out of the text, and decode the arguments of the calls."""
-    texts = {thought.strip() for thought in (*thoughts, *INLINE_THOUGHT.findall(text)) if thought}
+    split = split_text(text, THINK)  # as Gym's converter writes them
+    texts = {thought.strip() for thought in (*thoughts, *split.thoughts) if thought}
     decoded = [(call["name"], decode_arguments(call["arguments"])) for call in calls]
-    return Contents(texts - {""}, INLINE_THOUGHT.sub("", text).strip(), decoded)
+    return Contents(texts - {""}, (split.answer + split.open_thought).strip(), decoded)
 
 
 def decode_arguments(arguments: str) -> object:

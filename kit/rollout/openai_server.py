@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from aiohttp import web
 
 from gym_client import GymError, Json
-from kit.data.episode import LOG_PROBS, PROMPT_IDS, SAMPLED_IDS, TOKEN_FIELDS
-from kit.rollout.chat import ParsedResponse
+from kit.data.episode import LOG_PROBS, PROMPT_IDS, SAMPLED_IDS, TOKEN_FIELDS, ParsedResponse
 from kit.rollout.openai_history import Histories, Prompt, parse_offered
 from kit.rollout.openai_requests import ChatRequest, RequestError, read_request
 from kit.rollout.sampling import RolloutContext, SampledResponse, sample

@@ -28,6 +28,7 @@ from kit.rollout.chat_template import (
     RenderError,
     make_call,
     make_output,
+    render_prompt,
     text_after,
 )
 from kit.rollout.tool_calls import extract_by_vllm
@@ -70,27 +71,28 @@ def try_prompt(template: ChatTemplate) -> None:
 
 
 def try_answer(template: ChatTemplate) -> None:
-    """Try to read an answer as the template writes it."""
+    """Try to read an answer as the template writes it, or else after the generation prompt."""
     if template.is_harmony:  # kit/rollout/harmony.py reads it
         return
+    prompt = template.encode_text(render_prompt(template))
     try:
         ids = template.encode_answer({"role": "assistant", "content": ANSWER})
-    except RenderError:  # the prompt opens a thought that the template does not write later
-        return
+    except RenderError:  # it writes no past answers
+        ids = template.encode_text(template.write_response(prompt, ANSWER))
     without_stop = [i for i in ids if i not in template.stop_ids]
-    answer = template.split_thought((), without_stop).answer
+    answer = template.split_thought(prompt, without_stop).answer
     text = str(template.tokenizer.decode(answer, skip_special_tokens=True)).strip()
     if not text.startswith(ANSWER):  # `find_unknown_end` looks at the text after it
         raise RenderError(f"they are read as {text!r} instead of {ANSWER!r}")
 
 
 def find_unknown_end(template: ChatTemplate) -> str:
-    """Find the text that ends an answer in the template, if it is no stop token; else ""."""
-    try:
-        conversation = [user(QUESTION), {"role": "assistant", "content": ANSWER}]
-        closed = text_after(template.render(conversation), ANSWER)
-    except RenderError:
-        return ""
+    """Find the text that ends an answer in the template, if it is no stop token; else "".
+
+    Raises RenderError if the template writes no past answers.
+    """
+    conversation = [user(QUESTION), {"role": "assistant", "content": ANSWER}]
+    closed = text_after(template.render(conversation), ANSWER)
     has_stop = template.find_stop(closed).start < len(closed)
     return "" if has_stop else closed.strip()
 
@@ -144,6 +146,22 @@ def try_two_outputs(template: ChatTemplate) -> None:
     """Try the outputs of two calls in one answer."""
     outputs = [make_output(letter, mark) for letter, mark in zip("cd", MARKS, strict=True)]
     check_continuation(template, outputs, MARKS, call_and_output(QUESTION))
+
+
+def list_changed_by_system(template: ChatTemplate) -> list[str]:
+    """List the parts that the template writes in another way after a system message."""
+    changed = []
+    for part, message in ((TURNS, user(QUESTION)), (OUTPUTS, make_output("c", QUESTION))):
+        if {SYSTEM, part} & template.failures.keys():
+            continue
+        conversation = template.make_conversation([message])
+        texts = [
+            template.continue_conversation([*opening, *conversation], [message], None)
+            for opening in ([], [{"role": "system", "content": "Be brief."}])
+        ]
+        if texts[0] != texts[1]:
+            changed.append(part)
+    return changed
 
 
 def user(text: str) -> Message:
@@ -241,7 +259,8 @@ def find_tool_formats(template: ChatTemplate, formats: Iterable[str]) -> Iterato
     except RenderError:
         return
     without_stop = ids[:-1] if ids[-1] in template.stop_ids else ids
-    written = template.split_thought((), without_stop).answer
+    prompt = template.encode_text(render_prompt(template))
+    written = template.split_thought(prompt, without_stop).answer
     text = str(template.tokenizer.decode(written, skip_special_tokens=False))
     yield from (name for name in formats if reads_call(template.tokenizer, name, text))
 

@@ -6,32 +6,20 @@ opened it. A thought that is not closed is not an answer and has no tool calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TAIL = 32  # tokens at the end of a prompt, where the template may have opened a thought
-
 
 class Markers(NamedTuple):
     """The texts around a thought."""
 
-    start: str
+    start: str  # "" if it is not known
     end: str
 
 
-MARKERS = (
-    Markers("<think>", "</think>"),
-    Markers("<|channel>thought", "<channel|>"),  # Gemma 4
-    Markers("[THINK]", "[/THINK]"),  # Magistral
-    Markers("<seed:think>", "</seed:think>"),
-    Markers("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
-    Markers("<longcat_think>", "</longcat_think>"),
-    Markers("<mm:think>", "</mm:think>"),  # MiniMax M3
-    Markers("◁think▷", "◁/think▷"),  # Kimi-VL
-)
+THINK = Markers("<think>", "</think>")
 
 
 class SplitResponse(NamedTuple):
@@ -41,15 +29,6 @@ class SplitResponse(NamedTuple):
     answer: list[int]  # empty if the thought is not closed
 
 
-def find_markers(tokenizer: PreTrainedTokenizerBase) -> Markers:
-    """Find the markers that the chat template or else the vocabulary has, or `<think>`."""
-    template = str(tokenizer.chat_template or "")
-    vocabulary = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    in_template = [markers for markers in MARKERS if markers.end in template]
-    in_vocabulary = [markers for markers in MARKERS if markers.end in vocabulary]
-    return next(iter([*in_template, *in_vocabulary]), MARKERS[0])
-
-
 def split_thought(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], markers: Markers, is_open: bool = False
 ) -> SplitResponse:
@@ -57,17 +36,18 @@ def split_thought(
 
     Only the first end marker counts: later ones are text of the answer. An end marker without a
     start marker ends a thought, too, because some prompts ask for a thought in their text.
-    is_open: whether the prompt has opened the thought (`opens_thought`).
+    is_open: whether the prompt has opened the thought.
     """
     text = str(tokenizer.decode(ids, skip_special_tokens=False))
-    is_open = is_open or text.lstrip().startswith(markers.start)
+    starts = bool(markers.start) and text.lstrip().startswith(markers.start)
+    is_open = is_open or starts
     if not is_open and markers.end not in text:
         return SplitResponse([], ids)
     end = find_end(tokenizer, ids, markers.end)
     if is_open:
         return SplitResponse(ids[:end], ids[end:])
     before = tokenizer.decode(ids[:end], skip_special_tokens=False)
-    if markers.start in before or markers.end not in before:
+    if (markers.start and markers.start in before) or markers.end not in before:
         return SplitResponse([], ids)
     return SplitResponse(ids[:end], ids[end:])
 
@@ -88,22 +68,30 @@ def find_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], marker: str) ->
     return low
 
 
-def opens_thought(
-    tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], markers: Markers
-) -> bool:
-    """Return whether a prompt ends with the start marker of a thought and white space."""
-    tail = tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
-    return str(tail).rstrip().endswith(markers.start)
+class SplitText(NamedTuple):
+    """A text without its thoughts, and these."""
+
+    answer: str
+    thoughts: list[str]
+    open_thought: str  # the text after a marker that opens a thought without an end
 
 
-def remove_thoughts(text: str, markers: Markers) -> str:
-    """Remove all thoughts of a text, and the rest of the text after one that is not closed."""
+def split_text(text: str, markers: Markers) -> SplitText:
+    """Split a text into its thoughts and the rest, in linear time."""
+    start, end = markers
     answer = ""
-    while markers.start in text:
-        before, _, rest = text.partition(markers.start)
-        _, _, text = rest.partition(markers.end)
-        answer += before
-    return answer + text
+    found: list[str] = []
+    position = 0
+    opened = text.find(start)
+    while start and opened >= 0:
+        answer += text[position:opened]
+        closed = text.find(end, opened)
+        if closed < 0:
+            return SplitText(answer, found, text[opened:])
+        found.append(text[opened + len(start) : closed])
+        position = closed + len(end)
+        opened = text.find(start, position)
+    return SplitText(answer + text[position:], found, "")
 
 
 def decode_thought(tokenizer: PreTrainedTokenizerBase, ids: list[int], markers: Markers) -> str:

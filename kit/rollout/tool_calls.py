@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -16,9 +17,11 @@ from env import Json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParser
 
 MISTRAL_CALLS = "[TOOL_CALLS]"  # the list of calls follows
+MAX_CALLS = 32  # in one response that has a malformed one
 PARSE_TIMEOUT_S = 5.0  # for one search of a tool parser, in CPU seconds of this process
 SEARCHES = frozenset(
     ("search", "match", "fullmatch", "findall", "finditer", "sub", "subn", "split")
@@ -65,6 +68,19 @@ def extract_by_vllm(
     parser_class = ToolParserManager.get_tool_parser(tool_format)
     parser = parser_class(tokenizer, request.tools)  # type: ignore[arg-type]  # vLLM's own type
     limit_search_time(parser)
+    found = read_calls(parser, text, request)
+    start = getattr(parser, "tool_call_start_token", "")
+    if found.calls or not start or not 1 < text.count(start) <= MAX_CALLS:
+        return found
+    before, *others = text.split(start)  # one malformed call hides the others from the parser
+    pieces = [read_calls(parser, start + other, request) for other in others]
+    texts = [before, *(piece.text or "" for piece in pieces)]
+    calls = list(itertools.chain.from_iterable(piece.calls for piece in pieces))
+    return ExtractedCalls("".join(texts), calls)
+
+
+def read_calls(parser: ToolParser, text: str, request: ChatCompletionRequest) -> ExtractedCalls:
+    """Read the tool calls of a text with a parser of vLLM."""
     result = parser.extract_tool_calls(text, request)
     if not result.tools_called:
         return ExtractedCalls(result.content, [])

@@ -256,8 +256,7 @@ def try_response(response: str, planned: Plan) -> None:
             "--try needs a Python verifier, since a dry run starts no Gym server. Remove --try, or "
             "use `python algorithm.py probe`."
         )
-    tokenizer = inputs.tokenizer
-    inputs.trials = try_verifiers(specs, inputs.tasks, recipe, tokenizer, response=response)
+    inputs.trials = try_verifiers(specs, inputs.tasks, recipe, response=response)
 
 
 def describe_plan(

@@ -190,7 +190,7 @@ def start_sampling(
     run = launch.run
     recipe = launch.recipe
     pools = make_pools(recipe, launch.inputs.verifiers.specs, launch.logs)
-    verifiers, limits = make_verifiers(recipe, urls, launch.inputs.tokenizer, pools)
+    verifiers, limits = make_verifiers(recipe, urls, pools)
     enter(verifiers, loop, launch.stack)
     actor = workers.actor if workers else None
     if actor:

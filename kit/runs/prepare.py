@@ -105,7 +105,7 @@ def prepare(
     check_schedule(recipe)
     for feature in recipe.features:
         feature.check_inputs(recipe, inputs)
-    inputs.trials = try_verifiers(custom, inputs.tasks, recipe, inputs.tokenizer, inputs.scales)
+    inputs.trials = try_verifiers(custom, inputs.tasks, recipe, inputs.scales)
     return Prepared(recipe, inputs)
 
 
@@ -125,6 +125,7 @@ def check_recipe(
     """
     remove_unused_servers(config)
     problems = [*problems, *adapters.take_adapter(config)]
+    problems += model_files.take_chat_template(config)
     raise_all([*features.find_missing(config, command), *find_missing_modules(config)])
     active = features.make_features(config, command)
     on_features(active, config)

@@ -18,7 +18,7 @@ from kit.config.training_effect import warn_of_lost_updates
 from kit.data.ground_truths import find_marks, is_missing
 from kit.gym.python_verifiers.settings import count_processes
 from kit.rollout import template_trial
-from kit.rollout.chat_template import TURNS
+from kit.rollout.chat_template import TURNS, ChatTemplate, RenderError, find_opening
 from kit.rollout.inputs import RunInputs
 from kit.runs.prepare import find_unsandboxed
 
@@ -40,7 +40,7 @@ def summarize(
         lines += describe_by_features(recipe, inputs, describes_work=True)
     lines += describe_verifiers(recipe, inputs)
     if is_dry_run:
-        lines += describe_first_prompts(inputs)
+        lines += [*describe_first_prompts(inputs), describe_thoughts(inputs.template)]
     lines += [f"WARNING     {text}" for text in list_warnings(recipe, inputs)]
     lines += [*notes, *describe_settings(recipe, inputs)]
     if written is not None:
@@ -263,12 +263,14 @@ def warn_of_template(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
             f"{template.describe_failure(TURNS)} A server that plays turns (`step`) cannot be used "
             "without it."
         )
-    end = template_trial.find_unknown_end(template)
-    if end:
+    yield from warn_of_answers(template)
+    has_system = any(
+        task.messages and task.messages[0]["role"] == "system" for task in inputs.tasks
+    )
+    for part in template_trial.list_changed_by_system(template) if has_system else []:
         yield (
-            f"The chat template ends an answer with {end!r}, which is no stop token of the model, "
-            "so a response continues after it. Add its id to eos_token_id in the model's "
-            "generation_config.json, or set another template."
+            f"The chat template writes {part} in another way after a system message. The policy "
+            "reads them as without one. Set another template, or no system message."
         )
     if template_trial.writes_date(template):
         yield (
@@ -285,6 +287,41 @@ def warn_of_template(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
             f"rollout.multi_turn.format={tool_format} does not read the calls that the chat "
             f"template writes, so a response in the template's form calls no tool. {advice}."
         )
+
+
+def warn_of_answers(template: ChatTemplate) -> Iterator[str]:
+    """Warn if the template does not show where an answer begins or ends."""
+    end = ""
+    try:
+        end = template_trial.find_unknown_end(template)
+    except RenderError as error:
+        yield (
+            f"The chat template writes no past answers ({error}), so it does not show which token "
+            "ends an answer. Check that the model writes one of the stop ids."
+        )
+    if end:
+        yield (
+            f"The chat template ends an answer with {end!r}, which is no stop token of the model, "
+            "so a response continues after it. Add its id to eos_token_id in the model's "
+            "generation_config.json, or set another template."
+        )
+    opening = find_opening(template)
+    if opening and not template.own_markers:
+        yield (
+            f"The generation prompt ends with {opening!r}, and the chat template shows no end of "
+            "it. If it opens a thought, the thought counts as the answer. Set another template."
+        )
+
+
+def describe_thoughts(template: ChatTemplate) -> str:
+    """Describe what is a thought, and not the answer."""
+    start, end = template.markers
+    if template.own_markers:
+        return f"thoughts    between {start or 'the beginning'} and {end}, no part of the answer"
+    return (
+        "thoughts    the chat template shows no markers, so thoughts count as answers, except "
+        f"between {start} and {end}"
+    )
 
 
 def warn_of_verl_rows(inputs: RunInputs) -> Iterator[str]:

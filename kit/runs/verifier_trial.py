@@ -7,11 +7,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from env import Task
 from gym_client import GymError, StepResult, VerifyResult
 from kit.config.recipe import Recipe
+from kit.data.episode import ParsedResponse
 from kit.data.ground_truths import (
     find_ground_truth,
     is_marked,
@@ -23,9 +23,6 @@ from kit.errors import UserFunctionError
 from kit.gym.python_verifiers.pool import Pool
 from kit.gym.python_verifiers.settings import VerifierSpec
 from kit.runs.event_loops import make_runner
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 RESPONSE = "So the answer is 7."
 FULL_FORM = "<think>\nI work out the answer.\n</think>\n<answer>{}</answer>"
@@ -40,7 +37,6 @@ def try_verifiers(
     specs: Mapping[str, VerifierSpec],
     tasks: Sequence[Task],
     recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
     scales: Scales | None = None,
     response: str = RESPONSE,
 ) -> list[str]:
@@ -60,8 +56,7 @@ def try_verifiers(
         for name, spec in specs.items():
             own_tasks = [task for task in tasks if task.server == name]
             pool = Pool(spec, recipe, Path(logs))
-            trial = try_verifier(pool, own_tasks, tokenizer, required, scales, response)
-            lines += runner.run(trial)
+            lines += runner.run(try_verifier(pool, own_tasks, required, scales, response))
     return lines
 
 
@@ -84,7 +79,6 @@ def select_tasks(tasks: Sequence[Task]) -> list[Task]:
 async def try_verifier(
     pool: Pool,
     tasks: Sequence[Task],
-    tokenizer: PreTrainedTokenizerBase,
     required: Sequence[str],
     scales: Scales | None = None,
     response: str = RESPONSE,
@@ -102,7 +96,7 @@ async def try_verifier(
             missing = [task.row_id for task in tasks if is_missing(task.row)]
         selected = select_tasks(tasks)
         for task in selected[:MAX_SOURCES]:
-            trial = RowTrial(pool, task, tokenizer, required, response)
+            trial = RowTrial(pool, task, required, response)
             lines.append(await trial.run(kind))
             if scales is not None:
                 scales[task.server, str(task.row.get("data_source"))] = trial.scale
@@ -128,7 +122,6 @@ class RowTrial:
 
     pool: Pool
     task: Task
-    tokenizer: PreTrainedTokenizerBase
     required: Sequence[str]
     first: str = RESPONSE
     rewards: dict[str, float | None] = field(default_factory=dict)
@@ -149,7 +142,7 @@ class RowTrial:
     async def call(self, response: str) -> float | None:
         """Return the reward of a response. Raises UserFunctionError."""
         try:
-            result = await call_verifier(self.pool, self.task, response, self.tokenizer)
+            result = await call_verifier(self.pool, self.task, response)
         except GymError as error:
             trial = f"(tried on row {self.task.row_id} with the response {response!r})"
             raise UserFunctionError(f"{self.pool.spec.key}={error} {trial}") from None
@@ -241,18 +234,15 @@ def check_components(pool: Pool, task: Task, result: VerifyResult, required: Seq
             )
 
 
-async def call_verifier(
-    pool: Pool, task: Task, response: str, tokenizer: PreTrainedTokenizerBase
-) -> VerifyResult | StepResult | None:
+async def call_verifier(pool: Pool, task: Task, response: str) -> VerifyResult | StepResult | None:
     """Verify a response to the row of a task. Raises GymError.
 
     None if the verifier marks its reward as invalid.
     """
-    ids = tokenizer.encode(response, add_special_tokens=False)
     try:
-        session = await pool.open_session(task.row, tokenizer)
+        session = await pool.open_session(task.row)
         verify = session.verify if session.kind == "verify" else session.step
-        result = await verify({}, ids)
+        result = await verify({}, ParsedResponse.of_text(response))
     except GymError as error:
         if error.reason != "masked":
             raise

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from omegaconf import OmegaConf
 
 from kit.config import model_files
 from kit.config.recipe import Recipe
@@ -32,6 +33,24 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda _, name: FILES)
     return calls
+
+
+def test_a_chat_template_may_be_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "{{ messages[0].content }}"
+    Path("my.jinja").write_text(text)
+    Path("empty.jinja").write_text("nothing")
+
+    def take(value):
+        config = OmegaConf.create({"actor_rollout_ref": {"model": {"custom_chat_template": value}}})
+        errors = [str(error) for error in model_files.take_chat_template(config)]
+        return config.actor_rollout_ref.model.custom_chat_template, errors
+
+    assert take(None) == (None, [])
+    assert take("my.jinja") == take(str(tmp_path / "my.jinja")) == take(text) == (text, [])
+    for value in ("your.jinja", "chatml", "empty.jinja"):
+        (error,) = take(value)[1]
+        assert "is neither a file in the current folder" in error and "has no {" in error
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ from kit.errors import UserFunctionError
 from kit.gym.python_verifiers.settings import read_verifiers
 from kit.runs import verifier_trial
 from tests.helpers.verifiers import (
-    CharTokenizer,
     list_rewards,
     make_recipe,
     make_router,
@@ -197,7 +196,7 @@ def test_verifiers_import_their_siblings_in_the_pool_and_in_the_trial(tmp_path):
     recipe = make_recipe(reference)
     task = Task("r:1", {"answer": "helpers"}, "compute_score", [], [])
     specs = read_verifiers(recipe.verl).specs
-    lines = verifier_trial.try_verifiers(specs, [task], recipe, CharTokenizer())
+    lines = verifier_trial.try_verifiers(specs, [task], recipe)
     assert lines == [
         "tried on row r:1: reward 0 for 'So the answer is 7.', 1 for the ground truth 'helpers'"
     ]
@@ -319,7 +318,7 @@ def test_an_import_that_fails_is_an_error_with_the_right_fix(tmp_path, source, e
     recipe = make_recipe(f"{folder}/my.py:f")
     specs = read_verifiers(recipe.verl).specs
     with pytest.raises(UserFunctionError) as error:
-        verifier_trial.try_verifiers(specs, [], recipe, CharTokenizer())
+        verifier_trial.try_verifiers(specs, [], recipe)
     assert expected in str(error.value)
     with pytest.raises(UserFunctionError) as error:
         load(folder, "f", "env.reward")

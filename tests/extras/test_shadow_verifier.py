@@ -15,14 +15,14 @@ import gym_client
 import inference
 from env import Task
 from kit.config.load import base_configs
-from kit.data.episode import Episode, TurnSpan
+from kit.data.episode import Episode, ParsedResponse, TurnSpan
 from kit.data.metrics import compute_rollout_metrics, compute_validation_metrics
 from kit.data.rollout_files import from_record, to_record, write_record
 from kit.errors import RunError
 from kit.extras.shadow_verifier import ShadowVerifier, score
 from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.verifiers import VerifierRouter
-from tests.helpers.verifiers import CharTokenizer, make_recipe
+from tests.helpers.verifiers import make_recipe
 
 SOURCE = """
 def hackable(data_source, solution_str, ground_truth, extra_info):
@@ -56,9 +56,7 @@ def measure(tmp_path, monkeypatch):
         feature = make_shadow(f"my.py:{shadow}", config)
         assert list(feature.check_recipe(config)) == []
         recipe = dataclasses.replace(recipe, features=(feature,))
-        router = VerifierRouter(
-            gym_client.Gym({}), make_pools(recipe, {}, tmp_path), CharTokenizer()
-        )
+        router = VerifierRouter(gym_client.Gym({}), make_pools(recipe, {}, tmp_path))
         episode = make_episode(*turns)
 
         async def run_feature():
@@ -85,6 +83,7 @@ def make_episode(*turns, reward=1.0):
         episode.output.append(gym_client.message(text))
         episode.response_ids += map(ord, text)
         episode.turns.append(TurnSpan(start, start + len(text), len(episode.output)))
+        episode.responses.append(ParsedResponse.of_text(text))
     episode.response_mask = [1] * len(episode.response_ids)
     episode.log_probs = [-0.5] * len(episode.response_ids)
     return episode
@@ -166,7 +165,7 @@ def test_a_gym_server_is_named_by_its_name():
         async def __aexit__(self, *_):
             pass
 
-        async def verify(self, body, token_ids):
+        async def verify(self, body, last):
             response.update(body)
             return gym_client.VerifyResult(0.25)
 

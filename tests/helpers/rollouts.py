@@ -284,9 +284,9 @@ class ToolSession:
     async def call_tool(self, name, arguments):
         return self.answers.pop(0)
 
-    async def verify(self, response, token_ids):
+    async def verify(self, response, last):
         self.verified = response
-        self.token_ids = token_ids
+        self.last = last
         return gym_client.VerifyResult(1.0, {"a": 1.0})
 
 
@@ -302,7 +302,7 @@ class Game:
         self.terminated = terminated
         self.bodies = []
 
-    async def step(self, response, token_ids):
+    async def step(self, response, last):
         self.bodies.append(response["output"])
         self.steps_left -= 1
         is_over = self.steps_left == 0

@@ -117,7 +117,7 @@ def with_verifiers(stack: Stack, *changes: str):
 
     recipe, inputs = load(stack.workspace, *SESSION, *changes)
     pools = make_pools(recipe, inputs.verifiers.specs, stack.workspace)
-    gym = VerifierRouter(stack.servers.gym.gym, pools, inputs.tokenizer)
+    gym = VerifierRouter(stack.servers.gym.gym, pools)
     try:
         yield gym
     finally:

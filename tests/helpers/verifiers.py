@@ -19,6 +19,7 @@ from kit.config.load import base_configs
 from kit.config.recipe import Recipe
 from kit.config.sections import read_sections
 from kit.config.user_functions import load_recipe_functions
+from kit.data.episode import ParsedResponse
 from kit.features import make_features
 from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.python_verifiers.settings import read_verifiers
@@ -46,17 +47,6 @@ needs_bubblewrap = pytest.mark.skipif(
 )
 
 
-class CharTokenizer:
-    """A tokenizer whose ids are characters."""
-
-    def decode(self, ids, skip_special_tokens):
-        assert skip_special_tokens
-        return "".join(map(chr, ids))
-
-    def encode(self, text, add_special_tokens):
-        return list(map(ord, text))
-
-
 def make_recipe(verifier, allow_unsandboxed_code=False, **pool) -> Recipe:
     """Make a recipe with a Python verifier. pool: keys of env.verifier_pool."""
     defaults = {"processes": 1, "timeout_s": 20.0, "memory_gb": 1.0}
@@ -81,11 +71,16 @@ def make_router(folder, verifier, **settings):
     """
     recipe = make_recipe(verifier, **settings)
     pools = make_pools(recipe, read_verifiers(recipe.verl).specs, folder)
-    return VerifierRouter(gym_client.Gym({}), pools, CharTokenizer())
+    return VerifierRouter(gym_client.Gym({}), pools)
+
+
+def to_response(turn: str | ParsedResponse) -> ParsedResponse:
+    """Make a response of a text."""
+    return ParsedResponse.of_text(turn) if isinstance(turn, str) else turn
 
 
 async def run_session(router, *texts, row=None):
-    """Run one session with the only verifier, with one turn for each text.
+    """Run one session with the only verifier, with one turn for each text or parsed response.
 
     Return the result of each turn, or its GymError.
     """
@@ -95,7 +90,7 @@ async def run_session(router, *texts, row=None):
         call = session.verify if session.kind == "verify" else session.step
         for text in texts:
             try:
-                results.append(await call({}, list(map(ord, text))))
+                results.append(await call({}, to_response(text)))
             except GymError as error:
                 results.append(error)
     return results

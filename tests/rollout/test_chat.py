@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import time
 
 import pytest
@@ -219,12 +220,20 @@ def test_the_parser_accepts_every_tool_of_gyms_examples():
             if not tools:
                 continue
             response = parse(context, ids, tools)
-            # a call that cannot be read is text
-            assert not response.reasoning and "broken" in response.text and not response.calls
-            calls = parse(context, ids[31:], tools).calls
-            assert [c["name"] for c in calls] == ["look_up"]
+            # a call that cannot be read is text, and hides no other call
+            assert not response.reasoning and "broken" in response.text
+            assert [c["name"] for c in response.calls] == ["look_up"]
             rows_with_tools += 1
     assert rows_with_tools > 50
+
+
+@pytest.mark.parametrize("arguments", ['{"q": 1}', json.dumps('{"q": 1}')])
+def test_arguments_as_text_in_a_text_are_unwrapped(arguments):
+    tokenizer = chatml_tokenizer()
+    ids = tokenizer.encode(call(arguments), add_special_tokens=False)
+    response = parse(context_of(None, tokenizer), ids, [CHAT_TOOL])
+    assert json.loads(response.calls[0]["arguments"]) == {"q": 1}
+    assert response.written == call(arguments)
 
 
 # vLLM's parser deepseek_v3 searches for `.*` three times between marks that a policy can repeat:

@@ -180,8 +180,8 @@ def test_a_part_that_a_template_lacks_is_refused_with_its_name(public):
 class LongGame(Game):
     """A game of three steps, each with another observation."""
 
-    async def step(self, response, token_ids):
-        result = await super().step(response, token_ids)
+    async def step(self, response, last):
+        result = await super().step(response, last)
         observation = f"Observation {self.steps_left}." if result.observation else None
         return gym_client.StepResult(observation, 0.5, result.terminated, result.truncated)
 

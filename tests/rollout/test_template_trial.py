@@ -267,6 +267,12 @@ def test_the_end_of_an_answer_that_is_no_stop_token_is_found():
     assert template_trial.find_unknown_end(llama) == "<|eot|>"
 
 
+def test_a_part_that_depends_on_a_system_message_is_named():
+    assert template_trial.list_changed_by_system(make_template(CHATML)) == []
+    numbered = for_role("tool", "{{ messages[0].role }}{{ m.content }}<|im_end|>")
+    assert template_trial.list_changed_by_system(make_template(numbered)) == [OUTPUTS]
+
+
 # --- dates, arguments and formats ----------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 import pytest
 from hypothesis import given
@@ -47,12 +48,22 @@ def parse(context, text, tools=TOOLS):
     return asyncio.run(parse_response(context, ids, tools, prompt))
 
 
+@functools.cache
+def opens_context():
+    """The context of a template whose generation prompt opens a thought."""
+    return make_context(OPENS)
+
+
 @pytest.mark.parametrize("as_tokens", [False, True])
 @pytest.mark.parametrize(("start", "end"), MARKERS)
 @pytest.mark.parametrize("is_opened", [False, True])
 def test_a_thought_is_split_from_the_answer(is_opened, start, end, as_tokens):
-    opening = f"assistant\n{start}\n{{% endif %}}" if is_opened else "assistant\n{% endif %}"
-    source = CHATML.replace("assistant\n{% endif %}", opening) + f"{{# {end} #}}"
+    thought = (
+        f"{{% if m.reasoning_content %}}{start}{{{{ m.reasoning_content }}}}{end}{{% endif %}}"
+    )
+    source = CHATML.replace("{{ m.content or '' }}", thought + "{{ m.content or '' }}")
+    if is_opened:
+        source = source.replace("assistant\n{% endif %}", f"assistant\n{start}\n{{% endif %}}")
     context = make_context(source, (start, end) if as_tokens else ())
     begin = "" if is_opened else f"\n{start}"
     draft = call('{"q": "draft"}')
@@ -102,7 +113,7 @@ def test_a_marker_in_an_earlier_message_opens_nothing():
 
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_thought_and_answer_are_what_was_written(thought, answer):
-    context = make_context(OPENS)
+    context = opens_context()
     if "</think>" in thought or "think>" in answer:
         return
     response = parse(context, f"{thought}</think>{answer}", [])
@@ -112,20 +123,26 @@ def test_thought_and_answer_are_what_was_written(thought, answer):
     assert unfinished.text == ""
 
 
-def test_an_episode_whose_thought_is_cut_has_no_answer_for_the_verifier():
+@pytest.mark.parametrize(
+    ("written", "cut", "answer"),
+    [
+        ("It may be \\boxed{5}, but let me see", 6, ""),
+        ("It is \\boxed{5}.</think>\n\nI cannot say.", 0, "I cannot say."),
+    ],
+)
+def test_servers_and_functions_read_the_same_answer(written, cut, answer):
     tokenizer = bytes_tokenizer(OPENS, "<|im_end|>")
-    (ids,) = encode_turns(["The answer is 5, or else"], tokenizer)
-    client = one_turn_each(["The answer is 5, or else"], tokenizer)
+    (ids,) = encode_turns([written], tokenizer)
     session = ToolSession([])
-    context = context_of(client, tokenizer, max_response_length=len(ids) - 5)
+    context = context_of(
+        one_turn_each([written], tokenizer), tokenizer, max_response_length=len(ids) - cut
+    )
     episode = play(task_of(tokenizer), session, context)
-    assert episode.ended == "length"
-    texts = [
-        item["content"][0]["text"]
-        for item in session.verified["output"]
-        if item["type"] == "message"
-    ]
-    assert texts == [""]
+    assert episode.ended == ("length" if cut else "stop")
+    thought, message = session.verified["output"]
+    assert thought["type"] == "reasoning" and "5" in thought["summary"][0]["text"]
+    assert message["content"][0]["text"] == session.last.written == episode.response == answer
+    assert session.last.raw == written[: len(written) - max(cut - 1, 0)]
 
 
 def test_a_draft_of_a_call_is_not_made_in_an_episode():

@@ -1,12 +1,16 @@
 """Tests that the summary of a recipe has its custom functions and its warnings."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 
 from kit.config.neutral_sampling import NEUTRAL_VALUES, requires_same_probs
+from kit.data.processor import TextProcessor
+from kit.rollout.chat_template import ChatTemplate
 from kit.runs import summary
 from tests.helpers.recipes import load
+from tests.helpers.rollouts import CHATML
 from tests.helpers.workers import changed
 
 
@@ -42,6 +46,41 @@ def test_the_summary_names_the_models_besides_the_actor(workspace):
     ):
         text = summary.summarize(recipe.change(*changes), inputs)
         assert f"with        {models}" in text.splitlines()
+
+
+def use_template(inputs, source):
+    """Give the inputs of a recipe another chat template."""
+    tokenizer = copy.copy(inputs.tokenizer)
+    tokenizer.chat_template = source
+    template = ChatTemplate(TextProcessor(tokenizer), inputs.stop_ids)
+    return replace(inputs, tokenizer=tokenizer, template=template)
+
+
+@pytest.mark.parametrize(
+    ("opening", "line", "warning"),
+    [
+        ("", "shows no markers, so thoughts count as answers", ""),
+        ("<plan>", "between <plan> and </plan>, no part of the answer", ""),
+        ("Sure: ", "shows no markers", "The generation prompt ends with 'Sure:'"),
+    ],
+)
+def test_a_dry_run_says_what_counts_as_a_thought(workspace, opening, line, warning):
+    recipe, inputs = load(workspace)
+    header = "assistant\n{% endif"
+    inputs = use_template(inputs, CHATML.replace(header, f"assistant\n{opening}{{% endif"))
+    lines = summary.describe_dry_run(recipe, inputs).splitlines()
+    (found,) = [each for each in lines if each.startswith("thoughts ")]
+    assert line in found
+    beginnings = [text.partition(",")[0] for text in summary.warn_of_answers(inputs.template)]
+    found_warnings = [text for text in beginnings if text.startswith("The generation prompt")]
+    assert found_warnings == ([warning] if warning else [])
+
+
+def test_the_summary_warns_of_a_template_without_past_answers(workspace):
+    _, inputs = load(workspace)
+    template = use_template(inputs, "{{ messages[0].content }}").template
+    (warning,) = summary.warn_of_answers(template)
+    assert warning.startswith("The chat template writes no past answers (it does not show the")
 
 
 def test_the_summary_warns_of_a_server_that_runs_the_models_code(workspace):

@@ -14,7 +14,7 @@ from kit.errors import UserFunctionError
 from kit.gym.python_verifiers.settings import read_verifiers
 from kit.runs import verifier_trial
 from tests.helpers.recipes import ROOT
-from tests.helpers.verifiers import EXAMPLE_SOURCE, CharTokenizer, make_recipe
+from tests.helpers.verifiers import EXAMPLE_SOURCE, make_recipe
 
 MATH = "kit/extras/math_answers.py:verify_math"
 TEMPLATE = "templates/reward.py:compute_score"
@@ -26,7 +26,7 @@ def try_rows(verifier, rows, *responses):
     specs = read_verifiers(recipe.verl).specs
     (name,) = specs
     tasks = [Task(row_id, row, name, [], []) for row_id, row in rows.items()]
-    return verifier_trial.try_verifiers(specs, tasks, recipe, CharTokenizer(), *responses)
+    return verifier_trial.try_verifiers(specs, tasks, recipe, None, *responses)
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +180,7 @@ def test_a_component_that_gdpo_needs_and_the_verifier_does_not_return_is_an_erro
 
     def try_with(*changes):
         changed = recipe.change("algorithm.adv_estimator=gdpo", *changes)
-        return verifier_trial.try_verifiers(specs, tasks, changed, CharTokenizer())
+        return verifier_trial.try_verifiers(specs, tasks, changed)
 
     both = "algorithm.gdpo_reward_keys=[right, format]"
     assert try_with("algorithm.gdpo_reward_keys=[right]")

@@ -134,13 +134,15 @@ class Sender:
 
     async def verify(self, task: Task, text: str) -> float:
         """Return the reward of a response; on a server with turns, of the first turn."""
-        ids = self.context.tokenizer.encode(text, add_special_tokens=False) + [self.stop_id]
+        template = self.context.template
+        written = template.write_response(task.prompt_ids, text)
+        ids = [*template.encode_text(written), self.stop_id]
         parsed = await chat.parse_response(self.context, ids, task.tools, task.prompt_ids)
         response = gym_client.response(parsed.items)
         async with self.router.session(task.server, task.row) as session:
             if session.kind == "step":
-                return (await session.step(response, ids)).reward
-            return (await session.verify(response, ids)).reward
+                return (await session.step(response, parsed)).reward
+            return (await session.verify(response, parsed)).reward
 
     async def send_all(self, task: Task, texts: Iterable[str]) -> list[Reply]:
         """Verify several responses, concurrently."""

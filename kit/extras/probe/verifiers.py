@@ -65,7 +65,7 @@ def running_verifiers(recipe: Recipe, inputs: RunInputs) -> Iterator[Started]:
         urls = group.wait_ready()
         loop = stack.enter_context(make_runner())
         pools = make_pools(recipe, inputs.verifiers.specs, launch.logs)
-        router, _ = make_verifiers(recipe, urls, inputs.tokenizer, pools)
+        router, _ = make_verifiers(recipe, urls, pools)
         enter(router, loop, stack)
         client: Any = None  # nothing is sampled
         yield Started(router, make_rollout_context(recipe, client, inputs, 60.0), loop)

@@ -79,7 +79,7 @@ class RolloutWorker:
         self.context = make_rollout_context(recipe, client, inputs, timeout_s)
         count = recipe.rollout.agent.num_workers
         pools = make_pools(recipe, inputs.verifiers.specs, logs)
-        self.verifiers, self.limits = make_verifiers(recipe, urls, inputs.tokenizer, pools, count)
+        self.verifiers, self.limits = make_verifiers(recipe, urls, pools, count)
 
     async def open(self) -> None:
         """Open the client of the Gym servers, in the actor's event loop."""

@@ -9,14 +9,15 @@
         - {path: data/gsm8k.jsonl, verifier: {function: my_reward.py:compute_score, strict: true}}
 
 With `env.verifier`, the kit starts only the Gym servers that a file names. Further keys of a
-verifier, such as `strict`, are its settings. `verl` is verl's default_compute_score (verl_scorer.py
-has its settings).
+verifier, such as `strict`, are its settings, except `raw_text` (see solution_str). `verl` is verl's
+default_compute_score (verl_scorer.py has its settings).
 
 A function gets these keyword arguments, as from verl. It returns a finite number, or a dict with a
 finite number `score`. A bool, a Decimal, a 0-d array and a 0-d tensor are numbers, too. Other
 numbers in the dict become metrics, and everything else is saved in the rollouts.
     data_source     of the row, otherwise the name of the function
-    solution_str    the policy's last turn, decoded without special tokens, with its reasoning
+    solution_str    the answer in the policy's last turn: the text after the thought, with calls;
+                    with `raw_text: true` the whole turn, without special tokens, as in verl
     ground_truth    of the row, unchanged: reward_model.ground_truth, answer, ... or None
                     (kit/data/ground_truths.py)
     extra_info      of the row, with verl's num_turns and rollout_reward_scores, and the whole row

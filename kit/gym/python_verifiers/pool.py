@@ -15,7 +15,6 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import gym_client
 from gym_client import GymError, Json
@@ -29,9 +28,6 @@ from kit.gym.python_verifiers.calls import CallResult
 from kit.gym.python_verifiers.process import ANSWER, REQUEST
 from kit.gym.python_verifiers.session import FunctionSession
 from kit.gym.python_verifiers.settings import VerifierSpec, count_processes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 LOAD_TIMEOUT_S = 300.0  # to start a process and import the verifier
 EXIT_TIMEOUT_S = 5.0  # for a killed process to be gone
@@ -81,10 +77,10 @@ class Pool:
                     self.loaded_kind = await worker.start()
         return self.loaded_kind
 
-    async def open_session(self, row: Json, tokenizer: PreTrainedTokenizerBase) -> FunctionSession:
+    async def open_session(self, row: Json) -> FunctionSession:
         """Open a session for one episode of `row`. Raises GymError."""
         kind = await self.kind()
-        session = FunctionSession(self.spec, kind, row, tokenizer, self.call, self.may_run_code)
+        session = FunctionSession(self.spec, kind, row, self.call, self.may_run_code)
         await session.open()
         return session
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
 
 import gym_client
 from gym_client import GymError, Json
+from kit.data.episode import ParsedResponse
 from kit.data.ground_truths import find_ground_truth
 from kit.gym.python_verifiers.calls import CallResult
 from kit.gym.python_verifiers.settings import VerifierSpec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class FunctionSession:
@@ -29,14 +26,12 @@ class FunctionSession:
         spec: VerifierSpec,
         kind: str,
         row: Json,
-        tokenizer: PreTrainedTokenizerBase,
         call: Callable[..., Awaitable[CallResult]],
         may_run_code: bool,
     ):
         self.spec = spec
         self.kind = kind  # "verify" or "step"
         self.row = row
-        self.tokenizer = tokenizer
         self.call = call
         self.may_run_code = may_run_code
         self.observation: str | None = None  # the first one of an environment
@@ -49,13 +44,10 @@ class FunctionSession:
             self.env_state = reset.env_state
             self.observation = reset.answer["observation"]
 
-    async def verify(self, _: Json, token_ids: Sequence[int]) -> gym_client.VerifyResult:
-        """Return the function's reward of the policy's last turn. Raises GymError.
-
-        token_ids: of that turn. A function does not get the Response object.
-        """
+    async def verify(self, _: Json, response: ParsedResponse) -> gym_client.VerifyResult:
+        """Return the function's reward of the policy's last turn. Raises GymError."""
         default = self.spec.name if self.spec.path else None  # verl's scorer needs that of the row
-        arguments = make_arguments(self.row, self.decode(token_ids), default)
+        arguments = make_arguments(self.row, self.read_text(response), default)
         data_source = arguments["data_source"]
         runs_response = self.spec.runs_response(data_source)
         # The check of the recipe is not enough: a function that makes rows may make the first
@@ -77,21 +69,18 @@ class FunctionSession:
             )
         return result
 
-    async def step(self, _: Json, token_ids: Sequence[int]) -> gym_client.StepResult:
-        """Give the policy's last turn to the environment. Raises GymError.
-
-        token_ids: of that turn. An environment does not get the Response object.
-        """
-        result = await self.call("step", self.env_state, self.decode(token_ids))
+    async def step(self, _: Json, response: ParsedResponse) -> gym_client.StepResult:
+        """Give the policy's last turn to the environment. Raises GymError."""
+        result = await self.call("step", self.env_state, self.read_text(response))
         self.env_state = result.env_state
         answer = result.answer
         return gym_client.StepResult(
             answer["observation"], answer["reward"], terminated=answer["done"], truncated=False
         )
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a turn without special tokens, as verl decodes it."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def read_text(self, response: ParsedResponse) -> str:
+        """Return the answer, or with `raw_text` all that the policy wrote, as verl decodes it."""
+        return response.raw if self.spec.raw_text else response.written
 
 
 def make_arguments(row: Json, text: str, default_source: str | None) -> Json:

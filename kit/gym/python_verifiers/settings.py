@@ -19,6 +19,7 @@ from kit.gym.python_verifiers.verl_scorer import CODE_SOURCES, runs_response
 
 VERL = "verl"  # the name of verl's scorer in a recipe
 VERIFIER_KEY = "env.verifier"
+RAW_TEXT = "raw_text"  # the key next to `function` that is no setting of the function
 FILE_KEYS = ("env.train_files", "env.val_files")
 
 
@@ -31,9 +32,11 @@ class VerifierSpec:
     key: str  # of the recipe
     path: str = ""  # of its file, empty for verl's scorer
     settings: Json = field(default_factory=dict)
+    raw_text: bool = False  # whether it reads the whole response, with its thought
 
     def __str__(self) -> str:
-        return f"{self.reference} {self.settings}" if self.settings else self.reference
+        settings = {RAW_TEXT: True, **self.settings} if self.raw_text else self.settings
+        return f"{self.reference} {settings}" if settings else self.reference
 
     def scores_code(self, data_source: object) -> bool:
         """Whether responses to rows of a data source are code: verl's scorer runs them."""
@@ -86,8 +89,11 @@ def read_spec(value: str | Json, key: str) -> VerifierSpec:
     """
     settings = dict(value) if isinstance(value, Mapping) else {"function": value}
     reference = str(settings.pop("function", ""))
+    raw_text = settings.pop(RAW_TEXT, False)
+    if not isinstance(raw_text, bool):
+        raise UserFunctionError(f"{key}: {RAW_TEXT}={raw_text} is not true or false. Correct it.")
     if reference == VERL:
-        return VerifierSpec(VERL, VERL, key, "", settings)
+        return VerifierSpec(VERL, VERL, key, "", settings, raw_text)
     name = reference.rpartition(":")[2]
     if not user_functions.is_user_function(reference) or not name.isidentifier():
         raise UserFunctionError(
@@ -95,7 +101,7 @@ def read_spec(value: str | Json, key: str) -> VerifierSpec:
             f"{VERL}, or {{function: one of these, and its settings}}."
         )
     path = find_user_file(reference, key)
-    return VerifierSpec(name, reference, key, str(path.resolve()), settings)
+    return VerifierSpec(name, reference, key, str(path.resolve()), settings, raw_text)
 
 
 def read_row_file(entry: str | Json, default: VerifierSpec | None, key: str) -> RowFile:
@@ -121,7 +127,8 @@ def check_name(spec: VerifierSpec, other: VerifierSpec, servers: Json) -> None:
 
     other: the first verifier with this name, possibly the same.
     """
-    if (other.path, other.settings) != (spec.path, spec.settings):
+    identities = [(each.path, each.settings, each.raw_text) for each in (other, spec)]
+    if identities[0] != identities[1]:
         raise ConfigError(
             f"two verifiers have the name {spec.name} in metrics: {other} and {spec}. Rename one "
             "function."

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from gym_client import GymError
+from kit.data.episode import ParsedResponse
 from kit.gym.python_verifiers.session import make_arguments
 from tests.helpers.verifiers import EXAMPLE_SOURCE, make_router, play, run_session
 
@@ -32,6 +33,18 @@ def test_a_function_is_called_as_verl_calls_it(build_router):
     assert (
         play(build_router({"function": "my.py:score_async", "strict": True}), "x")[0].reward == 1.0
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"), [({}, "7"), ({"raw_text": True}, "<think>T</think>7")]
+)
+def test_a_function_reads_the_answer_unless_the_recipe_asks_for_the_raw_text(
+    build_router, settings, text
+):
+    response = ParsedResponse("T", "7", [], "7", "<think>T</think>7")
+    verifier = {"function": "my.py:return_failed_key", **settings}
+    (result,) = play(build_router(verifier), response)
+    assert result.details["failed"] == text
 
 
 def test_a_function_may_return_the_key_that_the_kit_uses_for_failures(build_router):

@@ -13,7 +13,7 @@ from kit.errors import ConfigError, UserFunctionError
 from kit.gym.python_verifiers.settings import read_verifiers
 from kit.runs import prepare, summary, verifier_trial
 from tests.helpers.recipes import CPU, ROOT, WORDS, load, row, tiny, write_rows
-from tests.helpers.verifiers import EXAMPLE_SOURCE, CharTokenizer, make_recipe
+from tests.helpers.verifiers import EXAMPLE_SOURCE, make_recipe
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_verifier_that_cannot_work_is_an_error_of_one_line(
     specs = read_verifiers(recipe.verl).specs
     task = Task("r:1", row(), next(iter(specs)), [], [])
     with pytest.raises(UserFunctionError) as error:
-        verifier_trial.try_verifiers(specs, [task], recipe, CharTokenizer())
+        verifier_trial.try_verifiers(specs, [task], recipe)
     text = str(error.value)
     assert text.startswith("env.verifier=") and "\n" not in text
     assert re.search(message.replace("LINE", str(line)), text), text
