@@ -30,13 +30,10 @@ def find_long_warmups(recipe: Recipe) -> Iterator[str]:
     """Find warm-ups after which nothing is left to train."""
     total = recipe.trainer.total_training_steps
     critic_warmup = recipe.trainer.critic_warmup if recipe.command == "train" else 0
-    key = f"trainer.critic_warmup={critic_warmup}"
-    if critic_warmup and not recipe.has_critic:
-        yield f"{key}: without a critic, these steps train nothing. Remove it."
-    elif critic_warmup >= total:
+    if critic_warmup >= total:
         yield (
-            f"{key}: in {total} steps the policy would not be trained. Lower it, or raise "
-            "trainer.total_training_steps."
+            f"trainer.critic_warmup={critic_warmup}: in {total} steps the policy would not be "
+            "trained. Lower it, or raise trainer.total_training_steps."
         )
         return
     for section in list_optimizers(recipe):
@@ -54,7 +51,7 @@ def find_long_warmups(recipe: Recipe) -> Iterator[str]:
 
 
 def warn_of_lost_updates(recipe: Recipe, model: PretrainedConfig) -> Iterator[str]:
-    """Warn of weights whose type is too coarse for the learning rate.
+    """Warn of steps for a critic that is not there, and of weights too coarse for their rate.
 
     AdamW moves a weight by about lr. If that is less than half the distance to the next number of
     this type, the weight stays. model: the configuration of the policy.
@@ -64,6 +61,9 @@ def warn_of_lost_updates(recipe: Recipe, model: PretrainedConfig) -> Iterator[st
 
     if not recipe.trains or recipe.verl.model_engine != FSDP:
         return
+    warmup = recipe.trainer.critic_warmup
+    if recipe.command == "train" and warmup and not recipe.has_critic:
+        yield f"trainer.critic_warmup={warmup}: without a critic, these steps train nothing."
     weight = getattr(model, "initializer_range", None) or WEIGHT
     for section, engine in list_optimizers(recipe).items():
         optim = recipe.get(f"{section}.optim")

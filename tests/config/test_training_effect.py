@@ -16,7 +16,7 @@ from kit.config.recipe import freeze
 from kit.config.training_effect import find_long_warmups, warn_of_lost_updates
 from kit.errors import ConfigError
 from kit.extras import sft
-from tests.helpers.recipes import CPU, RECIPE, load, tiny, write_chats
+from tests.helpers.recipes import CPU, RECIPE, load, make_partial, tiny, write_chats
 
 STEPS = 12
 PPO = "algorithm.adv_estimator=gae"
@@ -33,7 +33,6 @@ def make_recipe(*changes, command="train", files=("math_cpu", "cpu")):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["trainer.critic_warmup=1"], "critic_warmup=1: without a critic, these steps"),
         ([PPO, "trainer.critic_warmup=11"], ""),
         ([PPO, "trainer.critic_warmup=12"], "critic_warmup=12: in 12 steps the policy would"),
         ([f"{ACTOR}.optim.lr_warmup_steps=12"], ""),
@@ -76,8 +75,14 @@ def test_the_start_counts_the_steps_of_the_rows(workspace, command):
 @given(st.sampled_from(["bf16", "fp16", "fp32"]), st.floats(-8, -3), st.sampled_from([0.02, 0.1]))
 def test_a_rate_that_cannot_move_a_weight_is_a_warning(dtype, exponent, size):
     lr = 10**exponent
-    key = f"{ACTOR}.fsdp_config.model_dtype={dtype}"
-    recipe = make_recipe(key, f"{ACTOR}.optim.lr={lr!r}")
+    actor = {
+        "optim": {"lr": lr, "override_optimizer_config": None},
+        "fsdp_config": {"model_dtype": dtype},
+    }
+    sections = {"actor": actor, "model": {"lora_rank": 0}}
+    recipe = make_partial(
+        {"actor_rollout_ref": sections, "model_engine": "dp", "trainer": {"critic_warmup": 0}}
+    )
     model: Any = SimpleNamespace(initializer_range=size)
     warnings = list(warn_of_lost_updates(recipe, model))
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
@@ -86,7 +91,7 @@ def test_a_rate_that_cannot_move_a_weight_is_a_warning(dtype, exponent, size):
     assert bool(warnings) == bool(moved == weight)
 
 
-def test_weights_of_another_kind_get_no_warning_of_lost_updates():
+def test_lost_steps_and_updates_are_warnings_and_other_weights_are_not():
     coarse = [f"{ACTOR}.fsdp_config.model_dtype=bf16", f"{ACTOR}.optim.lr=1e-6"]
     model: Any = SimpleNamespace()
     (warning,) = warn_of_lost_updates(make_recipe(*coarse), model)
@@ -97,6 +102,8 @@ def test_weights_of_another_kind_get_no_warning_of_lost_updates():
         f"{ACTOR}.optim.override_optimizer_config={{lr: 0.01}}",
     ):
         assert not list(warn_of_lost_updates(make_recipe(*coarse, change), model))
+    (warning,) = warn_of_lost_updates(make_recipe("trainer.critic_warmup=3"), model)
+    assert warning == "trainer.critic_warmup=3: without a critic, these steps train nothing."
     critic = [PPO, "critic.fsdp.model_dtype=bf16", "critic.optim.lr=1e-6"]
     (warning,) = warn_of_lost_updates(make_recipe(*critic), model)
     assert warning.startswith("critic.fsdp.model_dtype=bf16")
