@@ -21,10 +21,8 @@ import verl.utils.torch_functional as verl_F
 from torch import Tensor
 from verl.trainer.ppo.core_algos import kl_penalty
 
-from kit.data.reward_scale import are_equal
-from kit.data.token_rewards import sum_rewards
-
 BETA = 0.1  # of online DPO; lambda of SPIN
+ROUNDING = 3e-7  # relative error of a sum of float32 rewards
 
 
 # --- turns ----------------------------------------------------------------------------------------
@@ -49,7 +47,7 @@ def turn_grpo(
         in_group = is_turn & find_members(index, group)[:, None]  # [B, K]
         group_rewards = rewards[in_group]
         # one turn, or turns with equal rewards, have nothing to be compared with
-        if len(group_rewards) > 1 and not are_equal(group_rewards):
+        if differ(group_rewards):
             centered = group_rewards - group_rewards.mean()
             normalized[in_group] = centered / (group_rewards.std() + 1e-6)
     sums = normalized.flip(1).cumsum(dim=1).flip(1)  # [B, K]: from each turn to the last
@@ -92,6 +90,13 @@ def turn_gae(
     returns = spread_over_tokens(turn_advantages + turn_values, turn)  # [B, R]
     whitened = verl_F.masked_whiten(advantages, response_mask)
     return whitened * response_mask, returns * response_mask
+
+
+def differ(rewards: Tensor) -> bool:
+    """Whether there are two rewards or more, which differ by more than rounding errors."""
+    if len(rewards) < 2:
+        return False
+    return bool(rewards.max() - rewards.min() > ROUNDING * rewards.abs().max())
 
 
 def sum_by_turn(values: Tensor, turn: Tensor) -> Tensor:
@@ -147,14 +152,15 @@ def pairs(
     over B responses into the mean over pairs. m uses the weights that sampled the batch. So this
     is exact for one optimizer step per batch, as in the paper.
     """
-    rewards = sum_rewards(token_level_rewards, index)  # [B]
+    rewards = token_level_rewards.sum(dim=1)  # [B]
+    sizes = token_level_rewards.abs().sum(dim=1)  # [B]
     log_ratios = ((old_log_probs - ref_log_prob) * response_mask).sum(dim=1)  # [B]
     weights = torch.zeros(len(rewards))  # [B]
     for group in dict.fromkeys(index):
         members = [i for i, name in enumerate(index) if name == group]
         best = max(members, key=lambda i: rewards[i])
         worst = min(members, key=lambda i: rewards[i])
-        if rewards[best] > rewards[worst]:
+        if rewards[best] - rewards[worst] > ROUNDING * sizes[members].max():
             margin = BETA * (log_ratios[best] - log_ratios[worst])
             weight = BETA * torch.sigmoid(-margin)
             weights[best] = weight
@@ -213,13 +219,16 @@ def preference(
     Departure from the paper: there is no preference model. The larger reward wins. If two rewards
     are equal, each has half a win.
     """
-    rewards = sum_rewards(token_level_rewards, index)  # [B]
+    rewards = token_level_rewards.sum(dim=1)  # [B]
     _, group_numbers = np.unique(np.asarray(index), return_inverse=True)  # [B]
     in_same_group = torch.from_numpy(group_numbers[:, None] == group_numbers)  # [B, B]
     differences = rewards[:, None] - rewards  # [B, B]
-    wins = torch.sign(differences) / 2 * in_same_group  # [B, B]: P(i > j) - 1/2
+    sizes = token_level_rewards.abs().sum(dim=1)  # [B]
+    errors = ROUNDING * torch.maximum(sizes[:, None], sizes)  # [B, B]
+    is_compared = in_same_group & (differences.abs() > errors)  # [B, B]
+    wins = torch.sign(differences) / 2 * is_compared  # [B, B]: P(i > j) - 1/2
     targets = wins.sum(dim=1) / in_same_group.sum(dim=1)  # [B]
-    advantages = targets.to(token_level_rewards.dtype)[:, None] * response_mask  # [B, R]
+    advantages = targets[:, None] * response_mask  # [B, R]
     return advantages, advantages
 
 

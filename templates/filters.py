@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import gym_client
-from kit.data.reward_scale import are_equal
-from kit.data.selection import group_episodes
+from kit.data.selection import group_episodes, has_equal_values
 from kit.errors import UserFunctionError
 
 
@@ -33,7 +32,7 @@ def drop_uniform(episodes: Sequence[Any], metric: str = "reward") -> list[Any]:
     """
     kept: list[Any] = []
     for group in group_episodes(episodes).values():
-        if not are_equal([get_metric(episode, metric) for episode in group]):
+        if not has_equal_values([get_metric(episode, metric) for episode in group]):
             kept += group
     return kept
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 from kit.data.episode import Episode
+from kit.data.reward_scale import are_equal
 from kit.errors import RunError
 
 Filter = Callable[[list[Episode]], list[Episode]]
@@ -57,6 +58,11 @@ def group_episodes(episodes: Sequence[Episode], by: str = "group_id") -> dict[st
     for episode in episodes:
         groups[getattr(episode, by)].append(episode)
     return dict(groups)
+
+
+def has_equal_values(values: Sequence[float]) -> bool:
+    """Whether the values of a group differ at most by rounding errors: it has no variance."""
+    return are_equal(values)
 
 
 def take_groups(episodes: Sequence[Episode], count: int) -> list[Episode]:

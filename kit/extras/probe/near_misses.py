@@ -7,7 +7,7 @@ of the row.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from kit.extras.probe import truths
@@ -19,37 +19,30 @@ APPROXIMATE = re.compile(
     r"approx|about|roughly|estimat|within|round|nearest|decimal place|significant|toleran|±|%",
     re.IGNORECASE,
 )
-DIGIT = re.compile(r"\d")
-LAST_DIGIT = re.compile(r"\d(?!.*\d)")
 WORD = re.compile(r"[^\W\d_]{3,}( [^\W\d_]+)*")
-
-
-# {kind: what makes the near miss of an answer with digits}
-OF_DIGITS: dict[str, Callable[[str], str]] = {
-    "a digit in front": lambda text: DIGIT.sub(lambda digit: f"1{digit[0]}", text, count=1),
-    "a digit at the end": lambda text: LAST_DIGIT.sub(lambda digit: f"{digit[0]}5", text),
-    "without its first digit": lambda text: re.sub(r"\d(?=\d)", "", text, count=1),
-    "without its last digit": lambda text: re.sub(r"(?<=\d)\d(?!.*\d)", "", text),
-    "its digits reversed": lambda text: re.sub(r"\d[\d.]*", lambda number: number[0][::-1], text),
-    "its digits rotated": lambda text: re.sub(r"(\d)(\d+)", r"\2\1", text, count=1),
-    "its point moved": lambda text: re.sub(r"^(-?\d)(\d+)$", r"\1.\2", text),
+# {kind: (pattern, replacement) of the near miss of an answer with digits}
+OF_DIGITS = {
+    "a digit in front": (r"\d", r"1\g<0>"),
+    "a digit at the end": (r"\d(?!.*\d)", r"\g<0>5"),
+    "without its first digit": (r"\d(?=\d)", ""),
+    "without its last digit": (r"(?<=\d)\d(?!.*\d)", ""),
+    "its digits rotated": (r"(\d)(\d+)", r"\2\1"),
+    "its point moved": (r"^(-?\d)(\d+)$", r"\1.\2"),
 }
-# {kind: what makes the near miss of a number}
-OF_NUMBERS: dict[str, Callable[[Fraction], Fraction]] = {
-    "1 more": lambda value: value + 1,
-    "1 less": lambda value: value - 1,
-    "0.4 more": lambda value: value + Fraction(4, 10),
-    "0.9 more": lambda value: value + Fraction(9, 10),
-    "times ten": lambda value: value * 10,
-    "the other sign": lambda value: -value,
-    "3% more": lambda value: value * Fraction(103, 100),
-    "cut to a whole number": lambda value: Fraction(int(value)),
+OF_WORDS = {
+    "a letter in front": (r"^", "x"),
+    "a letter at the end": (r"$", "x"),
+    "without its last letter": (r".$", ""),
 }
-OF_WORDS: dict[str, Callable[[str], str]] = {
-    "a letter at the end": lambda text: f"{text}x",
-    "a letter in front": lambda text: f"x{text}",
-    "without its last letter": lambda text: text[:-1],
-    "its letters reversed": lambda text: text[::-1],
+# {kind: (factor, summand) of the near miss of a number}
+OF_NUMBERS = {
+    "1 more": (1, 1),
+    "1 less": (1, -1),
+    "0.4 more": (1, Fraction(4, 10)),
+    "0.9 more": (1, Fraction(9, 10)),
+    "times ten": (10, 0),
+    "the other sign": (-1, 0),
+    "3% more": (Fraction(103, 100), 0),
 }
 
 
@@ -66,12 +59,17 @@ def list_candidates(truth: str, prompt: str) -> Iterator[Rewrite]:
     """Yield near misses, some of which may be right."""
     value = read_number(truth)
     if value is not None:
-        for kind, change in OF_NUMBERS.items():
-            yield Rewrite(kind, f"{float(change(value)):.10g}")
+        for kind, (factor, summand) in OF_NUMBERS.items():
+            yield Rewrite(kind, f"{float(value * factor + summand):.10g}")
+        yield Rewrite("cut to a whole number", str(int(value)))
         if value.denominator == 1 and value >= 0:
             yield Rewrite("a number for Python", hex(int(value)))
-    for kind, rewrite in (OF_WORDS if WORD.fullmatch(truth) else OF_DIGITS).items():
-        yield Rewrite(kind, rewrite(truth))
+    changes = OF_WORDS if WORD.fullmatch(truth) else OF_DIGITS
+    for kind, (pattern, replacement) in changes.items():
+        yield Rewrite(kind, re.sub(pattern, replacement, truth, count=1))
+    part = re.search(r"\d[\d.]*|[^\W\d_]{3,}", truth)
+    if part:
+        yield Rewrite("reversed", truth.replace(part[0], part[0][::-1], 1))
     yield Rewrite("the answer as a pattern", write_match(truth))
     items = split_list(truth)
     if len(items) > 1:

@@ -481,7 +481,6 @@ def find_reward_trend(run: RunData) -> Iterator[Finding]:
     """Find a reward that is flat or falls. With a curriculum a fall is not a problem."""
     is_shaped = is_reward_shaped(run)
     metric = "critic/rewards/mean" if is_shaped else "rollout/reward/mean"
-    name = "reward that is trained on" if is_shaped else "reward"
     reward = get_sampled_metric(run, metric)
     if len(reward) < 12:
         return
@@ -490,6 +489,8 @@ def find_reward_trend(run: RunData) -> Iterator[Finding]:
     trend = measure_trend(reward)
     error = SIGMAS * max(trend.error, 1e-9)
     change = f"{trend.first:.3g} at first, {trend.last:.3g} now, over {len(reward)} steps"
+    if is_shaped:
+        change += " (of the reward that is trained on, not the verifier's)"
     rate = get_number(run, f"{ACTOR}.optim.lr")
     hint = (
         "Read the best and worst responses: does the reward separate them? "
@@ -497,13 +498,13 @@ def find_reward_trend(run: RunData) -> Iterator[Finding]:
     )
     if trend.last < trend.first - error and not has_curriculum(run):
         yield Finding(
-            f"The {name} falls: {change}",
+            f"The reward falls: {change}",
             [metric, "actor/entropy", "response_length/mean"],
             f"lower {ACTOR}.optim.lr (now {rate:.3g}). {hint}",
         )
     elif abs(trend.last - trend.first) < error and trend.last < compute_high_reward(run):
         yield Finding(
-            f"The {name} is flat: {change}",
+            f"The reward is flat: {change}",
             [metric, "actor/grad_norm", "actor/lr"],
             f"if actor/grad_norm is steady, multiply {ACTOR}.optim.lr (now {rate:.3g}) by 3. "
             f"{hint}",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import json
 import re
 from types import SimpleNamespace
 
 import pytest
 
 from env import Task
+from kit.data.reward_scale import RewardScale
 from kit.extras.probe import truths
-from kit.extras.probe.audit import Reply, audit_server, find_weaknesses
+from kit.extras.probe.audit import Reply, audit_server, find_unsatisfied, find_weaknesses
 from kit.extras.probe.command import list_others
 from kit.extras.probe.responses import RIGHT, WRONG, Case
 
@@ -38,7 +40,8 @@ class FakeSender:
         return "verify"
 
     async def send(self, task, text):
-        return Reply(text, float(bool(self.verify(text, task.row["answer"]))))
+        reward = self.verify(text, task.row["answer"])
+        return Reply(text, float(reward if isinstance(reward, int | float) else bool(reward)))
 
     async def send_all(self, task, texts):
         return [await self.send(task, text) for text in texts]
@@ -174,3 +177,61 @@ def test_a_verifier_of_expressions_has_no_finding():
         return math.verify_math("", text, truth, {})["score"]
 
     assert not find(verify, SUMS, WRONG, RIGHT)
+
+
+# --- the prompt, and other scales ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [(-1, 0), (0, 0.1), (0, 100), (0.2, 0.9)])
+def test_the_scale_of_a_verifier_changes_no_finding(scale):
+    nothing, full = scale
+
+    def pay(accepts):
+        verify = strict(accepts)
+        return lambda text, truth: full if verify(text, truth) else nothing
+
+    honest = audit(pay(read_answer), SUMS)
+    assert not find_weaknesses(honest, 0.5) and not find_unsatisfied(honest)
+    assert {row.scale for row in honest.rows} == {RewardScale(nothing, full)}
+    assert find(pay(lambda text, truth: text.endswith(truth)), SUMS)
+
+
+def test_forms_that_the_prompt_rules_out_are_not_sent_as_right():
+    def exact(text, truth):
+        return text.strip() == truth
+
+    asks = "What is {}? Reply with only the number, nothing else."
+    rows = {asks.format(f"{a} + {b}"): str(a + b) for a, b in ((1200, 358), (40, 11))}
+    assert not find(exact, rows, WRONG, RIGHT)
+    free = {prompt.partition("Reply")[0]: truth for prompt, truth in rows.items()}
+    assert {"with a zero after the point", "with a thousands separator"} <= find(exact, free, RIGHT)
+    roots = {"Find all x with x^2 = 5x - 6. Solve for x.": "[2, 3]", "Solve for y: 2y = 8.": "4"}
+    assert {"as an equation", "items in another order"} <= find(exact, roots, RIGHT)
+
+
+def test_close_values_are_not_wrong_if_the_prompt_asks_for_about_the_value():
+    def about(text, truth):
+        return abs(as_float(text) - float(truth)) <= 0.05 * float(truth)
+
+    assert not find(about, {"123 + 235 to within 5%?": "358", "40 + 11 to within 5%?": "51"})
+    assert find(about, {"123 + 235?": "358", "40 + 11?": "51"})
+
+
+def test_a_reward_for_the_form_alone_is_found_without_a_truth():
+    def pays_form(text, truth):
+        return re.fullmatch(r"<think>.*?</think>\s*<answer>.*?</answer>", text, re.DOTALL)
+
+    prompt = "Think in <think> </think> tags, then answer in <answer> </answer> tags: what is {}?"
+    rows = {prompt.format(topic): "" for topic in ("love", "art")}
+    assert find(pays_form, rows) == {"the form without an answer"}
+
+
+def test_a_truth_with_quotation_marks_is_written_as_json():
+    def reads_json(text, truth):
+        try:
+            return json.loads(text)["answer"] == truth
+        except (ValueError, TypeError, KeyError):
+            return False
+
+    rows = {'Answer as {"answer": ...}': 'say "hello" 10', 'Reply as {"answer": ...}': 'a "b"\\c 2'}
+    assert not find_unsatisfied(audit(reads_json, rows))
