@@ -30,6 +30,7 @@ from env import Json
 from kit import features
 from kit.config.keys import KEYS, flatten
 from kit.config.recipe import Recipe
+from kit.config.recipe_text import read_saved
 from kit.config.redaction import redacted
 from kit.errors import ConfigError, RunError
 from kit.runs import files
@@ -295,7 +296,7 @@ def list_checkpoint_folders(run: Path) -> list[Path]:
     folders = [run / "checkpoints"]
     path = run / "config.yaml"
     if path.is_file():
-        saved = OmegaConf.select(OmegaConf.load(path), "trainer.default_local_dir")
+        saved = read_recipe(path).get("trainer.default_local_dir")
         folders = [Path(saved), *folders] if saved else folders
     return folders
 
@@ -367,7 +368,7 @@ def list_changes(before: Json, now: Json) -> dict[str, str]:
 
 def read_recipe(path: Path) -> Json:
     """Return the values of a saved recipe, under the present names of their keys."""
-    return rename_keys(flatten(OmegaConf.load(path)))
+    return rename_keys(flatten(read_saved(path)))
 
 
 def rename_keys(recipe: Json) -> Json:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 import orjson
-import yaml
 
 from env import Json
+from kit.config.recipe_text import read_saved
 from kit.data.json_lines import read_metrics
 from kit.data.metrics import ALL_TOKENS, name_test_set
 from kit.data.rollout_files import read_records
@@ -134,13 +134,15 @@ def read_scored_step(folder: Path, path: Path) -> int | None:
 def read_settings(path: Path) -> Json:
     """Return the settings of an evaluation, as `evaluate` wrote them; {} if it wrote none."""
     settings_path = path.with_suffix(".settings.json")
-    return orjson.loads(settings_path.read_bytes()) if settings_path.is_file() else {}
+    try:
+        return orjson.loads(settings_path.read_bytes()) if settings_path.is_file() else {}
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{settings_path} is no JSON: {error}. Name another run.") from None
 
 
 def read_yaml(path: Path) -> Json:
     """Return the recipe of a run, {} if there is none."""
-    config = yaml.safe_load(path.read_text()) if path.is_file() else None
-    return config if isinstance(config, dict) else {}
+    return read_saved(path) if path.is_file() else {}
 
 
 def read_seed(folder: Path) -> object:
