@@ -33,6 +33,7 @@ from gym_client import GymError, find_callable_tools, sanitize_json
 from kit.rollout.chat import ParsedResponse, parse_response
 from kit.rollout.chat_template import Message
 from kit.rollout.openai_requests import (
+    CONTEXT_CODE,
     WHERE,
     Answer,
     AnyMessage,
@@ -40,7 +41,7 @@ from kit.rollout.openai_requests import (
     RequestError,
     join_parts,
 )
-from kit.rollout.sampling import RolloutContext
+from kit.rollout.sampling import MAX_CHARS_PER_TOKEN, RolloutContext
 
 MAX_CHECKED = 2**16  # histories in the cache, of some 100 bytes
 INLINE_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)  # as Gym's converter finds it
@@ -138,7 +139,14 @@ class Histories:
         self._checked: OrderedDict[bytes, None] = OrderedDict()  # digests, the newest at the end
 
     async def build_prompt(self, request: ChatRequest) -> Prompt:
-        """Build the prompt of a request. Raises RequestError."""
+        """Build the prompt of a request. Raises RequestError, before the work for a long one."""
+        characters = sum(len(str(message.to_item())) for message in request.messages)
+        limit = self.context.max_length
+        if characters > MAX_CHARS_PER_TOKEN * limit:
+            problem = f"{characters} characters are over {limit} tokens"
+            raise RequestError(
+                f"The conversation exceeds the context length: {problem}.", "messages", CONTEXT_CODE
+            )
         try:
             return await self._build_prompt(request.messages, request.chat_tools)
         except (env.DataError, GymError) as error:

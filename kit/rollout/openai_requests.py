@@ -26,6 +26,7 @@ import env
 from gym_client import Json, sanitize_json
 
 WHERE = "the request"  # instead of a row's name, in errors of env.py
+CONTEXT_CODE = "context_length_exceeded"
 TEXT_PARTS = ("text", "input_text", "output_text")
 MAX_SHOWN = 60  # characters of a value in an error
 

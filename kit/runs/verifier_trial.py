@@ -1,4 +1,4 @@
-"""Call each Python verifier before a run starts, to find mistakes before the workers start."""
+"""Call each verifier before a run starts, to find mistakes before the workers start."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import gym_client
 from env import Task
-from gym_client import GymError, StepResult, VerifyResult
+from gym_client import RUNS_EPISODES, GymError, StepResult, VerifyResult
 from kit.config.recipe import Recipe
 from kit.data.ground_truths import find_ground_truth, is_empty, read_expected_answers
-from kit.errors import UserFunctionError
+from kit.errors import ConfigError, UserFunctionError
 from kit.gym.python_verifiers.pool import Pool
 from kit.gym.python_verifiers.settings import VerifierSpec
+from kit.gym.verifiers import VerifierRouter, make_verifiers
 from kit.runs.event_loops import make_runner
 
 if TYPE_CHECKING:
@@ -50,6 +52,59 @@ def try_verifiers(
             pool = Pool(spec, recipe, Path(logs))
             lines += runner.run(try_verifier(pool, own_tasks, tokenizer, required))
     return lines
+
+
+def try_servers(
+    tasks: Sequence[Task], recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """Try each running Gym server with its first row -> a line for each. Raises ConfigError.
+
+    A server to start does not run yet, and an agent needs the policy.
+    """
+    first_tasks: dict[str, Task] = {}
+    for task in tasks:
+        server = recipe.gym.servers.get(task.server)
+        if server and server.url and server.kind not in RUNS_EPISODES:
+            first_tasks.setdefault(task.server, task)
+    if not first_tasks:
+        return []
+    urls = {name: str(recipe.gym.servers[name].url) for name in first_tasks}
+    router, _ = make_verifiers(recipe, urls, tokenizer, {})
+
+    async def run() -> list[str]:
+        async with router:
+            return [await try_server(router, task) for task in first_tasks.values()]
+
+    with make_runner() as runner:
+        return runner.run(run())
+
+
+async def try_server(router: VerifierRouter, task: Task) -> str:
+    """Open sessions for a row, and verify responses. Returns a line. Raises ConfigError."""
+    kind = await router.kind(task.server)
+    rewards: dict[str, float | None] = {}  # by response
+    try:
+        for response in list_responses(task, kind):
+            rewards[response] = await call_server(router, task, response)
+            if response != RESPONSE and is_positive(rewards[response]):
+                break
+    except GymError as error:
+        if error.reason == "masked" or error.reason.startswith("http_5"):  # maybe by this text
+            return f"tried on row {task.row_id}: {error}"
+        raise ConfigError(
+            f"gym.servers.{task.server} cannot verify row {task.row_id}: {error}. Correct the "
+            "server, the row, or gym.servers."
+        ) from None
+    result = "a session opens" if kind == "step" else f"reward {describe_rewards(rewards)}"
+    return f"tried on row {task.row_id}: {result}"
+
+
+async def call_server(router: VerifierRouter, task: Task, response: str) -> float | None:
+    """Open a session and verify a response -> the reward, if it has one. Raises GymError."""
+    async with router.session(task.server, task.row) as session:
+        if session.kind == "step":
+            return None
+        return (await session.verify(gym_client.message_response(response), ())).reward
 
 
 def list_required_components(recipe: Recipe) -> list[str]:
