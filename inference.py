@@ -14,7 +14,8 @@ reward.
 
 The kind of the Gym server (`Gym.kind`) decides who runs the turns. For `verify` and `step` servers
 it is `run_turns`. An `agent` or `environment` server runs the turns itself, and samples from the
-endpoint of kit/rollout/openai_server.py. Its Response has the token ids (`episode_from_response`).
+endpoint of kit/rollout/openai_server.py. Its Response has the token ids (`episode_from_response`),
+which must be those that the endpoint sampled.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from kit.config.recipe import Recipe
 from kit.data.episode import (
     Episode,
     ParsedResponse,
-    PolicyVersion,
     append_tokens,
     from_output_items,
     from_turn_items,
     gc_paused,
+    set_sampled,
 )
 from kit.data.reward_scale import find_scale
 from kit.errors import RunError
@@ -53,8 +54,10 @@ from kit.features import EpisodeWorkers, EventLoop
 from kit.rollout import chat
 from kit.rollout.chat_template import TURNS
 from kit.rollout.sampling import (
+    MAX_CHARS_PER_TOKEN,
     EpisodeRequest,
     RolloutContext,
+    SampleStore,
     Sampling,
     request_group,
     sample,
@@ -62,7 +65,6 @@ from kit.rollout.sampling import (
 
 logger = logging.getLogger(__name__)
 llm_server.print = logger.debug  # type: ignore[attr-defined]  # verl prints servers' addresses
-MAX_CHARS_PER_TOKEN = 256  # no token is longer: a text of over 256 * n characters has over n tokens
 MAX_SESSION_RETRIES = 3  # new attempts at an episode whose Gym server lost the session
 YIELD_EVERY = 32  # after this many episodes are started, other tasks of the event loop may run
 
@@ -304,8 +306,13 @@ async def run_episode(
         else:
             await run_session(episode, request, context, gym, sampling)
         check_ids(episode)
+        limit_components(episode, context)
     except (ServerDownError, RunError, ray.exceptions.RayError):
         raise
+    except TimeoutError:  # of run_session
+        problem = f"the turns took over {context.episode_timeout_s:g} s, half of"
+        problem += " trainer.stage_timeout_s. Make the server faster, or raise that."
+        record_failure(episode, GymError("timeout", problem))
     except Exception as error:
         record_failure(episode, error)
     return episode
@@ -320,11 +327,12 @@ async def run_session(
 ) -> None:
     """Run the turns of an episode, and verify it.
 
-    The slot is released before the verification, so that the next episode can start.
+    The slot is released before the verification, so that the next episode can start. The turns have
+    a timeout: each call has one, but a server decides how many calls there are.
     """
     task, episode_id = request
     async with contextlib.AsyncExitStack() as stack:
-        async with context.episode_slots:
+        async with context.episode_slots, asyncio.timeout(context.episode_timeout_s):
             opening = gym.session(task.server, task.row, episode_id.gym_index)
             session = await stack.enter_async_context(opening)
             await run_turns(episode, task, session, context, sampling, episode_id.request_id)
@@ -334,28 +342,27 @@ async def run_session(
 async def run_agent(
     episode: Episode, request: EpisodeRequest, context: RolloutContext, gym: Gym
 ) -> None:
-    """Let a Gym server run and verify the whole episode, within `context.timeout_s`."""
+    """Let a Gym server run and verify the whole episode, within the timeout of its turns."""
     task = request.task
     index = request.id.gym_index
+    limit_s = min(context.timeout_s, context.episode_timeout_s)
     async with context.episode_slots:
-        version_at_start = context.policy_version
-        run = await gym.run(task.server, task.row, context.timeout_s, context.vocab_size, index)
-        episode_from_response(episode, run.response, context)
-        # The server does not report versions. So all tokens get the oldest one that is possible.
-        sampled_count = sum(episode.response_mask)
-        episode.policy_versions = [PolicyVersion(sampled_count, version_at_start)]
-        set_reward(episode, run.result)
+        run = await gym.run(task.server, task.row, limit_s, context.vocab_size, index)
+    episode_from_response(episode, run.response, context)
+    set_reward(episode, run.result)
 
 
 def episode_from_response(episode: Episode, response: Json, context: RolloutContext) -> None:
     """Fill `episode` from the Response of an agent's /run, whose model calls have token ids.
 
-    Raises GymError('not_contiguous' | 'no_tokens' | 'prompt_too_long').
+    Raises GymError('not_contiguous' | 'not_sampled' | 'no_tokens' | 'prompt_too_long').
     """
     from_output_items(episode, response["output"])
     starts = [0, *(turn.output_end for turn in episode.turns)]
     for start, turn in zip(starts, episode.turns, strict=False):
         episode.responses.append(from_turn_items(episode.output[start : turn.output_end]))
+    if context.samples:
+        take_samples(episode, context.samples)
     is_incomplete = bool(response.get("incomplete_details"))
     if not episode.turns and is_incomplete:
         problem = (
@@ -382,6 +389,28 @@ def episode_from_response(episode: Episode, response: Json, context: RolloutCont
         episode.ended = "turns"  # the agent reached its own limit of turns after this tool call
     else:
         episode.ended = "stop"
+
+
+def take_samples(episode: Episode, samples: SampleStore) -> None:
+    """Set the log-probs and the policy versions of an agent's episode from what was sampled.
+
+    Raises GymError('not_sampled') for ids that the policy endpoint did not sample: an agent could
+    train the policy on any text.
+    """
+    for turn in episode.turns:
+        prompt_ids = episode.prompt_ids + episode.response_ids[: turn.start]
+        sampled = samples.take(prompt_ids, episode.response_ids[turn.start : turn.end])
+        set_sampled(episode, turn, sampled.log_probs, sampled.policy_versions)
+
+
+def limit_components(episode: Episode, context: RolloutContext) -> None:
+    """Remove reward components beyond the first names of a server: each name is a metric."""
+    names = context.component_names.setdefault(episode.server, set())
+    for name in list(episode.reward_components):
+        if len(names) < gym_client.MAX_COMPONENTS:
+            names.add(name)
+        elif name not in names:
+            del episode.reward_components[name]
 
 
 def check_ids(episode: Episode) -> None:
@@ -463,11 +492,16 @@ async def run_with_retries(
     context: RolloutContext,
     gym: Gym,
 ) -> Episode:
-    """Run an episode, and start it again under a new id if the Gym server lost its session."""
+    """Run an episode, and start it again under a new id if the Gym server lost its session.
+
+    A stage ends if no episode ends, so none starts again after half of its time.
+    """
     task, episode_id = request
+    began = time.monotonic()
     episode = await run_episode(request, sampling, context, gym)
     for attempt in range(1, MAX_SESSION_RETRIES + 1):
-        if not episode.session_lost:
+        seconds = time.monotonic() - began
+        if not episode.session_lost or seconds > context.episode_timeout_s / 2:
             break
         again = EpisodeRequest(task, episode_id._replace(attempt=attempt))
         episode = await run_episode(again, sampling, context, gym)
@@ -610,6 +644,8 @@ class Servers:
         """Return a coroutine that runs the episodes, here or in the workers."""
         sampling = sampling | self.context.processor.sampling_params()
         self.context.endpoint_sampling = sampling
+        if self.context.samples:
+            self.context.samples = SampleStore()  # without those of the batch before
         if self.workers:
             return self.workers.rollout(requests, sampling, on_done, baselines)
         run = rollout_with_baselines if baselines else rollout

@@ -18,21 +18,42 @@ An episode ends with a GymError (gym_client.py): a status, never a reward.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from verl import DataProto
 
 
-class ConfigError(ValueError):
+# C0 without tab and newline, DEL, C1: a terminal executes them as commands (ECMA-48)
+CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def remove_control_characters(text: str) -> str:
+    """A text that is safe to print on a terminal: without control characters.
+
+    >>> remove_control_characters("red: \\x1b[31m, bell: \\x07")
+    'red: [31m, bell: '
+    """
+    return CONTROL_CHARACTERS.sub("", text)
+
+
+class QuotingError(Exception):
+    """An error whose message may quote a server. It has no control characters for a terminal."""
+
+    def __init__(self, message: object = ""):
+        super().__init__(remove_control_characters(str(message)))
+
+
+class ConfigError(QuotingError, ValueError):
     """A recipe that cannot run. The message names the key and the fix."""
 
 
-class UserFunctionError(ValueError):
+class UserFunctionError(QuotingError, ValueError):
     """A custom function that cannot be used. The message names the key, the file and the reason."""
 
 
-class RunError(RuntimeError):
+class RunError(QuotingError, RuntimeError):
     """A run that must end. The message says what failed, where, and what to do."""
 
 

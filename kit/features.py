@@ -155,10 +155,10 @@ class Feature:
         It may run in another process than the driver.
         """
 
-    def sandbox_command(self, command: Sequence[str], folders: Sequence[Path]) -> list[str] | None:
+    def sandbox_command(self, command: Sequence[str], readable: Sequence[Path]) -> list[str] | None:
         """Return the command line that runs a verifier process in a sandbox.
 
-        folders: that the process reads.
+        readable: the files and folders that the process reads.
         """
         return None
 

@@ -146,15 +146,16 @@ def test_a_dead_engine_ends_the_run(error):
 # --- agents --------------------------------------------------------------------------------------
 
 
-def test_an_agent_runs_the_row_with_the_timeout_and_the_version_at_its_start():
+def test_an_agent_runs_the_row_with_the_log_probs_and_versions_of_the_endpoint():
     gym = FixedRewards(kind="agent")
-    (episode,) = run_rollout(RecordingClient(), gym, policy_version=6, vocab_size=1000)
+    (episode,) = run_rollout(RecordingClient(), gym, policy_version=7, vocab_size=1000)
     (arguments,) = gym.runs
     assert arguments[:4] == ("server 0", {"row": 0}, 5.0, 1000) and not gym.opened
     assert (episode.prompt_ids, episode.response_ids, episode.ended) == ([2, 3], [5, STOP], "stop")
     assert (episode.reward, episode.reward_components) == (0.75, {"part": 0.5})
     assert episode.verify_result == {"extracted": 5}
-    assert episode.policy_versions == [(2, 6)] and episode.timings["verify_call"] == 0.25
+    assert episode.log_probs == [-1.0, -2.0] and episode.policy_versions == [(2, 6)]
+    assert episode.timings["verify_call"] == 0.25
 
 
 def test_an_agent_also_needs_an_episode_slot():

@@ -30,6 +30,7 @@ from tests.helpers.rollouts import (
     chatml_tokenizer,
     context_of,
     encode_turns,
+    keep_samples,
     one_turn_each,
     play,
     task_of,
@@ -381,7 +382,6 @@ def make_items(*calls) -> list[dict]:
         item = gym_client.message("text")
         item["prompt_token_ids"] = prompt_ids
         item["generation_token_ids"] = ids
-        item["generation_log_probs"] = [-1.0] * len(ids)
         items.append(item)
     return items
 
@@ -389,6 +389,7 @@ def make_items(*calls) -> list[dict]:
 def read_response(response, tokenizer=None) -> inference.Episode:
     episode = inference.Episode("x:1", "g", "server", [])
     context = context_of(None, tokenizer or chatml_tokenizer())
+    keep_samples(context.samples, response["output"])
     inference.episode_from_response(episode, response, context)
     return episode
 
@@ -445,6 +446,7 @@ def test_an_agents_episode_may_be_as_long_as_the_recipe_allows():
     def read(prompt_length, response_length):
         episode = inference.Episode("x:1", "g", "server", [])
         output = make_items(([1] * prompt_length, [2] * response_length))
+        keep_samples(context.samples, output)
         inference.episode_from_response(episode, {"output": output}, context)
         return len(episode.prompt_ids), len(episode.response_ids)
 
@@ -453,13 +455,6 @@ def test_an_agents_episode_may_be_as_long_as_the_recipe_allows():
         with pytest.raises(gym_client.GymError, match="left out calls") as caught:
             read(*lengths)
         assert caught.value.reason == "not_contiguous"
-
-
-def test_an_agents_call_needs_a_log_prob_for_each_token():
-    items = make_items(([1, 2], [3, 4]))
-    items[0]["generation_log_probs"].pop()
-    with pytest.raises(gym_client.GymError, match="2 sampled ids, 1 log-probs"):
-        read_response({"output": items})
 
 
 def test_the_first_difference_of_two_calls_is_named():

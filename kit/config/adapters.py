@@ -139,6 +139,9 @@ def read_adapter_config(config: DictConfig) -> LoraConfig:
         raise ConfigError(f"{PATH}={path} has no adapter of peft: {reason} {fix}") from None
     if adapter.peft_type != "LORA":
         raise ConfigError(f"{PATH}={path} is {adapter.peft_type}, not LoRA. Give a LoRA adapter.")
+    taken = (adapter.r, adapter.lora_alpha, adapter.target_modules)
+    if "${" in str(taken):  # the recipe would resolve it
+        raise ConfigError(f"{PATH}={path} has the values {taken!r:.200}. Give a plain adapter.")
     if not model.lora_rank:
         model.lora_rank = adapter.r
         if model.lora_alpha == VERL_ALPHA:

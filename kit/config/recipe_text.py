@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -46,6 +47,20 @@ def parse_yaml(text: str, key: str, is_text: Callable[[str], bool]) -> object:
         raise NotYamlError(error.problem or error.context or "", line) from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # of a tag such as !!int
         raise NotYamlError(" ".join(str(error).split())) from None
+
+
+def read_saved(path: Path) -> Json:
+    """Return the recipe that a run saved, as plain data: nothing in it is resolved.
+
+    The folder may come from others. Raises ConfigError.
+    """
+    try:
+        content = yaml.load(path.read_text(), LOADER)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no recipe: {error!r:.200}. Name another run.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no recipe, since it has no keys. Name another run.")
+    return content
 
 
 def keep_texts(node: yaml.Node, key: str, is_text: Callable[[str], bool]) -> None:

@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from env import Json
+from gym_client import KINDS
 from kit.config import numbers
 from kit.config.keys import KEYS, flatten, to_plain
 from kit.config.numbers import Number, show
@@ -66,6 +67,25 @@ def read_limits(value: object) -> object:
     return value if isinstance(value, dict) else {"default": follow(numbers.CONCURRENCY, value)}
 
 
+def add_scheme(url: object) -> object:
+    """Return an address of a server with its scheme, which may be left out."""
+    is_bare = isinstance(url, str) and url and "://" not in url
+    return f"http://{url}" if is_bare else url
+
+
+def check_kind(kind: object, info: ValidationInfo) -> str:
+    """Return the kind of a server, by default that of its `start`. Raises ValueError."""
+    start = info.data.get("start")
+    default = "verify"
+    if start and start.agent:
+        default = "environment" if start.environment else "agent"
+    if kind and kind not in KINDS:
+        raise ValueError(f"must be {', '.join(KINDS)}. Choose one.")
+    if kind and start and start.agent and kind != default:
+        raise ValueError(f"differs from start, whose agent makes it {default}. Remove kind.")
+    return str(kind or default)
+
+
 Count = Annotated[int, by(numbers.COUNT)]
 CountOrZero = Annotated[int, by(numbers.COUNT_OR_ZERO)]
 CountOrAll = Annotated[int | None, by(numbers.ALL)]  # None: all
@@ -75,6 +95,7 @@ Port = Annotated[int | None, by(numbers.PORT.with_words({None: "a free port"}))]
 Seconds = Annotated[float, by(numbers.SECONDS)]
 Fraction = Annotated[float, by(numbers.FRACTION)]
 Concurrency = Annotated[int | Literal["auto"], by(numbers.CONCURRENCY)]
+Url = Annotated[str, BeforeValidator(add_scheme)]
 Settings = Json
 Limits = Annotated[dict[str, Concurrency], BeforeValidator(read_limits)]
 FunctionSpec = Annotated[str | Json, BeforeValidator(check_spec)]
@@ -117,10 +138,15 @@ class ServerStart(Section):
 
 
 class Server(Section):
-    """A Gym server: one that runs at `url`, or one to start."""
+    """A Gym server: one that runs at `url`, or one to start.
 
-    url: str | None = None
+    kind: which of the server's routes the run calls. The server cannot choose it, since another
+    kind may have other powers. If it is not set, it is that of `start`, or `verify`.
+    """
+
+    url: Url | None = None
     start: ServerStart | None = None
+    kind: Annotated[str, BeforeValidator(check_kind), Field(validate_default=True)] = ""
 
     @model_validator(mode="after")
     def check_source(self) -> Server:
@@ -145,7 +171,8 @@ class GymSection(Section):
 
     servers: dict[str, Server]
     judges: Json  # an optional feature parses it
-    head_server: str | None
+    head_server: Url | None
+    max_reward: Annotated[float, by(numbers.POSITIVE)]
     timeout_s: Seconds
     attempts: Count
     outage_budget_s: Annotated[float, by(Number(0, 10**9))]
@@ -164,6 +191,7 @@ class VerifierPool(Section):
     timeout_s: Seconds
     memory_gb: Annotated[float, by(numbers.POSITIVE)]
     sandbox: str | None
+    readable: list[str]
     env: list[str]
 
 

@@ -183,11 +183,12 @@ def from_output_items(episode: Episode, output: Sequence[Json]) -> None:
     """Fill an empty episode from Responses output items, some of which carry token ids.
 
     The prompt of each model call must begin with all earlier tokens, id for id. The new tokens at
-    its end are then the observation. Raises GymError('not_contiguous').
+    its end are then the observation. `set_sampled` sets the log-probs: an agent's items may have
+    any. Raises GymError('not_contiguous').
     """
     earlier: list[int] = []
     for item in output:
-        prompt_ids, sampled_ids, log_probs = (list(item.get(name) or []) for name in TOKEN_FIELDS)
+        prompt_ids, sampled_ids = (list(item.get(name) or []) for name in (PROMPT_IDS, SAMPLED_IDS))
         others = {name: value for name, value in item.items() if name not in TOKEN_FIELDS}
         episode.output.append({name: value for name, value in others.items() if value is not None})
         if not sampled_ids:
@@ -199,16 +200,11 @@ def from_output_items(episode: Episode, output: Sequence[Json]) -> None:
                 f"{call}: its {len(prompt_ids)} prompt ids differ from the {len(earlier)} earlier "
                 f"ids at position {find_first_difference(prompt_ids, earlier)}",
             )
-        if len(log_probs) != len(sampled_ids):
-            raise GymError(
-                "not_contiguous",
-                f"{call}: {len(sampled_ids)} sampled ids, {len(log_probs)} log-probs",
-            )
         if earlier:
             append_tokens(episode, prompt_ids[len(earlier) :])
         else:
             episode.prompt_ids = prompt_ids
-        append_tokens(episode, sampled_ids, log_probs)
+        append_tokens(episode, sampled_ids, [0.0] * len(sampled_ids))
         earlier = prompt_ids + sampled_ids
 
 
@@ -224,6 +220,20 @@ def from_turn_items(items: Sequence[Json]) -> ParsedResponse:
 def write_call(call: Json) -> str:
     """Write a function_call item as JSON text."""
     return json.dumps({"name": call["name"], "arguments": call["arguments"]})
+
+
+def set_sampled(
+    episode: Episode,
+    turn: TurnSpan,
+    log_probs: list[float],
+    policy_versions: Sequence[PolicyVersion] = (),
+) -> None:
+    """Set the log-probs of a turn, and add the versions of its tokens. Raises GymError."""
+    if len(log_probs) != turn.end - turn.start:
+        counts = f"{turn.end - turn.start} sampled ids, {len(log_probs)} log-probs"
+        raise GymError("bad_ids", f"the turn of the tokens from {turn.start} on has {counts}")
+    episode.log_probs[turn.start : turn.end] = log_probs
+    episode.policy_versions += policy_versions
 
 
 def find_first_difference(some: Sequence[object], others: Sequence[object]) -> int:

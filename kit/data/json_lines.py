@@ -34,7 +34,7 @@ def read_objects(path: Path) -> list[Json]:
     for line in read_lines(path):
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             objects.append(value)

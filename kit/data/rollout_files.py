@@ -39,6 +39,7 @@ from kit.data.episode import (
     PolicyVersion,
     RecordIndex,
     from_output_items,
+    set_sampled,
 )
 from kit.data.fingerprint import hash_row
 from kit.data.json_lines import read_lines
@@ -172,7 +173,7 @@ def read_scale(saved: Json) -> RewardScale:
 
 
 def from_record(record: Json, row: Json) -> Episode:
-    """Convert a record and its task's row to an episode. Raises KeyError or TypeError."""
+    """Convert a record and its task's row to an episode. Raises KeyError, TypeError or GymError."""
     saved = record["_episode"]
     fields = {name: saved[name] for name in SAVED_FIELDS}
     episode = Episode(prompt_ids=[], reward=record["reward"], row=row, **fields)
@@ -182,11 +183,14 @@ def from_record(record: Json, row: Json) -> Episode:
     episode.reward_components = record.get("reward_components") or {}
     other_fields = {*RECORD_FIELDS, *row}
     episode.verify_result = {k: value for k, value in record.items() if k not in other_fields}
-    from_output_items(episode, record["response"]["output"])
+    output = record["response"]["output"]
+    from_output_items(episode, output)
+    recorded = [item[LOG_PROBS] for item in output if item.get(SAMPLED_IDS)]
+    for turn, log_probs in zip(episode.turns, recorded, strict=True):
+        set_sampled(episode, turn, np.array(log_probs, np.float32).tolist())
     episode.policy_versions = [
         PolicyVersion(count, step) for count, step in saved.get("versions", ())
     ]
-    episode.log_probs = np.array(episode.log_probs, np.float32).tolist()
     return episode
 
 
@@ -228,7 +232,7 @@ def read_records(path: Path) -> Iterator[tuple[int, Json]]:
         try:
             record = parse_record(line)
             record["_episode"]["row_id"], record["response"]["output"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             hint = ""
             if b'"tokens"' in line or b"_ng_task_index" in line:
                 hint = " It has an older format of the kit."
@@ -278,7 +282,7 @@ def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
             )
         try:
             episode = from_record(record, row)
-        except (KeyError, TypeError, GymError) as error:
+        except (KeyError, TypeError, ValueError, GymError) as error:
             raise ConfigError(
                 f"--replay {path}:{number} is no episode of rollouts/step_<N>.jsonl ({error!r}). "
                 "Use the file as the run wrote it."

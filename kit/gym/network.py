@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import re
 import secrets
 import socket
 import time
@@ -21,21 +22,25 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import yaml
+from yaml import YAMLError
 
 from env import Json
+from gym_client import UNDESCRIBED, list_kinds, parse_routes
+from kit.errors import QuotingError
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
 CHECK_TIMEOUT_S = 5.0  # for the answer to one check
 HEAD_SERVER_TIMEOUT_S = 10.0  # for the answer of a head server
-MAX_BODY_BYTES = 2**24  # of the answer to a check
+HOST_NAME = re.compile(r"[\w.:-]+", re.ASCII)
+MAX_BODY_BYTES = 2**22  # of the answer to a check: as objects it takes 100 MB
 
 
-class GymStartError(RuntimeError):
+class GymStartError(QuotingError, RuntimeError):
     """A Gym server does not answer or did not start. The message includes the fix."""
 
 
-class FetchError(RuntimeError):
+class FetchError(QuotingError, RuntimeError):
     """A request has no usable answer. The message is the reason."""
 
 
@@ -169,11 +174,15 @@ def wait_ready(
     process: Popen[bytes] | None = None,
     log: Path | None = None,
     timeout_s: float | None = None,
+    kind: str | None = None,
 ) -> None:
-    """Wait until a Gym server answers GET /openapi.json. Raises GymStartError.
+    """Wait until a Gym server answers GET /openapi.json, also with "not found".
+
+    Raises GymStartError, also if it describes only other kinds of server.
 
     process: the server's process, if this process started it. Such a server must answer within
-    `timeout_s`, by default START_TIMEOUT_S. Any other server must answer within CHECK_TIMEOUT_S.
+    `timeout_s`, by default START_TIMEOUT_S. Any other must answer within CHECK_TIMEOUT_S.
+    kind: that of the recipe. None: any.
     """
     limit_s = (timeout_s or START_TIMEOUT_S) if process else CHECK_TIMEOUT_S
     end = time.monotonic() + limit_s
@@ -182,9 +191,11 @@ def wait_ready(
         if process and process.poll() is not None:
             break
         try:
-            problem = find_problem(url, process, min(CHECK_TIMEOUT_S, remaining_s))
+            check_s = min(CHECK_TIMEOUT_S, remaining_s)
+            answer = fetch(f"{url}/openapi.json", timeout_s=check_s)
+            problem = find_problem(answer, url, process)
             if not problem:
-                return
+                return check_kind(name, url, kind, answer)
         except FetchError as error:
             # The last attempt has less time than the others, so its error is less useful.
             if not problem or remaining_s > CHECK_TIMEOUT_S:
@@ -206,12 +217,23 @@ def wait_ready(
     )
 
 
-def find_problem(url: str, process: Popen[bytes] | None, timeout_s: float) -> str:
+def check_kind(name: str, url: str, kind: str | None, answer: httpx.Response) -> None:
+    """Check that a server describes the routes of a kind, if it describes any."""
+    kinds = list_kinds(parse_routes(answer.json(), url)) if answer.status_code == 200 else []
+    if kind and kinds and kind not in kinds:
+        raise GymStartError(
+            f"gym.servers.{name}.kind={kind}, but {url} has the routes of {' and '.join(kinds)}. "
+            f"Set gym.servers.{name}.kind={kinds[0]}, and the url if a head server lists it."
+        )
+
+
+def find_problem(answer: httpx.Response, url: str, process: Popen[bytes] | None) -> str:
     """Return why a server is not ready although it answers, or "".
 
-    Raises FetchError if it does not answer, or if its answer is not a JSON object.
+    Raises FetchError if its answer is not a JSON object.
     """
-    answer = fetch(f"{url}/openapi.json", timeout_s=timeout_s)
+    if f"http_{answer.status_code}" in UNDESCRIBED and not process:
+        return ""
     if answer.status_code != 200:
         return f"HTTP {answer.status_code} from /openapi.json"
     try:
@@ -244,10 +266,21 @@ def discover_servers(head_server: str) -> Discovery:
 
     head_server: "http://host:11000".
     """
+    try:
+        return read_discovery(fetch_gym_config(head_server), head_server)
+    except (FetchError, ValueError, TypeError, AttributeError, RecursionError, YAMLError) as error:
+        raise GymStartError(
+            f"gym.head_server: {head_server} is not a Gym head server ({error!r:.300}). "
+            "To start one, run `gym env start` in .venv-gym."
+        ) from None
+
+
+def read_discovery(config: Json, head_server: str) -> Discovery:
+    """Return the servers in a head server's configuration. Raises the errors of wrong shapes."""
     servers: dict[str, str] = {}
     agents: dict[str, str] = {}
     environments: dict[str, str] = {}  # agent -> its environment server
-    for name, entry in fetch_gym_config(head_server).items():
+    for name, entry in config.items():
         for agent in (entry.get("responses_api_agents") or {}).values():
             agents[name] = get_reference(agent, "resources_server")
         kinds = ("resources_servers", "environment_servers")
@@ -262,33 +295,32 @@ def discover_servers(head_server: str) -> Discovery:
 
 def get_reference(settings: Json, key: str) -> str:
     """Return the name of the server that these settings refer to by `key`, or ""."""
-    return str((settings.get(key) or {}).get("name") or "")
+    name = (settings.get(key) or {}).get("name")
+    return name if isinstance(name, str) else ""
 
 
 def public_url(server: Json, head_server: str) -> str:
-    """Return the URL at which this process reaches a server.
+    """Return the URL at which this process reaches a server. Raises ValueError, TypeError.
 
     A local address refers to the head server's machine. This process may run on another machine.
+    The recipe resolves `${...}` in its values, so the address is no free text.
     """
     host = server.get("host") or HOST
+    port = int(server["port"])
+    if not HOST_NAME.fullmatch(host) or not 0 < port < 2**16:
+        raise ValueError(f"the address {host!r:.80}, {port} is not a host and a port")
     if host in ("0.0.0.0", HOST, "localhost"):
         host = urlsplit(head_server).hostname
     if ":" in str(host):  # an IPv6 address
         host = f"[{host}]"
-    return f"http://{host}:{server['port']}"
+    return f"http://{host}:{port}"
 
 
 def fetch_gym_config(head_server: str) -> Json:
-    """Return the entries of a head server's configuration. Raises GymStartError."""
+    """Return the entries of a head server's configuration. Raises FetchError."""
     path = "/global_config_dict_yaml"
-    try:
-        answer = fetch(f"{head_server}{path}", timeout_s=HEAD_SERVER_TIMEOUT_S)
-        if answer.status_code != 200:
-            raise FetchError(f"HTTP {answer.status_code} from {path}")
-        config = yaml.safe_load(answer.json())  # YAML inside a JSON string
-        return {name: entry for name, entry in config.items() if isinstance(entry, dict)}
-    except (FetchError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise GymStartError(
-            f"gym.head_server: {head_server} is not a Gym head server ({error!r}). "
-            "To start one, run `gym env start` in .venv-gym."
-        ) from None
+    answer = fetch(f"{head_server}{path}", timeout_s=HEAD_SERVER_TIMEOUT_S)
+    if answer.status_code != 200:
+        raise FetchError(f"HTTP {answer.status_code} from {path}")
+    config = yaml.safe_load(answer.json())  # YAML inside a JSON string
+    return {name: entry for name, entry in config.items() if isinstance(entry, dict)}

@@ -14,7 +14,7 @@
     agent_config   settings that replace those of the agent's YAML
     environment    folder under environment_servers: this server of Gym 0.7 has the agent run the
                    episodes, for example single_agent_turn
-    env            names of secret environment variables that the server may see
+    env            names of environment variables that the server needs, such as keys and proxies
 
 Without `agent` one process serves /seed_session, the tools and /verify. With `agent` there are
 three: Gym's agent (POST /run), the resources server behind it, and `policy_model`. This is Gym's
@@ -53,14 +53,17 @@ def is_valid_name(name: object) -> bool:
 
 
 def check_server(name: str, server: Json) -> None:
-    """Check that a server's `url` answers, or that its `start` can work. Raises GymStartError."""
+    """Check that a server's `url` answers, or that its `start` can work. Raises GymStartError.
+
+    server: as in gym.servers.
+    """
     start = server.get("start") or {}
     check_name("gym.servers", name)
     for key in ("agent", "environment"):
         if start.get(key):
             check_name(f"gym.servers.{name}.start.{key}", start[key])
     if server.get("url"):
-        network.wait_ready(name, str(server["url"]).rstrip("/"))
+        network.wait_ready(name, str(server["url"]).rstrip("/"), kind=server.get("kind"))
     else:
         check_start(name, start)
 

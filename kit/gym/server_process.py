@@ -14,8 +14,7 @@ A spec is a dict that describes one process of a run. Its keys:
     global_config       entries of Gym's configuration that describe no process, such as a sandbox
     config_key          the key of the recipe that sets `overrides`, for messages
     python, log         its interpreter and its log file
-    visible_variables   environment variables that the process sees although their names are secret
-    hidden_variables    environment variables that no process sees, unless in its visible_variables
+    visible_variables   environment variables that the process sees besides the public ones
     command, env        the command and additional variables of a process that is not from Gym
     start_timeout_s     how long it may take to start
 

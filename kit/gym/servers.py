@@ -9,8 +9,8 @@ Each server is one process with one log (kit/gym/server_process.py). It runs in 
 which has nemo-gym: `make gym` makes one in .venv-gym. Its settings come from the YAML of the
 package; a recipe sets only the differences (kit/gym/process_specs.py).
 
-A server receives its settings and the addresses of the others through its standard input. It does
-not see environment variables whose names mark a secret, unless `start.env` names them.
+A server receives its settings and the addresses of the others through its standard input. Of the
+environment variables it sees PUBLIC_VARIABLES and those that `start.env` names.
 
 To serve one resources server until Ctrl-C:
 
@@ -28,6 +28,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -39,7 +40,6 @@ from typing import Any
 
 from env import Json
 from kit.config.numbers import PORT
-from kit.config.redaction import SECRET_VARIABLE
 from kit.config.sections import follow
 from kit.gym import network, server_process
 from kit.gym.network import GymStartError
@@ -55,9 +55,13 @@ STOP_TIMEOUT_S = 5.0  # between SIGTERM and SIGKILL
 RESTART_INTERVAL_S = 5.0  # minimum between two restarts of one server
 # Servers that read other servers' settings, not only their addresses: folder -> the other folder.
 READS_SETTINGS = {"browsecomp_agent": "vllm_model", "rdkit_chemistry": "ns_tools"}
-# Variables of this interpreter, and those that Jupyter sets: a backend of matplotlib that the
-# server's interpreter does not have, and colors, which would be in the server's log.
-PRIVATE_PREFIXES = ("PYTHON", "VIRTUAL_ENV", "MPLBACKEND", "JPY_", "FORCE_COLOR", "CLICOLOR")
+# Environment variables that every server and verifier sees. Any other may be a secret: a key, the
+# password of a proxy, the socket of an agent.
+PUBLIC_VARIABLES = re.compile(
+    r"PATH|LD_LIBRARY_PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|XDG_CACHE_HOME|LANG|LANGUAGE|LC_\w+|TZ"
+    r"|CUDA_\w+|NVIDIA_VISIBLE_DEVICES|\w+_NUM_THREADS|SSL_CERT_FILE|SSL_CERT_DIR|NLTK_DATA"
+    r"|HF_HOME|HF_HUB_CACHE|HF_DATASETS_CACHE|(?:HF_HUB|HF_DATASETS|TRANSFORMERS)_OFFLINE"
+)
 PUBLIC_KEYS = ("name", "kind", "folder", "host", "port")  # of a spec, for all servers
 logger = logging.getLogger(__name__)
 
@@ -68,7 +72,8 @@ logger = logging.getLogger(__name__)
 class GymServers:
     """The Gym servers of a run. Call `start`, then `wait_ready`, and always `close`.
 
-    servers: {name: {url: ...} or {start: ...}}. process_specs.py lists the keys of `start`.
+    servers: {name: {url: ...} or {start: ...}}, with `kind` to check it. process_specs.py lists the
+    keys of `start`.
     policy: {base_url, api_key, model} of the endpoint that agents use.
     other_specs: complete specs of processes that the servers use, such as model servers.
 
@@ -100,7 +105,7 @@ class GymServers:
         for name, server in self.servers.items():
             if server.get("url"):
                 self.urls[name] = str(server["url"]).rstrip("/")
-                network.wait_ready(name, self.urls[name])
+                network.wait_ready(name, self.urls[name], kind=server.get("kind"))
             else:
                 self._plan(name, server.get("start") or {})
         for name, spec in self.specs.items():
@@ -127,7 +132,9 @@ class GymServers:
         for name, spec in self.specs.items():
             url = f"http://{spec['host']}:{spec['port']}"
             timeout_s = spec.get("start_timeout_s")
-            network.wait_ready(name, url, self.processes[name], Path(spec["log"]), timeout_s)
+            # only of the process that answers for the name, not of one behind an agent
+            kind = self.servers[name].get("kind") if url == self.urls.get(name) else None
+            network.wait_ready(name, url, self.processes[name], Path(spec["log"]), timeout_s, kind)
         self._restarts.start()
         return self.urls
 
@@ -200,9 +207,6 @@ def start_server(
         "command": spec.get("command"),
         "specs": [redact_spec(each, spec) for each in gym_specs] if is_gym_server else [],
     }
-    hidden: set[str] = set()
-    for each in specs:
-        hidden.update(each.get("hidden_variables", ()))
     Path(spec["log"]).parent.mkdir(parents=True, exist_ok=True)
     python = spec.get("python") or sys.executable
     # -P: modules next to this one must not hide those of the server.
@@ -221,7 +225,7 @@ def start_server(
             stdin=memory,
             stdout=log,
             stderr=log,
-            env=build_environment(spec, hidden),
+            env=build_environment(spec),
             start_new_session=True,
         )
 
@@ -233,29 +237,20 @@ def redact_spec(spec: ProcessSpec, reader: ProcessSpec) -> ProcessSpec:
     return {key: spec[key] for key in PUBLIC_KEYS}
 
 
-def build_environment(spec: ProcessSpec, hidden: Collection[str]) -> dict[str, str]:
-    """Return the environment variables for a process.
-
-    Some servers run code of the policy. So secrets, `hidden` variables and variables for this
-    interpreter or its notebook are removed, except for those in visible_variables.
-    """
-    visible = spec.get("visible_variables", ())
-    environment = {}
-    for name, value in list_public_variables(visible).items():
-        is_private = name in hidden or name.startswith(PRIVATE_PREFIXES)
-        if name in visible or not is_private:
-            environment[name] = value
+def build_environment(spec: ProcessSpec) -> dict[str, str]:
+    """Return the environment variables for a process. Some servers run code of the policy."""
+    environment = list_public_variables(spec.get("visible_variables", ()))
     environment["WANDB_MODE"] = "disabled"  # no tracker may contact its server
     environment["PYTHONUNBUFFERED"] = "1"
     return environment | spec.get("env", {})
 
 
 def list_public_variables(visible: Collection[str]) -> dict[str, str]:
-    """Return this process's environment variables without secrets, except for `visible` ones."""
+    """Return the variables of this process in PUBLIC_VARIABLES, and the `visible` ones."""
     return {
         name: value
         for name, value in os.environ.items()
-        if name in visible or not SECRET_VARIABLE.search(name)
+        if name in visible or PUBLIC_VARIABLES.fullmatch(name)
     }
 
 

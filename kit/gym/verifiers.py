@@ -81,5 +81,8 @@ def make_verifiers(
         limits.resolve(settings.concurrency),
         settings.attempts,
         settings.outage_budget_s,
+        {name: server.kind for name, server in settings.servers.items()},
+        settings.max_reward,
+        max(gym_client.MAX_TOOL_CHARS, recipe.rollout.multi_turn.max_tool_response_length),
     )
     return VerifierRouter(gym, pools), limits

@@ -110,15 +110,10 @@ def observation_message(item: Json, names: dict[str, str], max_chars: int) -> Js
     """
     if item["type"] != "function_call_output":
         return {"role": "user", "content": item["content"]}
-    output = item["output"]
-    if len(output) > max_chars:
-        half = max_chars // 2
-        end = output[len(output) - half :]
-        output = f"{output[:half]}\n... {len(output) - 2 * half} characters ...\n{end}"
     call_id = item["call_id"]
     return {
         "role": "tool",
         "tool_call_id": call_id,
         "name": names.get(call_id, ""),
-        "content": output,
+        "content": gym_client.cut_middle(item["output"], max_chars),
     }

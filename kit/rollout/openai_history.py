@@ -34,6 +34,7 @@ from kit.data.episode import ParsedResponse, write_call
 from kit.rollout.chat import parse_response
 from kit.rollout.chat_template import ChatTemplate, Message
 from kit.rollout.openai_requests import (
+    CONTEXT_CODE,
     WHERE,
     Answer,
     AnyMessage,
@@ -41,7 +42,7 @@ from kit.rollout.openai_requests import (
     RequestError,
     join_parts,
 )
-from kit.rollout.sampling import RolloutContext
+from kit.rollout.sampling import MAX_CHARS_PER_TOKEN, RolloutContext
 from kit.rollout.thoughts import THINK, split_text
 
 MAX_CHECKED = 2**16  # histories in the cache, of some 100 bytes
@@ -156,7 +157,14 @@ class Histories:
             logger.warning("agents send what is known, and not used here: %s", known)
 
     async def build_prompt(self, request: ChatRequest) -> Prompt:
-        """Build the prompt of a request. Raises RequestError."""
+        """Build the prompt of a request. Raises RequestError, before the work for a long one."""
+        characters = sum(len(str(message.to_item())) for message in request.messages)
+        limit = self.context.max_length
+        if characters > MAX_CHARS_PER_TOKEN * limit:
+            problem = f"{characters} characters are over {limit} tokens"
+            raise RequestError(
+                f"The conversation exceeds the context length: {problem}.", "messages", CONTEXT_CODE
+            )
         arguments = request.template_arguments
         try:
             template = self.context.template.with_arguments(arguments, env.TEMPLATE_ARGUMENTS)

@@ -27,6 +27,7 @@ from gym_client import Json, sanitize_json
 from kit.data import fields
 
 WHERE = "the request"  # instead of a row's name, in errors of env.py
+CONTEXT_CODE = "context_length_exceeded"
 
 
 class RequestError(ValueError):

@@ -26,22 +26,25 @@ from aiohttp import web
 from gym_client import GymError, Json
 from kit.data.episode import LOG_PROBS, PROMPT_IDS, SAMPLED_IDS, TOKEN_FIELDS, ParsedResponse
 from kit.rollout.openai_history import Histories, Prompt, parse_offered
-from kit.rollout.openai_requests import ChatRequest, RequestError, read_request
+from kit.rollout.openai_requests import CONTEXT_CODE, ChatRequest, RequestError, read_request
 from kit.rollout.sampling import RolloutContext, SampledResponse, sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_BODY_BYTES = 2**28  # a request has all token ids of its conversation
+MAX_BODY_BYTES = 2**28
+# A request has the text of its conversation, and the ids up to each of its turns.
+BYTES_PER_TOKEN = 30
+MAX_TURNS = 100  # if the recipe has no limit
+MAX_OBJECTS = 10**5  # objects and lists of a request
 MODEL = "policy"  # the name of the model; requests may use any other, too
-CONTEXT_CODE = "context_length_exceeded"
 # Gym's model server takes a 400 with one of these for a conversation that is too long, and the
 # episode ends as `length`. So no other error may have them.
 OVERFLOW_WORDS = ("context length", "max_tokens")
 FIXES = {
     404: "Use POST /v1/chat/completions",
     405: "Use POST /v1/chat/completions",
-    413: f"Send at most {MAX_BODY_BYTES:,} bytes",
+    413: "Send less: the body is longer than a conversation of the run's length can be",
 }
 
 logger = logging.getLogger(__name__)
@@ -95,6 +98,8 @@ async def complete_chat(
         sampled = await sample(context, context.endpoint_sampling, request_id, prompt.ids, room)
         tools = [] if request.tool_choice == "none" else request.chat_tools
         response = await parse_offered(context, sampled.ids, tools, prompt.ids)
+        if context.samples and request.for_training is not False:
+            context.samples.add(prompt.ids, sampled)
     except RequestError as error:
         return error_reply(400, str(error), error.param, error.code)
     except GymError as error:
@@ -283,7 +288,7 @@ class Endpoint:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """Answer a request of an agent."""
         try:
-            body = json.loads(await request.read())
+            body = self.parse_body(await request.read())
         except (ValueError, RecursionError, web.RequestPayloadError) as error:
             return to_response(error_reply(400, f"the body is not JSON: {error}. Correct it."))
         reply = await complete_chat(body, self.context, self.histories)
@@ -291,6 +296,14 @@ class Endpoint:
             return to_response(reply)
         options = body.get("stream_options") or {}
         return await send_stream(request, reply.body, bool(options.get("include_usage")))
+
+    def parse_body(self, body: bytes) -> Json:
+        """Return the JSON of a request. Raises ValueError before it parses a long one."""
+        turns = self.context.max_turns or MAX_TURNS
+        limit = 2**20 + BYTES_PER_TOKEN * self.context.max_length * turns
+        if len(body) > limit or body.count(b"{") + body.count(b"[") > MAX_OBJECTS:
+            raise ValueError(f"over {limit} bytes or {MAX_OBJECTS} objects and lists")
+        return json.loads(body)
 
     async def models(self, request: web.Request) -> web.Response:
         """List the one model."""

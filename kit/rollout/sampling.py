@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import math
 import secrets
 import zlib
 from collections.abc import Iterable, Sequence
@@ -28,7 +30,48 @@ if TYPE_CHECKING:
 
 Sampling = Json  # vLLM's sampling parameters, from `build_sampling_params`
 DEFAULT_SLOTS = 256
+MAX_CHARS_PER_TOKEN = 256  # no token is longer: a text of over 256 * n characters has over n tokens
 TASK_INDEX_BITS = 52  # a float of JSON is exact up to 53 bits
+
+
+class SampledResponse(NamedTuple):
+    """One response of the policy, with its stop token, unless it used all tokens of the request."""
+
+    ids: list[int]
+    log_probs: list[float]  # one per id, at the sampling temperature
+    policy_versions: PolicyVersions
+
+
+class SampleStore:
+    """What the policy endpoint sampled in this batch, until an episode takes it.
+
+    An agent's Response claims token ids and log-probs. The endpoint knows both. Two episodes may
+    have sampled the same response, so an entry is a list.
+    """
+
+    def __init__(self) -> None:
+        self._responses: dict[bytes, list[SampledResponse]] = {}
+
+    def add(self, prompt_ids: list[int], sampled: SampledResponse) -> None:
+        """Keep a response and its prompt."""
+        self._responses.setdefault(digest(prompt_ids, sampled.ids), []).append(sampled)
+
+    def take(self, prompt_ids: list[int], ids: list[int]) -> SampledResponse:
+        """Remove and return the response with these ids. Raises GymError('not_sampled')."""
+        responses = self._responses.get(digest(prompt_ids, ids))
+        if not responses:
+            raise GymError(
+                "not_sampled",
+                f"{len(ids)} token ids after a prompt of {len(prompt_ids)} are not what the policy "
+                "endpoint sampled in this batch, or another episode has them. Return the token ids "
+                "of each model call once, as the endpoint sent them.",
+            )
+        return responses.pop()
+
+
+def digest(prompt_ids: list[int], ids: list[int]) -> bytes:
+    """Return the hash of a prompt and a response."""
+    return hashlib.sha256(repr((prompt_ids, ids)).encode()).digest()
 
 
 @dataclass
@@ -55,23 +98,25 @@ class RolloutContext:
     # do not say which rollout they belong to, so `Servers` sets this when a rollout starts.
     endpoint_sampling: Sampling = field(default_factory=dict)
     scales: Scales = field(default_factory=dict)  # of the verifiers' rewards
+    # Responses of the policy endpoint. None in a rollout worker, whose endpoint is in the driver.
+    samples: SampleStore | None = field(default_factory=SampleStore)
+    episode_timeout_s: float = math.inf  # for all turns of an episode, once it has a slot
+    # {server: the first names of its reward components, of which a run has at most MAX_COMPONENTS}
+    component_names: dict[str, set[str]] = field(default_factory=dict)
     features: Sequence[Feature] = ()  # optional features that look at verified episodes
     processor: TextProcessor = None  # type: ignore[assignment]  # __post_init__ sets it
     template: ChatTemplate = None  # type: ignore[assignment]  # __post_init__ sets it
+
+    @property
+    def max_length(self) -> int:
+        """The tokens of the longest episode."""
+        return self.max_prompt_length + self.max_response_length
 
     def __post_init__(self) -> None:
         if self.processor is None:
             self.processor = TextProcessor(self.tokenizer)
         if self.template is None:
             self.template = ChatTemplate(self.processor, self.stop_ids)
-
-
-class SampledResponse(NamedTuple):
-    """One response of the policy, with its stop token, unless it used all tokens of the request."""
-
-    ids: list[int]
-    log_probs: list[float]  # one per id, at the sampling temperature
-    policy_versions: PolicyVersions
 
 
 def make_rollout_context(
@@ -102,6 +147,7 @@ def make_rollout_context(
         episode_slots=asyncio.Semaphore(engines * rollout.max_num_seqs),
         max_staleness=recipe.kit.one_step_off,
         scales=inputs.scales,
+        episode_timeout_s=recipe.kit.stage_timeout_s / 2,  # a stage ends if no episode ends
         features=recipe.features,
     )
 

@@ -330,7 +330,7 @@ def list_checkpoint_folders(run: Path) -> list[Path]:
     folders = [run / "checkpoints"]
     path = run / "config.yaml"
     if path.is_file():
-        saved = OmegaConf.select(OmegaConf.load(path), "trainer.default_local_dir")
+        saved = identity.read_recipe(path).get("trainer.default_local_dir")
         folders = [Path(saved), *folders] if saved else folders
     return folders
 

@@ -23,13 +23,13 @@ from kit.config.load import COMMANDS, list_written, load_config
 from kit.config.packages import describe_import_error
 from kit.config.recipe import Recipe
 from kit.data.fingerprint import Fingerprint
-from kit.errors import ConfigError, RunError, Stop, UserFunctionError
+from kit.errors import ConfigError, RunError, Stop, UserFunctionError, remove_control_characters
 from kit.features import Feature, OnFeatures, ignore_features
 from kit.gym import network
 from kit.rollout.inputs import RunInputs
 from kit.runs import checkpoints, files, identity, isolation, prepare, summary, trial
 from kit.runs import replay as recorded
-from kit.runs.console import console, remove_control_characters
+from kit.runs.console import LogFormatter, console
 from kit.runs.verifier_trial import try_verifiers
 
 EXPECTED_ERRORS = (  # printed as a message, without a traceback
@@ -54,7 +54,7 @@ EXAMPLES = """commands, with an example each:
   show        python algorithm.py show runs/math               metrics and episodes of a run
   sweep       python algorithm.py sweep --config math --seeds 3 --vary actor.optim.lr=1e-6,2e-6
   compare     python algorithm.py compare 'runs/a*' --with 'runs/b*'     is the difference real?
-  explain     python algorithm.py explain runs/math 12         what did step 12 do, and why?
+  explain     python algorithm.py explain runs/math 12 --config math   what did step 12 do, and why?
   price       python algorithm.py price runs/math --rate 2.5   time and money to the end of a run
   probe       python algorithm.py probe --config math          can the verifier be fooled?
 """
@@ -145,10 +145,12 @@ def silence_libraries() -> None:
         logger.setLevel(level)
         logger.__class__ = FixedLogger
     # model_hosting_container_standards, which vLLM imports, sets the root logger to ERROR
+    handler = logging.lastResort or logging.StreamHandler()  # above the progress bar
+    handler.setFormatter(LogFormatter())
     for name in ("gym_client", "kit"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.WARNING)
-        logger.handlers = [logging.lastResort or logging.StreamHandler()]  # above the progress bar
+        logger.handlers = [handler]
         logger.propagate = False
 
 

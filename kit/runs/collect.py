@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from inference import Servers
 
 PRINTED_EXAMPLES = 3  # best and worst episodes
+MAX_SERVER_SCORES = 1000  # of one server's metrics: each name is kept for the whole run
 # large fields of a record, which Gym's /aggregate_metrics does not get
 LARGE_FIELDS = ("_episode", "response", "responses_create_params")
 
@@ -145,7 +146,8 @@ class Collector:
         records = [item.record for item in collected if item.episode.server == server]
         aggregated = servers.loop.run(servers.gym.aggregate(server, records)) or {}
         agent_metrics = aggregated.get("agent_metrics") or {}
-        return flatten_numbers(agent_metrics, f"val-gym/{server}/")
+        numbers = flatten_numbers(agent_metrics, f"val-gym/{server}/")
+        return dict(itertools.islice(numbers.items(), MAX_SERVER_SCORES))
 
 
 def run_command(recipe: Recipe, run: Run, inputs: RunInputs) -> None:

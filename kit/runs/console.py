@@ -7,8 +7,8 @@ terminal, or with --quiet, each step is one line.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
-import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -24,9 +24,8 @@ from rich.progress import (
 from rich.table import Table
 
 from kit.data.episode import Episode
+from kit.errors import remove_control_characters
 
-# C0 without tab and newline, DEL, C1: a terminal executes them as commands (ECMA-48)
-CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 RECENT_STEPS = 8  # rows of the table
 MIN_SECONDS = 0.05  # shorter stages are not shown
 # labels of stages; the others show their own name
@@ -115,13 +114,12 @@ def describe_seconds(timing: Mapping[str, float]) -> str:
     return f"{total:.1f}s ({' '.join(stages)})"
 
 
-def remove_control_characters(text: str) -> str:
-    """A text that is safe to print on a terminal: without control characters.
+class LogFormatter(logging.Formatter):
+    """Formats log lines, which may quote a server, without control characters."""
 
-    >>> remove_control_characters("red: \\x1b[31m, bell: \\x07")
-    'red: [31m, bell: '
-    """
-    return CONTROL_CHARACTERS.sub("", text)
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        return remove_control_characters(super().format(record))
 
 
 def say(text: str) -> None:

@@ -11,14 +11,16 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import OmegaConf
+import orjson
 
 from env import Json
 from kit.config.keys import KEYS, flatten, is_below, to_plain
 from kit.config.load import MODEL, ROLLOUT
 from kit.config.recipe import Recipe
+from kit.config.recipe_text import read_saved
 from kit.config.redaction import redacted
 from kit.data.fingerprint import ROW_KEYS, TEMPLATE, Fingerprint, hash_contents, hash_json
+from kit.errors import ConfigError
 from kit.runs import files
 
 if TYPE_CHECKING:
@@ -91,8 +93,11 @@ def write_fingerprint(path: Path, fingerprint: Fingerprint) -> None:
 
 
 def read_fingerprint(path: Path) -> Fingerprint:
-    """Read a fingerprint; an earlier version wrote the values alone."""
-    saved = json.loads(path.read_text()) if path.is_file() else {}
+    """Read a fingerprint; an earlier version wrote the values alone. Raises ConfigError."""
+    try:
+        saved = orjson.loads(path.read_bytes()) if path.is_file() else {}
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{path} is no JSON: {error}. Name another run.") from None
     is_whole = saved.keys() == {"values", "contents", "rows"}
     return Fingerprint(**saved) if is_whole else Fingerprint(saved)
 
@@ -107,7 +112,7 @@ def read_run(folder: Path, name: str = "config") -> Fingerprint:
 
 def read_recipe(path: Path) -> Json:
     """Return the values of a saved recipe, under the present names of their keys."""
-    return rename_keys(flatten(OmegaConf.load(path)))
+    return rename_keys(flatten(read_saved(path)))
 
 
 def rename_keys(recipe: Json) -> Json:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 
 from env import Json
+from gym_client import RUNS_EPISODES
 from kit import features
 from kit.config import user_functions
 from kit.config.keys import to_plain
@@ -252,7 +253,7 @@ def make_policy_endpoint(recipe: Recipe) -> PolicyEndpoint:
 def serves_agents(launch: Launch) -> bool:
     """Whether anything calls the policy endpoint: an agent, a feature, or the user's client."""
     settings = launch.recipe.gym
-    has_agent = any(server.start and server.start.agent for server in settings.servers.values())
+    has_agent = any(server.kind in RUNS_EPISODES for server in settings.servers.values())
     return bool(has_agent or launch.serves_policy or settings.policy_endpoint.port)
 
 
@@ -283,7 +284,9 @@ def start_servers_and_ray(launch: Launch) -> Mapping[str, str]:
     """Start the Gym servers, and Ray while they import their packages -> {server: url}."""
     run = launch.run
     recipe = launch.recipe
-    servers = recipe.get("gym.servers") if launch.policy else {}
+    servers = {}
+    if launch.policy:
+        servers = {name: server.model_dump() for name, server in recipe.gym.servers.items()}
     tmpdir = launch.stack.enter_context(isolation.use_own_tmpdir())
     for feature in recipe.features:
         feature.before_ray(launch)

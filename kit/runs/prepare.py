@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import env
 from env import Json
+from gym_client import RUNS_EPISODES
 from kit import features
 from kit.config import adapters, checks, model_files, trackers, user_functions
 from kit.config.keys import EPISODE_COMMANDS, SAMPLING_COMMANDS, make_command, to_plain
@@ -48,7 +49,7 @@ from kit.rollout import template_trial
 from kit.rollout.chat_template import OUTPUTS, PARALLEL, TURNS, ChatTemplate
 from kit.rollout.inputs import RunInputs
 from kit.runs.console import say
-from kit.runs.verifier_trial import try_verifiers
+from kit.runs.verifier_trial import try_servers, try_verifiers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -83,8 +84,8 @@ def prepare(
     inputs = checked.inputs
     servers: Mapping[str, str] = {}
     agents: Mapping[str, str] = {}
-    if config.gym.head_server:
-        servers, agents = network.discover_servers(config.gym.head_server)
+    if checked.recipe.gym.head_server:
+        servers, agents = network.discover_servers(checked.recipe.gym.head_server)
     names = {name: name for name in (*servers, *config.gym.servers)}
     aliases = {agent: server for agent, server in agents.items() if server in servers}
     load_rows(config, command, inputs, aliases | names, checked.recipe.functions.sampler)
@@ -97,15 +98,14 @@ def prepare(
     used = {task.server for task in inputs.tasks}
     for name in sorted(used - {*config.gym.servers, *custom}):
         config.gym.servers[name] = {"url": servers[name]}
-    for name, server in to_plain(config.gym.servers).items():
-        if server.get("url"):
-            process_specs.check_server(name, server)
     inputs.processor.check(config, inputs.tasks, command)
     recipe = checked.recipe.with_config(config)
     check_schedule(recipe)
+    check_running_servers(recipe)
     for feature in recipe.features:
         feature.check_inputs(recipe, inputs)
     inputs.trials = try_verifiers(custom, inputs.tasks, recipe, inputs.scales)
+    inputs.trials += try_servers(inputs.tasks, recipe, inputs.scales)
     return Prepared(recipe, inputs)
 
 
@@ -385,6 +385,19 @@ def check_ports(config: DictConfig) -> Iterator[Exception]:
         port = settings.get("port")
         if port and ports[port] > 1:
             yield ConfigError(f"{section}.port={port}: another server has it, too. Change one.")
+
+
+def check_running_servers(recipe: Recipe) -> None:
+    """Check that each server with a `url` answers. Raises ConfigError, GymStartError."""
+    for name, server in recipe.gym.servers.items():
+        if not server.url:
+            continue
+        process_specs.check_server(name, server.model_dump())
+        if server.kind in RUNS_EPISODES and not recipe.gym.policy_endpoint.port:
+            raise ConfigError(
+                f"gym.servers.{name} runs episodes and must know the address of the policy. Set "
+                "gym.policy_endpoint.port, and give the port and POLICY_API_KEY to the agent."
+            )
 
 
 # --- rows ----------------------------------------------------------------------------------------

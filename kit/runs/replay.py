@@ -244,10 +244,11 @@ def check_vocabulary(path: Path, episodes: Sequence[Episode], inputs: RunInputs)
     """Check that the model has all token ids of the episodes. Raises ConfigError."""
     size = inputs.model.vocab_size
     for episode in episodes:
-        largest = max([*episode.prompt_ids, *episode.response_ids], default=0)
-        if largest >= size:
+        ids = {*episode.prompt_ids, *episode.response_ids}
+        wrong = [token_id for token_id in ids if not 0 <= token_id < size]
+        if wrong:
             raise ConfigError(
-                f"--replay {path}: {episode.row_id} has the token id {largest}, and the model has "
+                f"--replay {path}: {episode.row_id} has the token id {wrong[0]}, and the model has "
                 f"{size} tokens, so another model sampled it. Set actor_rollout_ref.model.path to "
                 "the model of the recorded run."
             )

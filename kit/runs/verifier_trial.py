@@ -1,15 +1,17 @@
-"""Call each Python verifier before a run starts: to find mistakes, and the scale of its rewards."""
+"""Call each verifier before a run starts: to find mistakes, and the scale of its rewards."""
 
 from __future__ import annotations
 
+import functools
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import gym_client
 from env import Task
-from gym_client import GymError, StepResult, VerifyResult
+from gym_client import RUNS_EPISODES, GymError, VerifyResult
 from kit.config.recipe import Recipe
 from kit.data.episode import ParsedResponse
 from kit.data.ground_truths import (
@@ -19,9 +21,10 @@ from kit.data.ground_truths import (
     read_expected_answers,
 )
 from kit.data.reward_scale import UNKNOWN, RewardScale, Scales, are_equal, measure_scale
-from kit.errors import UserFunctionError
+from kit.errors import ConfigError, UserFunctionError
 from kit.gym.python_verifiers.pool import Pool
 from kit.gym.python_verifiers.settings import VerifierSpec
+from kit.gym.verifiers import VerifierRouter, make_verifiers
 from kit.runs.event_loops import make_runner
 
 RESPONSE = "So the answer is 7."
@@ -60,6 +63,59 @@ def try_verifiers(
     return lines
 
 
+def try_servers(tasks: Sequence[Task], recipe: Recipe, scales: Scales | None = None) -> list[str]:
+    """Try each running Gym server with its first row -> a line for each. Raises ConfigError.
+
+    A server to start does not run yet, and an agent needs the policy. scales: as of
+    `try_verifiers`.
+    """
+    first_tasks: dict[str, Task] = {}
+    for task in tasks:
+        server = recipe.gym.servers.get(task.server)
+        if server and server.url and server.kind not in RUNS_EPISODES:
+            first_tasks.setdefault(task.server, task)
+    if not first_tasks:
+        return []
+    urls = {name: str(recipe.gym.servers[name].url) for name in first_tasks}
+    router, _ = make_verifiers(recipe, urls, {})
+
+    async def run() -> list[str]:
+        async with router:
+            return [await try_server(router, task, scales) for task in first_tasks.values()]
+
+    with make_runner() as runner:
+        return runner.run(run())
+
+
+async def try_server(router: VerifierRouter, task: Task, scales: Scales | None) -> str:
+    """Open sessions for a row, and verify responses. Returns a line. Raises ConfigError."""
+    trial = RowTrial(task, functools.partial(call_server, router, task))
+    try:
+        if await router.kind(task.server) == "step":
+            await trial.call(RESPONSE)
+            return f"tried on row {task.row_id}: a session opens"
+        line = await trial.run("verify")
+    except GymError as error:
+        if error.reason == "masked" or error.reason.startswith("http_5"):  # maybe by this text
+            return f"tried on row {task.row_id}: {error}"
+        raise ConfigError(
+            f"gym.servers.{task.server} cannot verify row {task.row_id}: {error}. Correct the "
+            "server, the row, or gym.servers."
+        ) from None
+    if scales is not None:
+        scales[task.server, str(task.row.get("data_source"))] = trial.scale
+    return line
+
+
+async def call_server(router: VerifierRouter, task: Task, response: str) -> float | None:
+    """Open a session and verify a response -> the reward, if it has one. Raises GymError."""
+    async with router.session(task.server, task.row) as session:
+        if session.kind == "step":
+            return None
+        parsed = ParsedResponse.of_text(response)
+        return (await session.verify(gym_client.message_response(response), parsed)).reward
+
+
 def list_required_components(recipe: Recipe) -> list[str]:
     """List the reward components that the verifier must return, since nothing else adds them."""
     estimator = recipe.get("algorithm.adv_estimator")
@@ -96,7 +152,8 @@ async def try_verifier(
             missing = [task.row_id for task in tasks if is_missing(task.row)]
         selected = select_tasks(tasks)
         for task in selected[:MAX_SOURCES]:
-            trial = RowTrial(pool, task, required, response)
+            call = functools.partial(call_function, pool, task, required)
+            trial = RowTrial(task, call, response)
             lines.append(await trial.run(kind))
             if scales is not None:
                 scales[task.server, str(task.row.get("data_source"))] = trial.scale
@@ -115,14 +172,13 @@ async def try_verifier(
 class RowTrial:
     """The trial of a verifier on one row.
 
-    required: the reward components that it must return. first: the first response, which is no
-    answer unless the user gave it. rewards: by response; None if the verifier marks its reward as
-    invalid. scale: what the row shows of the verifier's rewards.
+    verify: makes the reward of a response, None if the verifier marks it as invalid. first: the
+    first response, which is no answer unless the user gave it. rewards: by response. scale: what
+    the row shows of the verifier's rewards.
     """
 
-    pool: Pool
     task: Task
-    required: Sequence[str]
+    verify: Callable[[str], Awaitable[float | None]]
     first: str = RESPONSE
     rewards: dict[str, float | None] = field(default_factory=dict)
     scale: RewardScale = UNKNOWN
@@ -140,15 +196,8 @@ class RowTrial:
         return line
 
     async def call(self, response: str) -> float | None:
-        """Return the reward of a response. Raises UserFunctionError."""
-        try:
-            result = await call_verifier(self.pool, self.task, response)
-        except GymError as error:
-            trial = f"(tried on row {self.task.row_id} with the response {response!r})"
-            raise UserFunctionError(f"{self.pool.spec.key}={error} {trial}") from None
-        if isinstance(result, VerifyResult):
-            check_components(self.pool, self.task, result, self.required)
-        self.rewards[response] = result.reward if result else None
+        """Return the reward of a response. Raises what `verify` does."""
+        self.rewards[response] = await self.verify(response)
         return self.rewards[response]
 
     async def describe(self, forms: Mapping[str, str]) -> str:
@@ -234,17 +283,22 @@ def check_components(pool: Pool, task: Task, result: VerifyResult, required: Seq
             )
 
 
-async def call_verifier(pool: Pool, task: Task, response: str) -> VerifyResult | StepResult | None:
-    """Verify a response to the row of a task. Raises GymError.
+async def call_function(
+    pool: Pool, task: Task, required: Sequence[str], response: str
+) -> float | None:
+    """Verify a response to the row of a task -> its reward. Raises UserFunctionError.
 
-    None if the verifier marks its reward as invalid.
+    required: the reward components that the verifier must return.
     """
     try:
         session = await pool.open_session(task.row)
         verify = session.verify if session.kind == "verify" else session.step
         result = await verify({}, ParsedResponse.of_text(response))
     except GymError as error:
-        if error.reason != "masked":
-            raise
-        return None
-    return result
+        if error.reason == "masked":
+            return None
+        trial = f"(tried on row {task.row_id} with the response {response!r})"
+        raise UserFunctionError(f"{pool.spec.key}={error} {trial}") from None
+    if isinstance(result, VerifyResult):
+        check_components(pool, task, result, required)
+    return result.reward

@@ -28,6 +28,7 @@ from kit.config.load import MICRO_BATCH_TOKENS, load_config
 from kit.errors import ConfigError
 from kit.gym import network
 from kit.runs import prepare, summary
+from tests.helpers.http import ScriptedServer
 from tests.helpers.recipes import CPU, RECIPE, ROOT, load, row, tiny, write_rows
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -512,6 +513,42 @@ def test_a_head_server_provides_servers_that_the_recipe_lacks(workspace):
         match=r"gym\.head_server: http://127.0.0.1:9 is not a Gym head server",
     ):
         load(workspace, files, "gym.head_server=http://127.0.0.1:9")
+
+
+def load_with_server(workspace, server, kind):
+    files = f"env.train_files=[{{path: {workspace}/train.jsonl, server: s}}]"
+    address = f"gym.servers.s={{url: '{server.url.removeprefix('http://')}', kind: {kind}}}"
+    return load(workspace, files, "env.val_files=[]", "gym.servers.reasoning_gym=null", address)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "answer", "message"),
+    [
+        ("step", "reset", {"observation": {"board": [1]}}, r"\['observation'\]: .*valid string"),
+        ("verify", "verify", {"score": 1.0}, r"\['reward'\]: field required"),
+        ("verify", "verify", {"reward": 100}, "gym.max_reward=10. Let the verifier scale it"),
+        ("agent", "run", {}, r"gym\.servers\.s runs episodes .* Set gym\.policy_endpoint\.port"),
+    ],
+)
+@pytest.mark.parametrize("has_description", [True, False])
+def test_a_running_server_is_tried(workspace, kind, path, answer, message, has_description):
+    routes = {"step": [(200, {})]} if kind == "step" else {"seed_session": [(200, {})]}
+    server = ScriptedServer(**{**routes, path: [(200, answer)]})
+    server.openapi = server.openapi if has_description else None
+    with pytest.raises(ConfigError, match=message):
+        load_with_server(workspace, server, kind)
+
+
+@pytest.mark.parametrize("has_description", [True, False])
+def test_a_server_needs_two_routes_and_neither_a_description_nor_a_scheme(
+    workspace, has_description
+):
+    server = ScriptedServer(seed_session=[(200, {})], verify=[(200, {"reward": 0.25})])
+    server.openapi = server.openapi if has_description else None
+    recipe, inputs = load_with_server(workspace, server, "null")
+    assert (recipe.gym.servers["s"].url, recipe.gym.servers["s"].kind) == (server.url, "verify")
+    assert any("reward 0.25 for" in line for line in inputs.trials)
+    assert server.paths()[:2] == ["/seed_session", "/verify"]
 
 
 def test_a_head_server_at_an_ipv6_address_lists_servers_there():

@@ -49,6 +49,7 @@ def run(fault: str, with_tool: bool = False, is_environment: bool = False):
             return await inference.rollout(requests, {}, context, gym)
 
     server = FaultyEnvironment(fault, tokenizer) if is_environment else None
+    context.samples = server.samples if server else None
     with RunningServer(fault, server) as running:
         return asyncio.run(collect(running.url)), running.server
 

@@ -18,7 +18,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from gym_client import Gym, GymError, message_response
-from kit.config.redaction import redacted
 from kit.extras.judges import judge_proxy, judge_settings
 from kit.gym import network, process_specs, server_process
 from kit.gym import servers as gym_servers
@@ -152,26 +151,6 @@ def test_a_server_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
     assert headers["Authorization"] == "Bearer policy-key"
 
 
-def test_a_server_gets_no_variable_of_the_notebook_that_starts_it(monkeypatch):
-    """These are the variables that a Jupyter kernel or its front end sets."""
-    variables = {
-        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        "JPY_PARENT_PID": "7",
-        "JPY_SESSION_NAME": "a.ipynb",
-        "FORCE_COLOR": "1",
-        "CLICOLOR": "1",
-        "CLICOLOR_FORCE": "1",
-        "PYTHONSTARTUP": "start.py",
-        "PYTHONPATH": "packages",
-    }
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    environment = gym_servers.build_environment({}, ())
-    assert "PATH" in environment and not set(variables) & set(environment)
-    environment = gym_servers.build_environment({"visible_variables": ["MPLBACKEND"]}, ())
-    assert environment["MPLBACKEND"] == variables["MPLBACKEND"]
-
-
 def test_the_model_server_of_the_policy_does_not_see_the_secrets_of_an_agent(monkeypatch):
     monkeypatch.setenv("SHOP_TOKEN", "x")
     start = {"python": str(GYM_PYTHON), "agent": "simple_agent", "env": ["SHOP_TOKEN"]}
@@ -232,18 +211,6 @@ def test_global_config_sets_the_values_to_which_a_servers_yaml_refers(tmp_path, 
     with expectation:
         config = OmegaConf.create(server_process.build_gym_config(spec, [spec], tmp_path))
         assert config.x.resources_servers.shop.key == "k"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["A_KEY", "hf_token", "My_Secret", "DB_PASSWORD", "CREDENTIALS", "KEYS", "A_NAME", "PATH"],
-)
-def test_recipes_and_servers_hide_variables_with_the_same_names(name, monkeypatch):
-    monkeypatch.setenv(name, "a-long-value")
-    recipe = OmegaConf.to_yaml(redacted(OmegaConf.create({"x": "a-long-value"})))
-    is_written = "a-long-value" in recipe
-    is_visible = name in gym_servers.build_environment({}, ())
-    assert is_written == is_visible == (name in ("A_NAME", "PATH"))
 
 
 # --- real servers of nemo-gym --------------------------------------------------------------------

@@ -15,8 +15,8 @@ from aiohttp import web
 
 import env
 from gym_client import message
-from kit.rollout.sampling import EpisodeId, EpisodeRequest
-from tests.helpers.rollouts import TOOL, call, encode_turns
+from kit.rollout.sampling import EpisodeId, EpisodeRequest, SampleStore
+from tests.helpers.rollouts import TOOL, call, encode_turns, keep_samples
 
 FAILURE_RATE = 0.3
 # The client's timeout if a server hangs. In other tests it is ten times as long.
@@ -161,6 +161,7 @@ class FaultyEnvironment(FaultServer):
     def __init__(self, fault: str, tokenizer):
         super().__init__(fault)
         self.tokenizer = tokenizer
+        self.samples = SampleStore()
 
     def spoil(self, answer: dict, fault: str) -> None:
         super().spoil(answer["result"], fault)
@@ -179,7 +180,7 @@ class FaultyEnvironment(FaultServer):
         item = message(text)
         item["prompt_token_ids"] = prompt_ids
         item["generation_token_ids"] = encode_turns([text], self.tokenizer)[0]
-        item["generation_log_probs"] = [-1.0] * len(item["generation_token_ids"])
+        keep_samples(self.samples, [item])
         result = {"reward": row["worth"], "response": {"output": [item]}, "mask_sample": False}
         identity = {"episode_id": body["episode_id"], "task_id": body["task"]["task_id"]}
         return {**identity, "result": result, "failure": None}

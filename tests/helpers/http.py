@@ -67,7 +67,7 @@ class ScriptedServer:
 
     An answer is (status, JSON or bytes, optional cookie, optional headers), a function that returns
     it, "reset", or "truncated". `log` has (path, body, cookie) of each POST request. `openapi` is
-    the answer to GET.
+    the answer to GET, or None for 404.
     """
 
     def __init__(self, **routes):
@@ -78,7 +78,7 @@ class ScriptedServer:
 
         class Handler(JsonHandler):
             def do_GET(self):
-                self.answer(200, server.openapi)
+                self.answer(200 if server.openapi else 404, server.openapi or {})
 
             def do_POST(self):
                 server.log.append((self.path, self.read_json(), self.headers.get("cookie")))

@@ -14,7 +14,13 @@ import env
 import gym_client
 import inference
 from kit.config.recipe import Recipe
-from kit.rollout.sampling import RolloutContext, repeat_per_group
+from kit.data.episode import PolicyVersion
+from kit.rollout.sampling import (
+    RolloutContext,
+    SampledResponse,
+    SampleStore,
+    repeat_per_group,
+)
 from tests.helpers.recipes import make_partial
 
 STOP = 1
@@ -59,6 +65,7 @@ class FixedRewards:
         self.numbers: list[tuple] = []
         self.responses: list[dict] = []
         self.open_count = 0
+        self.samples = SampleStore()  # of the agent's policy endpoint
 
     async def kind(self, server):
         return self.server_kind
@@ -89,12 +96,24 @@ class FixedRewards:
         item |= {
             "prompt_token_ids": [2, 3],
             "generation_token_ids": [5, STOP],
-            "generation_log_probs": [-1.0, -2.0],
+            "generation_log_probs": [9.0, 9.0],  # a claim
         }
+        keep_samples(self.samples, [item], step=6)
         result = gym_client.VerifyResult(
             0.75, {"part": 0.5}, latency_s=0.25, details={"extracted": 5}
         )
         return gym_client.RunResult(result, {"output": [item]})
+
+
+def keep_samples(samples: SampleStore | None, output, step=None) -> None:
+    """Let the policy endpoint have sampled the token ids of output items. step: of the weights."""
+    assert samples
+    for item in output:
+        ids = item.get("generation_token_ids")
+        if ids:
+            versions = [PolicyVersion(len(ids), step)]
+            sampled = SampledResponse(ids, [-1.0 - i for i in range(len(ids))], versions)
+            samples.add(item["prompt_token_ids"], sampled)
 
 
 def verify_session(verify) -> SimpleNamespace:
@@ -140,7 +159,8 @@ def run_rollout(
     """Run a rollout with n episodes for each of `count` tasks -> the episodes."""
     rollout = inference.rollout_with_baselines if baselines else inference.rollout
     requests = repeat_per_group(make_tasks(count), n, "4")
-    return asyncio.run(rollout(requests, sampling, make_context(client, **changes), gym, on_done))
+    context = make_context(client, samples=gym.samples, **changes)
+    return asyncio.run(rollout(requests, sampling, context, gym, on_done))
 
 
 def make_recipe(**rollout) -> Recipe:
@@ -176,7 +196,7 @@ def make_recipe(**rollout) -> Recipe:
         "data": {"max_prompt_length": 123, "max_response_length": 456},
         "trainer": {"nnodes": 3},
     }
-    return make_partial(sections, one_step_off=2)
+    return make_partial(sections, one_step_off=2, stage_timeout_s=90.0)
 
 
 # Chat templates like those of four model families. Calls have the format of Hermes.

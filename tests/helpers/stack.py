@@ -40,6 +40,7 @@ SESSION = [
     "actor_rollout_ref.rollout.disable_log_stats=false",
     "gym.servers.counter.start.server=example_session_state_mgmt",
     f"gym.servers.counter.start.python={GYM_PYTHON}",
+    "gym.servers.blackjack.kind=step",
     f"gym.servers.blackjack.start.python={GYM_PYTHON}",
     f"gym.servers.shop.start={SHOP}",
     f"gym.servers.office.start={OFFICE}",

@@ -402,8 +402,9 @@ def test_control_characters_from_a_server_do_not_reach_the_terminal(capsys):
     import pandas as pd
     from rich.console import Console
 
+    from kit.errors import remove_control_characters
     from kit.extras.report import show
-    from kit.runs.console import remove_control_characters, say
+    from kit.runs.console import say
 
     escapes = "\x1b]0;title\x07\x1b[2J\x9b31m\r\x08"
     assert remove_control_characters(f"a{escapes}\n\tb") == "a]0;title[2J31m\n\tb"

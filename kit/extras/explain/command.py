@@ -1,6 +1,9 @@
 """The command `explain`: replay a recorded step without changing weights, and say what it did.
 
-python algorithm.py explain runs/math 12 [key=value ...]
+python algorithm.py explain runs/math 12 --config math [key=value ...]
+
+The recipe is that of --config, as for --replay, and is compared with the run's config.yaml. A run
+folder may come from others, and a recipe names code.
 """
 
 from __future__ import annotations
@@ -11,16 +14,13 @@ import dataclasses
 import json
 import math
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import yaml
 
 from env import Json
-from kit.config.keys import is_used
 from kit.data.episode import Episode
 from kit.errors import ConfigError, NonFiniteStep, SkippedStep
 from kit.extras.explain.explanation import (
@@ -61,10 +61,13 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("step", type=int, help="number of the step")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="changes of its recipe")
+    parser.add_argument("--config", action="append", help="a recipe, as in the run's command")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="the run's other arguments")
     args = parser.parse_intermixed_args(arguments)
     folder = args.run.expanduser()
-    config = check_step(folder, args.step)
+    check_step(folder, args.step)
+    if not args.config:
+        raise ConfigError("explain needs the recipe of the run. Add --config, as in its command.")
     name = f"trainer.experiment_name={folder.name}_explain"
     changes = [
         "trainer.replay_min_ess=0",
@@ -73,10 +76,7 @@ def main(arguments: Sequence[str]) -> None:
         *find_start(folder, args.step),
     ]
     rollouts = str(rollouts_of(folder, args.step))
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as recipe:
-        recipe.write(yaml.safe_dump(select_used(yaml.safe_load(config.read_text()))))
-        recipe.flush()
-        planned = plan([recipe.name], [*args.words, *changes], "train", rollouts)
+    planned = plan(args.config, [*args.words, *changes], "train", rollouts)
     check_recipe(planned)
     from algorithm import start_trainer
     from kit.runs.run import Run
@@ -99,10 +99,9 @@ def rollouts_of(folder: Path, step: int) -> Path:
 # --- checks --------------------------------------------------------------------------------------
 
 
-def check_step(folder: Path, step: int) -> Path:
-    """Check that a run has the episodes of a step -> its config.yaml. Raises ConfigError."""
-    config = folder / "config.yaml"
-    if not config.is_file():
+def check_step(folder: Path, step: int) -> None:
+    """Check that a run has the episodes of a step. Raises ConfigError."""
+    if not (folder / "config.yaml").is_file():
         raise ConfigError(
             f"explain {folder}: no run, since it has no config.yaml. Name its folder."
         )
@@ -112,7 +111,6 @@ def check_step(folder: Path, step: int) -> Path:
             f"explain: {rollouts_of(folder, step)} does not exist, so the episodes of the step are "
             f"not known. Choose one of the steps {describe_steps(steps)}."
         )
-    return config
 
 
 def check_recipe(planned: Plan) -> None:
@@ -152,20 +150,6 @@ def find_start(folder: Path, step: int) -> list[str]:
 def describe_steps(steps: Sequence[int]) -> str:
     """List the numbers of steps as text."""
     return ", ".join(map(str, steps)) or "of another run (this one has none)"
-
-
-def select_used(values: Json, parent: str = "") -> Json:
-    """Select the keys of a run's config.yaml that a recipe may set. verl derives the others."""
-    selected: Json = {}
-    for name, value in values.items():
-        key = f"{parent}.{name}" if parent else name
-        if isinstance(value, dict) and value:
-            inner = select_used(value, key)
-            if inner:
-                selected[name] = inner
-        elif is_used(key):
-            selected[name] = value
-    return selected
 
 
 # --- the step ------------------------------------------------------------------------------------

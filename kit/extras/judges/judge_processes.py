@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from kit.gym.process_specs import make_spec
 from kit.gym.server_process import MODELS, ProcessSpec
 
 DEFAULT_START_TIMEOUT_S = 600.0  # for a vLLM to load its model
+# of vLLM, and to download its model
+VLLM_VARIABLES = re.compile(r"(?:VLLM|NCCL|TORCH|HF)_\w+|HUGGING_FACE_HUB_TOKEN|\w+_(?i:proxy)")
 REPOSITORY = Path(__file__).parents[3]
 
 
@@ -46,7 +49,6 @@ def model_server_spec(judge: Judge, base_url: str, api_key: str, python: str) ->
         "host": network.HOST,
         "port": network.find_free_port(),
         "resources_server": "",
-        "hidden_variables": [judge.key_name] if judge.key_name else [],
     }
 
 
@@ -78,7 +80,7 @@ def vllm_process_spec(judge: Judge) -> ProcessSpec:
         "kind": "vllm",
         "command": command + _format_options(arguments),
         "env": env,
-        "visible_variables": ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"],  # to download the model
+        "visible_variables": [name for name in os.environ if VLLM_VARIABLES.fullmatch(name)],
         "host": network.HOST,
         "port": port,
         "start_timeout_s": float(start.get("deadline_s") or DEFAULT_START_TIMEOUT_S),

@@ -31,6 +31,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from kit.errors import QuotingError
 from kit.extras.judges.judge_processes import model_server_spec, vllm_process_spec
 from kit.extras.judges.judge_settings import Judge
 from kit.gym import network
@@ -47,7 +48,7 @@ MAX_QUOTE = 200  # characters or bytes of a judge's reply in an error
 logger = logging.getLogger(__name__)
 
 
-class JudgeError(Exception):
+class JudgeError(QuotingError):
     """A judge did not reply.
 
     reason: as in the module's docstring. is_retryable: whether another attempt may succeed.
@@ -126,7 +127,7 @@ async def _send_request(
         raise JudgeError("connect", message, is_retryable=True) from None
     status = response.status
     if 300 <= status < 400:
-        target = judge.redact(response.headers.get("Location", "")[:MAX_QUOTE])
+        target = judge.redact(response.headers.get("Location", ""))[:MAX_QUOTE]
         raise JudgeError(
             f"http_{status}",
             f"HTTP {status} redirects to {target!r}, and redirects are not followed. "
@@ -155,7 +156,7 @@ async def _read_body(response: aiohttp.ClientResponse) -> bytes:
 
 def _quote(judge: Judge, body: bytes) -> str:
     """Return the start of a response's body, without the judge's key."""
-    return judge.redact(body[:MAX_QUOTE].decode(errors="replace"))
+    return judge.redact(body.decode(errors="replace"))[:MAX_QUOTE]  # a cut key would not match
 
 
 def _parse_retry_after(header: str) -> float:

@@ -36,8 +36,8 @@ class PolicyPrograms(Feature):
         elif problem:
             yield f"{setting}: {problem}, or set it to null."
 
-    def sandbox_command(self, command: Sequence[str], folders: Sequence[Path]) -> list[str]:
+    def sandbox_command(self, command: Sequence[str], readable: Sequence[Path]) -> list[str]:
         """Return the command line that runs a verifier process in bubblewrap."""
         from kit.extras.policy_programs import sandbox
 
-        return sandbox.sandbox_command(command, folders)
+        return sandbox.sandbox_command(command, readable)

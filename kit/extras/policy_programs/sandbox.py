@@ -1,16 +1,19 @@
 """Run a verifier process in a bubblewrap sandbox.
 
-bubblewrap (https://github.com/containers/bubblewrap) restricts the view of a process: no network, a
-read-only file system, an empty home directory and /tmp, no other processes, no capabilities.
+bubblewrap (https://github.com/containers/bubblewrap) restricts the view of a process: no network,
+no other processes, no capabilities, and of the file system only packages, the kit and the Python
+files of the verifier, read-only. Rows, recordings and keys are not there.
 """
 
 from __future__ import annotations
 
 import functools
+import glob
+import itertools
+import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,10 +24,12 @@ TRIAL_TIMEOUT_S = 20.0
 OPTIONS = (
     *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
     *("--cap-drop", "ALL"),
-    *("--ro-bind", "/", "/"),
     *("--proc", "/proc"),
     *("--dev", "/dev"),
+    *("--tmpfs", "/tmp"),
 )
+# Folders and files of a system that programs need: libraries, the dynamic linker and its cache.
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib*", "/etc/ld.so*", "/etc/alternatives")
 VARIABLES = (*("--setenv", "TMPDIR", "/tmp"), *("--setenv", "KIT_SANDBOX", "1"))
 
 
@@ -49,29 +54,19 @@ def find_problem() -> str:
     )
 
 
-def sandbox_command(command: Sequence[str], readable_folders: Sequence[Path]) -> list[str]:
+def sandbox_command(command: Sequence[str], readable: Sequence[Path]) -> list[str]:
     """Return the command line that runs `command` in a sandbox.
 
-    readable_folders: folders in the home directory or /tmp that the command must read. The sandbox
-    hides everything else there.
+    readable: further files and folders that the command must read.
     """
     mounts: list[str] = []
-    for folder in list_hidden_folders():
-        mounts += ["--tmpfs", str(folder)]
-    python_folders = [Path(sys.prefix), Path(sys.base_prefix)]
-    visible = [path.resolve() for path in (*python_folders, ROOT, *readable_folders)]
-    for folder in dict.fromkeys(visible):
-        if folder.is_dir():
-            mounts += ["--ro-bind", str(folder), str(folder)]
-    return ["bwrap", *OPTIONS, *mounts, *VARIABLES, "--", *command]
-
-
-def list_hidden_folders() -> list[Path]:
-    """Return the folders that the sandbox replaces by empty ones."""
-    # They contain the sockets of vLLM and Ray. A process can connect to a socket even if its folder
-    # is mounted read-only.
-    temporary_folder = Path(tempfile.gettempdir()).resolve()
-    folders = {Path("/tmp"), Path("/var/tmp"), Path("/run"), Path("/root")}
-    folders |= {Path.home(), temporary_folder}
-    folders.discard(Path("/"))
-    return [folder for folder in sorted(folders) if folder.is_dir()]
+    for name in sorted(itertools.chain(*map(glob.glob, SYSTEM))):
+        if Path(name).is_symlink():
+            mounts += ["--symlink", os.readlink(name), name]
+        else:
+            mounts += ["--ro-bind", name, name]
+    own = [Path(sys.prefix), Path(sys.base_prefix), ROOT / "kit", *ROOT.glob("*.py")]
+    for path in (*own, *readable):
+        for name in {str(path.absolute()), str(path.resolve())}:
+            mounts += ["--ro-bind-try", name, name]
+    return ["bwrap", *OPTIONS, *mounts, "--remount-ro", "/", *VARIABLES, "--", *command]

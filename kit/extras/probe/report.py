@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from env import Json
+from kit.errors import remove_control_characters
 from kit.extras.probe import truths
 from kit.extras.probe.audit import (
     RECORDED,
@@ -25,7 +26,7 @@ from kit.extras.probe.audit import (
     find_weaknesses,
 )
 from kit.extras.probe.responses import LEAK, RIGHT, WRONG
-from kit.runs.console import count_nouns, remove_control_characters
+from kit.runs.console import count_nouns
 
 TITLES = {
     WRONG: "Rewarded, but deserves nothing: a wrong answer, or none (wrong)",

@@ -66,6 +66,9 @@ def running_verifiers(recipe: Recipe, inputs: RunInputs) -> Iterator[Started]:
         loop = stack.enter_context(make_runner())
         pools = make_pools(recipe, inputs.verifiers.specs, launch.logs)
         router, _ = make_verifiers(recipe, urls, pools)
+        for name, server in recipe.gym.servers.items():
+            if server.start and server.start.agent:
+                router.gym.kinds[name] = "verify"
         enter(router, loop, stack)
         client: Any = None  # nothing is sampled
         yield Started(router, make_rollout_context(recipe, client, inputs, 60.0), loop)
@@ -77,4 +80,5 @@ def remove_agents(servers: Json) -> Json:
     for server in servers.values():
         for key in AGENT_KEYS:
             (server.get("start") or {}).pop(key, None)
+        server.pop("kind", None)
     return servers

@@ -221,7 +221,7 @@ def list_explanations(runs: Sequence[RunData]) -> list[dict[str, Any]]:
         for path in sorted(run.path.glob("explain_*.json"), key=lambda path: path.stat().st_mtime):
             try:
                 content = json.loads(path.read_text())
-            except ValueError:
+            except (ValueError, RecursionError):
                 run.unreadable.append(f"{path.name} is no JSON")
                 continue
             if isinstance(content, dict) and content.keys() >= EXPLAINED:

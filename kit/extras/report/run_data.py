@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import yaml
 
+from kit.config.recipe_text import read_saved
 from kit.data.episode import SAMPLED_IDS
 from kit.data.json_lines import read_metrics, read_objects
 from kit.data.metrics import FAILED_AS_0, HIGH, LOW, name_test_set
 from kit.data.rollout_files import read_records, read_scale
 from kit.errors import ConfigError
+from kit.runs import files
 
 # Limits on the rollout files that are read. 64 MiB takes 3 s. The last step and the last
 # evaluation are always read, whatever their size.
@@ -93,7 +94,7 @@ class RunData:
         self.path = path
         self.name = path.name
         self.config_text = find_config(path).read_text()
-        self.config: dict[str, Any] = yaml.safe_load(self.config_text)
+        self.config: dict[str, Any] = read_saved(find_config(path))
         self.unreadable: list[str] = []
         self.skipped_files = 0
 
@@ -205,7 +206,7 @@ class RunData:
         if not path.is_file():
             return {}
         try:
-            with np.load(path) as file:
+            with files.open_arrays(path) as file:
                 ends = np.cumsum(file["lengths"])
                 values = np.split(file["values"], ends[:-1])
                 indices = [tuple(index) for index in file["record_index"].tolist()]

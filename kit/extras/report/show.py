@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kit.data.metrics import read_test_set
-from kit.errors import ConfigError
+from kit.errors import ConfigError, remove_control_characters
 from kit.extras.report import diagnosis
 from kit.extras.report.run_data import RunData, is_accuracy
-from kit.runs.console import remove_control_characters
 
 MAX_STEPS = 12  # rows of the table, not counting steps with an evaluation
 BEST_EPISODES = 3

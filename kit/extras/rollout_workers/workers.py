@@ -77,6 +77,7 @@ class RolloutWorker:
     ):
         client = Client(recipe, servers, bool(recipe.kit.one_step_off))
         self.context = make_rollout_context(recipe, client, inputs, timeout_s)
+        self.context.samples = None  # the driver has them
         count = recipe.rollout.agent.num_workers
         pools = make_pools(recipe, inputs.verifiers.specs, logs)
         self.verifiers, self.limits = make_verifiers(recipe, urls, pools, count)
@@ -127,6 +128,7 @@ class RolloutWorkers:
         inputs: RunInputs,
         logs: Path,
     ):
+        self.context = context
         count = recipe.rollout.agent.num_workers
         this_node = ray.get_runtime_context().get_node_id()
         worker_class = ray.remote(RolloutWorker).options(
@@ -195,7 +197,18 @@ class RolloutWorkers:
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         self.worker_metrics[worker] = result.metrics
+        for episode in result.episodes:
+            if episode.status == "ok" and not episode.policy_versions:  # a server has run it
+                self._take_samples(episode)
         return result
+
+    def _take_samples(self, episode: Episode) -> None:
+        """Take the episode's samples from the policy endpoint, which is in this process."""
+        assert self.context.samples
+        try:
+            inference.take_samples(episode, self.context.samples)
+        except GymError as error:
+            inference.record_failure(episode, error)
 
     def set_policy_version(self, step: int) -> None:
         """Record in all workers that the vLLM servers have the weights of a step."""

@@ -25,7 +25,7 @@ from kit.config.redaction import redacted
 from kit.data.json_lines import read_metrics, read_objects
 from kit.data.metrics import HIGH, LOW
 from kit.extras.run_card import provenance, scores
-from kit.extras.run_card.privacy import Cleaner
+from kit.extras.run_card.privacy import Cleaner, has_settings
 from kit.extras.run_card.provenance import HashedFile
 from kit.runs import files
 from kit.runs.checkpoints import EXPORTED
@@ -319,6 +319,6 @@ def describe_recipe(recipe: Recipe) -> str:
     kept = {}
     for key, value in changed.items():
         is_of_critic = is_below(key, "critic") and not recipe.has_critic
-        if not (is_below(key, *LEFT_OUT) or is_of_critic):
+        if not (has_settings(key) or is_below(key, *LEFT_OUT) or is_of_critic):
             kept[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     return yaml.safe_dump(kept, sort_keys=True, allow_unicode=True, width=1000)

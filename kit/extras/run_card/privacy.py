@@ -22,6 +22,8 @@ from kit.config.redaction import (
 
 # An absolute path: no part of a URL, of a relative path or of ~/path. The last part is a group.
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~$}<@-])/(?:[\w.+@,-]+/)*([\w.+@,-]+)")
+# Settings of servers and judges: they are free text, and may have secrets under any name.
+SETTINGS = re.compile(r"gym\b.*\bstart\b|gym\b.*\bjudges\b.*\b(?:parameters|config)\b")
 # `name: value` or `name=value` inside of a word of the command line
 NAMED_VALUE = re.compile(r"""(['"]?)([\w-]+)\1(\s*[:=]\s*)(['"]?)([^,{}\[\]'"\s]+)\4""")
 
@@ -46,8 +48,11 @@ class Cleaner:
         return ABSOLUTE_PATH.sub(r"\1", text)
 
     def clean_words(self, words: Sequence[str]) -> list[str]:
-        """Return words of a command line without secrets and paths."""
-        return [self.clean(hide_named(word)) for word in words]
+        """Return words of a command line without settings of servers, secrets and paths."""
+        shown = (
+            f"{word.partition('=')[0]}={HIDDEN}" if has_settings(word) else word for word in words
+        )
+        return [self.clean(hide_named(word)) for word in shown]
 
 
 def find_secrets(config: DictConfig) -> set[str]:
@@ -61,6 +66,11 @@ def find_secrets(config: DictConfig) -> set[str]:
         if text != str(value) and (HIDDEN in text or has_variable):
             secrets.add(str(value))
     return secrets
+
+
+def has_settings(key: str) -> bool:
+    """Return whether a key, or a key=value word, has settings of a server or a judge."""
+    return bool(SETTINGS.match(key.lstrip("+~")))
 
 
 def hide_named(word: str) -> str:

@@ -256,8 +256,9 @@ def read_config(folder: Path) -> DictConfig:
     """Read the recipe of a run. Raises ConfigError if it is no run."""
     path = folder / "config.yaml"
     try:
-        return cast(DictConfig, OmegaConf.load(path))
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException):
+        text = path.read_text().replace("${", "\\${")  # from a folder of others: not resolved
+        return cast(DictConfig, OmegaConf.create(text))
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException, RecursionError):
         raise ConfigError(
             f"{folder} is no training run: it has no readable config.yaml. Name a folder of runs/."
         ) from None

@@ -25,6 +25,7 @@ from kit.data.json_lines import read_metrics
 from kit.data.metrics import mean
 from kit.data.reward_scale import are_equal
 from kit.data.rollout_files import read_records, read_scale
+from kit.runs import files
 
 KINDS = ("failed", "skipped step", "zero variance", "filtered", "masked")
 MAX_STEPS = 20  # rollouts files that are read, the newest; one of a large run has gigabytes
@@ -94,7 +95,7 @@ def read_zeros(path: Path) -> dict[tuple[int, int], bool] | None:
 
     None for a file without the indices, as earlier versions wrote it.
     """
-    with np.load(path) as saved:
+    with files.open_arrays(path) as saved:
         if "record_index" not in saved:
             return None
         ends = np.cumsum(saved["lengths"])

@@ -60,6 +60,7 @@ class Pool:
         self.spec = spec
         env = recipe.env
         self.may_run_code = bool(env.verifier_pool.sandbox or env.allow_unsandboxed_code)
+        self.max_reward = recipe.gym.max_reward
         self.workers: list[Worker] = []
         for number in range(count_processes(env.verifier_pool)):
             log = logs / f"verifier_{spec.name}_{number}.log"
@@ -80,7 +81,9 @@ class Pool:
     async def open_session(self, row: Json) -> FunctionSession:
         """Open a session for one episode of `row`. Raises GymError."""
         kind = await self.kind()
-        session = FunctionSession(self.spec, kind, row, self.call, self.may_run_code)
+        session = FunctionSession(
+            self.spec, kind, row, self.call, self.may_run_code, self.max_reward
+        )
         await session.open()
         return session
 
@@ -111,6 +114,7 @@ class Worker:
         self.recipe = recipe
         self.log = log
         self.process: Process | None = None
+        self.logging: asyncio.Task[None]  # writes the log of `process`
 
     async def call(self, method: str, *arguments: object) -> CallResult:
         """Call the verifier. Raises GymError."""
@@ -123,22 +127,25 @@ class Worker:
 
     async def start(self) -> str:
         """Start a process, load the verifier in it, and return its kind. Raises GymError."""
-        environment = gym_servers.list_public_variables(self.recipe.env.verifier_pool.env)
+        visible = ["PYTHONPATH", *self.recipe.env.verifier_pool.env]
+        environment = gym_servers.list_public_variables(visible)
         environment["OMP_NUM_THREADS"] = "1"  # there is a process for each core
-        with self.log.open("ab") as log:
-            try:
-                self.process = await asyncio.create_subprocess_exec(
-                    *self.make_command(),
-                    stdin=PIPE,
-                    stdout=PIPE,
-                    stderr=log,
-                    env=environment,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise GymError(
-                    "died", f"{self.spec.reference}: its process does not start: {error}"
-                ) from None
+        try:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.make_command(),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,  # a program could open a file again through /proc, and change it
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise GymError(
+                "died", f"{self.spec.reference}: its process does not start: {error}"
+            ) from None
+        self.log.touch()
+        assert self.process.stderr
+        self.logging = asyncio.create_task(write_log(self.process.stderr, self.log))
         spec = self.spec
         loaded = await self.request(LOAD_TIMEOUT_S, "load", spec.path, spec.name, spec.settings)
         return str(loaded.answer["kind"])
@@ -152,8 +159,9 @@ class Worker:
             f"serve({memory})"
         )
         command = [sys.executable, "-u", "-P", "-c", code]
-        folders = [Path.cwd(), Path(self.spec.path).parent]
-        sandboxed = [feature.sandbox_command(command, folders) for feature in self.recipe.features]
+        readable = [Path(path) for path in self.recipe.env.verifier_pool.readable]
+        readable += list_code(Path(self.spec.path)) if self.spec.path else []
+        sandboxed = [feature.sandbox_command(command, readable) for feature in self.recipe.features]
         return features.first(sandboxed) or command
 
     async def kill(self) -> None:
@@ -192,6 +200,7 @@ class Worker:
         except (asyncio.IncompleteReadError, OSError, ValueError):
             # ValueError: the answer is not JSON, so process.py did not write it.
             await self.kill()
+            await asyncio.wait([self.logging], timeout=TRACEBACK_TIMEOUT_S)
             raise GymError(
                 "died",
                 f"{self.spec.reference}: its process ended with {describe_end(process)}"
@@ -294,6 +303,22 @@ class Worker:
             return size
         os.truncate(self.log, 0)  # the process appends to it
         return 0
+
+
+async def write_log(output: asyncio.StreamReader, log: Path) -> None:
+    """Append the output of a process to its log, until it ends."""
+    with log.open("ab", buffering=0) as file:
+        while part := await output.read(MAX_LOG_TAIL_BYTES):
+            file.write(part)
+
+
+def list_code(path: Path) -> list[Path]:
+    """List the Python files and packages in the folder of a file: what it may import.
+
+    Other files there may be rows with the answers, or keys.
+    """
+    packages = [init.parent for init in path.parent.glob("*/__init__.py")]
+    return [*path.parent.glob("*.py"), *packages]
 
 
 def describe_end(process: Process) -> str:

@@ -165,13 +165,14 @@ def make_run(folder: Path, steps=(1, 2, 3), saved=(2,)) -> Path:
     [
         ("nothing", 1, "no run, since it has no config.yaml. Name its folder"),
         ("run", 9, r"step_9.jsonl does not exist, .* Choose one of the steps 1, 2, 3\."),
+        ("run", 3, "explain needs the recipe of the run. Add --config"),
         ("run", 2, r"no checkpoint of it. Choose one of the steps 1, 3, or train with .*save_freq"),
     ],
 )
 def test_a_step_that_cannot_be_explained_is_an_error_of_one_line(tmp_path, name, step, message):
     make_run(tmp_path / "run")
     with pytest.raises(ConfigError, match=message) as caught:
-        command.main([str(tmp_path / name), str(step)])
+        command.main([str(tmp_path / name), str(step), *(["--config=math"] if step == 2 else [])])
     assert "\n" not in str(caught.value)
 
 
@@ -200,15 +201,3 @@ def test_numbers_that_are_not_finite_become_null():
     content = {"a": [math.nan, {"b": math.inf}], "c": 1.5, "d": "nan"}
     text = json.dumps(command.make_finite(content), allow_nan=False)
     assert json.loads(text) == {"a": [None, {"b": None}], "c": 1.5, "d": "nan"}
-
-
-def test_a_runs_config_is_a_recipe_again_without_derived_keys():
-    values = {
-        "trainer": {"experiment_name": "a", "save_freq": 1},
-        "actor_rollout_ref": {"actor": {"rollout_n": 8, "ppo_epochs": 2, "optim": {}}},
-    }
-    expected = {
-        "trainer": {"experiment_name": "a", "save_freq": 1},
-        "actor_rollout_ref": {"actor": {"ppo_epochs": 2, "optim": {}}},
-    }
-    assert command.select_used(values) == expected

@@ -1,0 +1,398 @@
+"""What servers, agents, judges, adapters and run folders send is data, a claim and a size.
+
+One test for each kind of attack, over all entrances: text in something that evaluates, a claim
+about what the kit knows itself, a size after parsing, and a list of what is allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+import env
+import gym_client
+import inference
+from gym_client import Gym, GymError, message_response
+from kit.config import adapters
+from kit.config.recipe_text import read_saved
+from kit.data.episode import Episode
+from kit.errors import ConfigError, RunError, UserFunctionError
+from kit.extras.judges.judge_proxy import JudgeError
+from kit.extras.policy_programs.sandbox import sandbox_command
+from kit.extras.run_card.privacy import has_settings
+from kit.extras.run_price import estimate
+from kit.gym import network, servers
+from kit.gym.network import FetchError, GymStartError, discover_servers
+from kit.rollout import openai_server
+from kit.rollout.sampling import SampleStore
+from kit.runs import checkpoints, files
+from kit.runs.console import LogFormatter
+from tests.helpers.http import ROW, VERIFY_ROUTES, ScriptedServer, after
+from tests.helpers.rollouts import (
+    RecordingClient,
+    chatml_tokenizer,
+    context_of,
+    make_context,
+    one_turn_each,
+    run_rollout,
+)
+
+SECRET = "sk-live-123456789"
+VARIABLE = "${oc.env:OPENAI_API_KEY}"
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+
+
+# --- text in something that evaluates -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"port": f"8001/{VARIABLE}"},
+        {"port": VARIABLE},
+        {"port": 8001, "host": VARIABLE},
+        {"port": 8001, "host": "me@other/path?"},
+        {"port": 8001, "host": ["10.0.0.1"]},
+        {"port": [1]},
+        {"port": 70000},
+        {"port": "8001?x=1"},
+        "text",
+    ],
+    ids=str,
+)
+def test_a_head_server_gives_only_hosts_and_ports(entry):
+    head = ScriptedServer()
+    head.openapi = json.dumps({"math": {"resources_servers": {"math": entry}}})
+    with pytest.raises(GymStartError, match="is not a Gym head server") as caught:
+        discover_servers(head.url)
+    assert "\n" not in str(caught.value) and SECRET not in str(caught.value)
+    head.openapi = json.dumps({"math": {"resources_servers": {"math": {"port": "8001"}}}})
+    assert discover_servers(head.url).servers == {"math": "http://127.0.0.1:8001"}
+
+
+@pytest.mark.parametrize("field", ["r", "lora_alpha", "target_modules"])
+def test_no_value_of_an_adapter_is_resolved(tmp_path, field):
+    content = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(content | {field: VARIABLE}))
+    model = {"lora_adapter_path": str(tmp_path), "lora_rank": 0, "lora_alpha": 16}
+    config = OmegaConf.create({"actor_rollout_ref": {"model": model}})
+    with pytest.raises(ConfigError) as caught:
+        adapters.read_adapter_config(config)
+    assert SECRET not in str(caught.value)
+
+
+def test_nothing_in_the_config_of_a_run_folder_is_resolved(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"trainer: {{default_local_dir: '{VARIABLE}', experiment_name: '{VARIABLE}'}}")
+    assert read_saved(path)["trainer"]["experiment_name"] == VARIABLE
+    assert checkpoints.list_checkpoint_folders(tmp_path)[0].name == VARIABLE
+    assert estimate.read_config(tmp_path).trainer.experiment_name == VARIABLE
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 5000, "{a: *b}", "- 1", "!!python/object/apply:os.getcwd []"]
+)
+def test_a_config_that_is_no_recipe_is_an_error_of_one_line(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="is no recipe") as caught:
+        read_saved(tmp_path / "config.yaml")
+    assert len(str(caught.value)) < 500
+
+
+def test_no_message_has_a_command_for_the_terminal():
+    text = "\x1b]52;c;cm0gLXJm\x07 \x9b31m"
+    simple = (ConfigError, UserFunctionError, RunError, GymStartError, FetchError)
+    errors = [*(kind(text) for kind in simple), GymError("x", text), JudgeError("x", text)]
+    shown = [str(error) for error in errors]
+    record = logging.LogRecord("kit", logging.WARNING, "", 0, "%s", (text,), None)
+    shown.append(LogFormatter().format(record))
+    assert not set("".join(shown)) & {"\x1b", "\x07", "\x9b"}
+
+
+# --- a claim about what the kit knows -------------------------------------------------------------
+
+
+def change_ids(items):
+    items[1]["generation_token_ids"] = [*items[1]["generation_token_ids"][:-2], 99, 1]
+
+
+def change_prompt(items):
+    items[1]["prompt_token_ids"] = [*items[1]["prompt_token_ids"], 65]
+
+
+def join_turns(items):
+    last = items.pop()
+    items[0]["generation_token_ids"] = last["prompt_token_ids"] + last["generation_token_ids"]
+
+
+def add_prompt_to_response(items):
+    del items[1]
+    prompt = items[0]["prompt_token_ids"]
+    items[0]["generation_token_ids"] = prompt[-1:] + items[0]["generation_token_ids"]
+    items[0]["prompt_token_ids"] = prompt[:-1]
+
+
+async def play_agent(context) -> list[dict]:
+    """Play two turns over the policy endpoint -> the items of /run."""
+    messages = [{"role": "user", "content": "hi"}]
+    items = []
+    for _ in range(2):
+        reply = await openai_server.complete_chat({"messages": messages}, context)
+        answer = reply.body["choices"][0]["message"]
+        items.append(gym_client.message(answer["content"]))
+        names = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+        items[-1] |= {name: answer[name] for name in names}
+        messages += [answer, {"role": "user", "content": "go on"}]
+    return items
+
+
+def read_items(items, context) -> Episode:
+    episode = Episode("x:1", "g", "server", [])
+    inference.episode_from_response(episode, {"output": items}, context)
+    return episode
+
+
+def make_agent_context():
+    tokenizer = chatml_tokenizer()
+    return context_of(one_turn_each(["one", "two"] * 3, tokenizer), tokenizer, policy_version=4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [change_ids, change_prompt, join_turns, add_prompt_to_response],
+    ids=lambda f: f.__name__,
+)
+def test_an_episode_has_only_ids_that_the_endpoint_sampled(change):
+    context = make_agent_context()
+    items = asyncio.run(play_agent(context))
+    change(items)
+    with pytest.raises(GymError, match="are not what the policy endpoint sampled") as caught:
+        read_items(items, context)
+    assert caught.value.reason == "not_sampled"
+
+
+def test_each_sampled_response_counts_once_with_the_log_probs_of_the_endpoint():
+    context = make_agent_context()
+    first, second = asyncio.run(play_agent(context)), asyncio.run(play_agent(context))
+    assert first[0]["generation_token_ids"] == second[0]["generation_token_ids"]
+    for item in first:
+        item["generation_log_probs"] = [1e30]
+    episode = read_items(first, context)
+    assert [value for value in episode.log_probs if value] == [-0.5, -1.5, -2.5, -3.5] * 2
+    assert episode.policy_versions == [(4, 4), (4, 4)]
+    assert read_items(second, context).turns
+    with pytest.raises(GymError, match="another episode has them"):
+        read_items(first, context)
+    asyncio.run(play_agent(context))
+    context.samples = SampleStore()
+    with pytest.raises(GymError, match="in this batch"):
+        read_items(first, context)
+
+
+@pytest.mark.parametrize(
+    ("routes", "kind", "named"),
+    [
+        (["/run"], "verify", "agent"),
+        (["/reset", "/step", "/close"], "verify", "step"),
+        (["/seed_session", "/verify", "/look"], "step", "verify"),
+        (["/seed_session", "/verify"], "agent", "verify"),
+    ],
+)
+def test_a_server_of_another_kind_is_refused_with_the_key(routes, kind, named):
+    server = ScriptedServer(**{path.removeprefix("/"): [(200, {})] for path in routes})
+    with pytest.raises(GymStartError, match=rf"Set gym.servers.s.kind={named}"):
+        network.wait_ready("s", server.url, kind=kind)
+    network.wait_ready("s", server.url, kind=named)
+
+
+def test_a_server_that_also_publishes_run_stays_a_verifier():
+    server = ScriptedServer(run=[(200, {})], **VERIFY_ROUTES)
+
+    async def read_kind():
+        async with Gym({"s": server.url}, kinds={"s": "verify"}) as gym:
+            async with gym.session("s", ROW) as session:
+                return await gym.kind("s"), session.kind
+
+    assert asyncio.run(read_kind()) == ("verify", "verify")
+
+
+# --- what bytes and calls become ------------------------------------------------------------------
+
+STEP = {"observation": "2", "reward": 4.0}
+
+
+async def play_session(gym, calls=1):
+    """Play a session with tools, steps or a verification -> its last result."""
+    async with gym.session("s", ROW) as session:
+        if session.kind == "step":
+            for _ in range(calls):
+                result = await session.step(message_response("x"))
+            return result
+        if calls > 1:
+            return await session.call_tool("look", "{}")
+        return await session.verify(message_response("x"))
+
+
+@pytest.mark.parametrize(
+    ("routes", "calls", "reason"),
+    [
+        ({"verify": [(200, b'{"reward": 1, "x": [' + b"{}," * 300_000 + b"{}]}")]}, 1, "too_large"),
+        ({"verify": [(200, b'{"reward": 1, "x": "' + b"x" * 2**21 + b'"}')]}, 1, "too_large"),
+        ({"seed_session": [(200, {}, "a=" + "x" * 5000)]}, 1, "too_large"),
+        ({"verify": [(200, {"reward": 11.0})]}, 1, "bad_answer"),
+        ({"verify": [(200, {"reward": -1e39})]}, 1, "bad_answer"),
+        ({"verify": [(200, {"reward": 1, "reward_components": {"a": 1e4}})]}, 1, "bad_answer"),
+        ({"step": [(200, {**STEP, "reward": 10.5})], "reset": [(200, {})]}, 1, "bad_answer"),
+        ({"step": [(200, STEP)], "reset": [(200, {})]}, 3, "bad_answer"),
+    ],
+    ids=["objects", "bytes", "cookies", "reward", "negative", "component", "step", "sum"],
+)
+def test_an_answer_beyond_a_limit_fails_its_episode(routes, calls, reason, monkeypatch):
+    monkeypatch.setattr(gym_client, "MAX_COOKIE_BYTES", 4000)
+    server = ScriptedServer(**(routes if "step" in routes else {**VERIFY_ROUTES, **routes}))
+
+    async def play():
+        async with Gym({"s": server.url}) as gym:
+            await play_session(gym, calls)
+
+    with pytest.raises(GymError) as caught:
+        asyncio.run(play())
+    assert caught.value.reason == reason
+    if reason == "bad_answer":
+        assert "gym.max_reward" in str(caught.value)
+
+
+def test_a_long_output_of_a_tool_keeps_its_beginning_and_its_end():
+    server = ScriptedServer(**VERIFY_ROUTES, look=[(200, b"a" * 2**20 + b"z" * 2**20)])
+
+    async def play():
+        async with Gym({"s": server.url}, max_tool_chars=100) as gym:
+            return await play_session(gym, calls=2)
+
+    output = asyncio.run(play())
+    assert len(output) < 200 and output.startswith("a" * 50) and output.endswith("z" * 50)
+
+
+def test_a_server_has_at_most_100_names_of_components():
+    context = make_context(RecordingClient())
+    for number in range(300):
+        episode = Episode("x:1", "g", "server", [], reward=1.0)
+        episode.reward_components = {"honest": 0.5, f"name {number}": 0.5}
+        inference.limit_components(episode, context)
+        assert "honest" in episode.reward_components
+    assert len(context.component_names["server"]) == 100
+
+
+def test_an_episode_has_a_time_limit_over_all_its_calls():
+    slow = after(0.3, (200, {"observation": "2", "reward": 0.0}))
+    server = ScriptedServer(reset=[(200, {"observation": "1"})], step=[slow])
+    tokenizer = chatml_tokenizer()
+    client = one_turn_each(["x"] * 50, tokenizer)
+    context = context_of(client, tokenizer, episode_timeout_s=1.0)
+    task = env.Task("x:1", ROW, "s", [{"role": "user", "content": "go"}], [5])
+    requests = inference.request_group(task, "g", 1)
+
+    async def play():
+        async with Gym({"s": server.url}, timeout_s=5.0) as gym:
+            return await inference.rollout(requests, {}, context, gym)
+
+    began = time.monotonic()
+    (episode,) = asyncio.run(play())
+    assert (episode.status, episode.reward) == ("timeout", None)
+    assert "trainer.stage_timeout_s" in episode.error and time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["lorem " * 200_000, [{"type": "text", "text": "x" * 10**6}] * 2],
+    ids=["one", "parts"],
+)
+def test_a_conversation_that_is_too_long_is_not_tokenized(content, monkeypatch):
+    context = context_of(None, chatml_tokenizer(), max_prompt_length=64, max_response_length=100)
+    monkeypatch.setattr(context, "template", None)
+    body = {"messages": [{"role": "user", "content": content}]}
+    reply = asyncio.run(openai_server.complete_chat(body, context))
+    assert (reply.status, reply.body["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_request_with_many_objects_is_not_parsed():
+    endpoint = openai_server.Endpoint(make_context(RecordingClient()), "k")
+    for body in (b"[" + b"{}," * 200_000 + b"{}]", b'"' + b"x" * 2**21 + b'"'):
+        with pytest.raises(ValueError, match="objects and lists"):
+            endpoint.parse_body(body)
+
+
+def test_arrays_that_would_unpack_to_much_memory_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_ARRAY_BYTES", 10**6)
+    np.savez_compressed(tmp_path / "a.npz", values=np.zeros(10**6))
+    assert (tmp_path / "a.npz").stat().st_size < 10**4
+    with pytest.raises(ValueError, match="its arrays have 8,"):
+        files.open_arrays(tmp_path / "a.npz")
+
+
+# --- lists of what is allowed ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "is_seen"),
+    [
+        *((name, True) for name in ("LC_TIME", "CUDA_VISIBLE_DEVICES", "TZ", "HF_HOME", "PATH")),
+        *((name, False) for name in ("DATABASE_URL", "GITHUB_PAT", "SLACK_WEBHOOK", "https_proxy")),
+        *((name, False) for name in ("SSH_AUTH_SOCK", "A_NAME", "XPATH", "PATH_TO", "MPLBACKEND")),
+    ],
+)
+def test_a_process_of_others_sees_the_variables_of_a_list(monkeypatch, name, is_seen):
+    monkeypatch.setenv(name, "x")
+    assert (name in servers.build_environment({})) == is_seen
+    assert (name in servers.list_public_variables(())) == is_seen
+    assert name in servers.build_environment({"visible_variables": [name]})
+
+
+def test_a_sandbox_has_only_packages_the_kit_and_what_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = sandbox_command(["true"], [tmp_path / "mine.py"])
+    binds = [command[i + 1] for i, word in enumerate(command) if word.startswith("--ro-bind")]
+    assert str(tmp_path / "mine.py") in binds
+    hidden = {"/", "/etc", "/root", "/home", "/var", "/run", "/tmp", str(tmp_path)}
+    assert not hidden & set(binds)
+    assert not [path for path in binds if path.endswith(("/data", "/runs", ".env", ".git"))]
+
+
+@pytest.mark.parametrize(
+    ("key", "is_left_out"),
+    [
+        ("gym.servers.math.start.config.pat", True),
+        ("+gym.servers.start.start.env=[PAT]", True),
+        ("gym.servers={math: {start: {config: {webhook: x}}}}", True),
+        ("gym.judges.j.parameters.extra.jwt=x", True),
+        ("gym={judges: {j: {config: {tavily_key: x}}}}", True),
+        ("gym.servers.math.kind", False),
+        ("gym.judges.j.model", False),
+        ("trainer.experiment_name=start", False),
+    ],
+)
+def test_a_card_leaves_out_settings_of_servers_and_judges(key, is_left_out):
+    assert has_settings(key) == is_left_out
+
+
+def test_a_rollout_counts_an_agent_of_no_endpoint_as_not_sampled():
+    from tests.helpers.rollouts import FixedRewards
+
+    class Forger(FixedRewards):
+        async def run(self, *arguments):
+            result = await super().run(*arguments)
+            self.samples._responses.clear()
+            return result
+
+    (episode,) = run_rollout(RecordingClient(), Forger(kind="agent"))
+    assert (episode.status, episode.reward) == ("not_sampled", None)
