@@ -202,10 +202,13 @@ def read_scoring(evaluation: Evaluation) -> Fingerprint:
     is_command = evaluation.path.name == "evaluation.jsonl"
     folder = evaluation.path.parent if is_command else evaluation.path.parent.parent
     run = identity.read_run(folder, "evaluate" if is_command else "config")
-    unused: tuple[str, ...] = ()
-    if run.values.get(f"{VAL}.do_sample") is False:  # greedy
-        unused = (f"{VAL}.temperature", f"{VAL}.top_p", f"{VAL}.top_k")
-    return run.select(lambda key: identity.decides_score(key) and key not in unused)
+    is_greedy = run.values.get(f"{VAL}.do_sample") is False
+
+    def decides(key: str) -> bool:
+        is_unused = is_greedy and key.endswith((".temperature", ".top_p", ".top_k"))
+        return identity.decides_score(key) and not is_unused
+
+    return run.select(decides)
 
 
 def pick_evaluations(
