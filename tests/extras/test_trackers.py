@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from omegaconf import OmegaConf
@@ -66,7 +66,7 @@ def test_each_command_has_its_own_id_and_a_resumed_run_appends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("verl.utils.tracking.Tracking", lambda *_: SimpleNamespace(log=print))
+    monkeypatch.setattr("verl.utils.tracking.Tracking", mock.Mock())
     changes = ["trainer.logger=[wandb,file]", "trainer.experiment_name=tracked"]
     changes.append("trainer.total_training_steps=9")
     folder = Path("runs/tracked")
