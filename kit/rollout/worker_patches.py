@@ -43,7 +43,7 @@ def monkey_patch_trl() -> None:
     """
     from verl.models.transformers import monkey_patch
 
-    monkey_patch.is_trl_available = lambda: False
+    monkey_patch.is_trl_available = lambda: False  # type: ignore[assignment]
 
 
 def make_reset(verl_reset: Reset) -> Reset:

@@ -298,8 +298,9 @@ async def repeat(row: RowAudit, sender: Sender) -> None:
             chosen[outcome.reply.text] = outcome.reply
     for text, first in reversed(chosen.items()):
         second = await sender.send(row.task, text)
-        has_both = first.reward is not None and second.reward is not None
-        if has_both and not are_equal([first.reward, second.reward]):
+        if first.reward is None or second.reward is None:
+            continue
+        if not are_equal([first.reward, second.reward]):
             row.changes.append(Change(row.task.row_id, first, second))
 
 

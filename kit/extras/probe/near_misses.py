@@ -35,7 +35,7 @@ OF_WORDS = {
     "without its last letter": (r".$", ""),
 }
 # {kind: (factor, summand) of the near miss of a number}
-OF_NUMBERS = {
+OF_NUMBERS: dict[str, tuple[Fraction | int, Fraction | int]] = {
     "1 more": (1, 1),
     "1 less": (1, -1),
     "0.4 more": (1, Fraction(4, 10)),
@@ -100,7 +100,7 @@ def is_wrong(text: str, prompt: str, answers: Sequence[str]) -> bool:
         if value is None or right is None:
             continue
         difference = abs(value - right)
-        is_close = difference <= max(TOLERANCE * abs(right), 1)
+        is_close = difference <= max(TOLERANCE * abs(right), Fraction(1))
         # of a number that is not whole, the last digits are rounded
         is_rounded = right.denominator > 1 and difference * 50 < abs(right)
         if difference == 0 or is_rounded or (is_close and APPROXIMATE.search(prompt)):
