@@ -106,6 +106,7 @@ class Trainer:
     state: LoopState  # saved in a checkpoint
     metrics: dict[str, float] = field(default_factory=dict)  # of the current step
     scores: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    is_compared: bool = False  # whether `compare_engines` has compared
 
     def __post_init__(self) -> None:
         import_training()
@@ -278,6 +279,7 @@ class Trainer:
                 values = training.compute_values(workers.critic, batch, self.recipe)
                 batch.batch["values"] = values
         self.raise_if_nonfinite(batch)
+        self.compare_engines(batch)
 
     def compute_advantages(self, batch: DataProto) -> None:
         """Turn rewards into advantages [B, R]: KL penalty, rollout correction, advantage.
@@ -325,6 +327,19 @@ class Trainer:
             self.servers.update_weights(self.state.step)
 
     # --- checks, checkpoints, evaluation, metrics ------------------------------------------------
+
+    def compare_engines(self, batch: DataProto) -> None:
+        """At the first step, raise RunError if the rollout engine and the trainer differ."""
+        from kit.runs import finite_check
+
+        if self.is_compared or isinstance(self.servers, ReplayServers):
+            return
+        with self.run.stage("compare_engines"):
+            outputs = training.compute_log_probs(self.workers.actor, batch, self.recipe)
+            log_probs = outputs["log_probs"]  # [B, R]
+            model_type = self.inputs.model.model_type
+            finite_check.raise_if_engines_differ(batch, log_probs, model_type, self.recipe)
+        self.is_compared = True
 
     def raise_if_nonfinite(self, batch: DataProto, is_updated: bool = False) -> None:
         """Raise NonFiniteStep for NaN, infinity, or samples from other weights."""

@@ -117,6 +117,30 @@ def test_nonfinite_steps_are_skipped_and_written_and_three_in_a_row_end_the_run(
     assert steps == {1: 0, 2: 1, 3: 0, 4: 1, 5: 2}
 
 
+def scale_weights(worker):
+    """Multiply the matrices of an actor by 1.5. Runs in the worker."""
+    for weight in worker.actor.engine.module.parameters():
+        if weight.dim() > 1:
+            weight.detach().mul_(1.5)
+
+
+def test_an_engine_with_other_weights_ends_the_run_before_the_first_update(stack):
+    """With one optimizer step a batch, no stage before the update computes log-probs."""
+    import ray
+
+    message = "have the same weights before the first update.*or has other weights"
+    try:
+        with stack.trainer("other_weights", NO_EVALUATION) as trainer:
+            assert trainer.recipe.is_on_policy
+            workers = trainer.workers.actor.workers
+            ray.get([worker.__ray_call__.remote(scale_weights) for worker in workers])
+            with pytest.raises(RunError, match=message):
+                trainer.step()
+            assert "actor/grad_norm" not in trainer.metrics
+    finally:
+        stack.workers.actor.load_checkpoint(str(stack.fresh))
+
+
 def make_nan_setter():
     """Make a function that sets a weight of a worker to NaN.
 

@@ -20,15 +20,25 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "engine_kwargs.vllm.logits_processors": (None, []),
     "engine_kwargs.sglang.enable_custom_logit_processor": (None, False),
 }
+# the same of keys with which the engine computes less exactly than its dtype
+EXACT_VALUES: dict[str, tuple[object, ...]] = {
+    "quantization": (None,),
+    "engine_kwargs.vllm.quantization": (None,),
+    "engine_kwargs.vllm.kv_cache_dtype": ("auto", "bfloat16", "float16"),
+    "engine_kwargs.sglang.quantization": (None,),
+    "engine_kwargs.sglang.kv_cache_dtype": ("auto", "bfloat16", "float16"),
+}
 
 
-def find_distortions(rollout: Mapping[str, object]) -> dict[str, object]:
+def find_distortions(
+    rollout: Mapping[str, object], values: Mapping[str, tuple[object, ...]] = NEUTRAL_VALUES
+) -> dict[str, object]:
     """Return {key: value} of the parameters that are not neutral.
 
     rollout: the section actor_rollout_ref.rollout of a recipe. A missing key is neutral.
     """
     distortions = {}
-    for key, neutral in NEUTRAL_VALUES.items():
+    for key, neutral in values.items():
         value = select_nested(rollout, key)
         if value is not None and value not in neutral:
             distortions[key] = value

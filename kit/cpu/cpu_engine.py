@@ -31,7 +31,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.model import extract_multi_modal_inputs
 from verl.workers.engine.base import EngineRegistry
 
-from kit.cpu.packed_layout import MAX_GRID_KEYS, Layout, lay_out
+from kit.cpu.packed_layout import MAX_GRID_KEYS, Grid, Layout, lay_out
+from kit.rollout.packing_trial import monkey_patch_engine
 
 Context = Any  # of a torch.autograd.Function; torch has no type for what it holds
 Inputs = dict[str, Any]  # of a model, or values that verl keeps for its output
@@ -69,7 +70,8 @@ def grid_attention(
             "attn_implementation=cpu_packed works only on packed batches. "
             "Set actor_rollout_ref.model.use_remove_padding=true."
         )
-    raise_if_unsupported(_layout, sliding_window, options)
+    if features := find_missing_features(module, sliding_window, options):
+        raise NotImplementedError(f"attn_implementation=cpu_packed has no {' and '.join(features)}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, heads, D]
     scale = scaling or q.shape[-1] ** -0.5
     outputs = []
@@ -78,27 +80,36 @@ def grid_attention(
             select_rows(q, grid.query_index),
             select_rows(k, grid.key_index),
             select_rows(v, grid.key_index),
-            grid.attn_mask,
+            mask_window(grid, sliding_window) if sliding_window else grid.attn_mask,
             scale,
         )
         outputs.append(output.flatten(0, 1))  # [n * L, H, D]
     return torch.cat(outputs).index_select(0, _layout.inverse_index).unsqueeze(0), None
 
 
-def raise_if_unsupported(
-    layout: Layout, sliding_window: int | None, options: Mapping[str, object]
-) -> None:
-    """Raise NotImplementedError if the model's attention has a feature that grids lack."""
+def find_missing_features(
+    module: torch.nn.Module, sliding_window: int | None, options: Mapping[str, object]
+) -> list[str]:
+    """Return the features of a layer's attention that grids lack.
+
+    transformers computes no mask for them. So a layer that only its mask limits is one of these.
+    """
     features = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
-    longest = max(grid.attn_mask.shape[-1] for grid in layout.grids)
-    if sliding_window and sliding_window < longest:
-        features.append(f"a sliding window of {sliding_window} tokens (the longest row: {longest})")
-    if features:
-        raise NotImplementedError(
-            f"attn_implementation=cpu_packed does not support {', '.join(features)}, which the "
-            "model's attention has. Set actor_rollout_ref.model.override_config."
-            "attn_implementation=sdpa and actor_rollout_ref.model.use_remove_padding=false."
-        )
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[module.layer_idx] if kinds else ""
+    has_window = kind == "sliding_attention" and getattr(config, "sliding_window", None)
+    if kind == "chunked_attention" or (has_window and not sliding_window):
+        features.append(kind)
+    return features
+
+
+def mask_window(grid: Grid, window: int) -> torch.Tensor:
+    """Return the mask of a grid that also hides keys outside of a sliding window of tokens."""
+    positions = grid.key_positions  # [n, P+L]
+    queries = positions[:, -grid.query_index.shape[1] :]  # [n, L]
+    is_outside = queries[:, :, None] - positions[:, None] >= window  # [n, L, P+L]
+    return grid.attn_mask | is_outside[:, None, None]
 
 
 def select_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -111,18 +122,18 @@ def select_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention of a grid: q [n, H, L, D]; k, v [n, H_kv, P+L, D] -> [n, L, H, D]."""
-    n, H, L, D = q.shape
+    """Attention of a grid: q, k, v [n, H or H_kv, L or P+L, D] -> [n, L, H, D of v]."""
+    n, H, L, _ = q.shape
     H_kv, keys = k.shape[1:3]
     if keys > MAX_GRID_KEYS:
         is_seen = ~attn_mask[:, 0]  # [n, 1, L, P+L]
         output = F.scaled_dot_product_attention(q, k, v, is_seen, scale=scale, enable_gqa=True)
         return output.transpose(1, 2)
     # The query heads that share a key head form one matrix, so that keys are not copied.
-    q = q.reshape(n, H_kv, -1, D)  # [n, H_kv, H/H_kv * L, D]
+    q = q.reshape(n, H_kv, -1, q.shape[-1])  # [n, H_kv, H/H_kv * L, D]
     scores = (q @ k.transpose(2, 3)).view(n, H_kv, -1, L, keys).float() * scale
     weights = scores.masked_fill(attn_mask, -torch.inf).softmax(-1).to(v.dtype)
-    return (weights.view(n, H_kv, -1, keys) @ v).view(n, H, L, D).transpose(1, 2)
+    return (weights.view(n, H_kv, -1, keys) @ v).view(n, H, L, v.shape[-1]).transpose(1, 2)
 
 
 # --- log-probs and entropy -----------------------------------------------------------------------
@@ -418,3 +429,4 @@ def nest(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 monkey_patch_logits()
 monkey_patch_micro_batches()
+monkey_patch_engine()

@@ -66,6 +66,7 @@ class Grid(NamedTuple):
     query_index: torch.Tensor  # [n, L] positions in U; padding has the position of the last token
     is_query: torch.Tensor  # [n, L] False for padding
     key_index: torch.Tensor  # [n, P+L] positions in U of the prompts' tokens, then of the queries
+    key_positions: torch.Tensor  # [n, P+L] positions of the same tokens in their sequence
     # [n, 1, 1, L, P+L] True where a query must not see a key (as in torch.nn.MultiheadAttention)
     attn_mask: torch.Tensor
 
@@ -203,6 +204,9 @@ def make_grid(rows: Sequence[GridRow]) -> Grid:
         query_index=query_index,
         is_query=offset < length,
         key_index=torch.cat([prompt_index, query_index], dim=1),
+        key_positions=torch.cat(
+            [prompt_offset.expand(len(rows), -1), prompt_length + offset], dim=1
+        ),
         attn_mask=attn_mask[:, None, None],
     )
 

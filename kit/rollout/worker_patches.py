@@ -29,6 +29,9 @@ def monkey_patch_training_worker() -> None:
     """Replace methods of verl's TrainingWorker, once in a process."""
     from verl.workers import engine_workers
 
+    from kit.rollout.packing_trial import monkey_patch_engine
+
+    monkey_patch_engine()
     worker: Any = engine_workers.TrainingWorker
     worker.reset = make_reset(worker.reset)
     worker.train_batch = make_train_batch(worker.train_batch)

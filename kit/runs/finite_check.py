@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 
-from kit.config.neutral_sampling import requires_same_probs
+from kit.config.load import ACTOR, ROLLOUT
+from kit.config.neutral_sampling import (
+    EXACT_VALUES,
+    NEUTRAL_VALUES,
+    find_distortions,
+    requires_same_probs,
+)
 from kit.config.recipe import Recipe
+from kit.errors import NonFiniteStep, RunError
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -21,6 +28,9 @@ if TYPE_CHECKING:
 # Mean difference between the token probabilities of the rollout engine and the trainer.
 # Above it, the engine samples from different weights.
 MAX_PROBS_DIFF = 0.1
+# With the same weights: the Kullback-Leibler divergence of the trainer from the rollout engine, in
+# nats for each token. SmolLM2-135M in bfloat16 has 0.003.
+MAX_KL = {True: 1e-4, False: 0.05}  # by whether both compute in float32
 CHECKED_TENSORS = (  # of verl's DataProto, each [B, R]
     "rollout_log_probs",
     "old_log_probs",
@@ -45,12 +55,41 @@ def find_reason_to_skip(batch: DataProto, metrics: Mapping[str, float], recipe: 
         if name.startswith(("actor/", "critic/")) and not math.isfinite(value):
             reasons.append(f"{name} is {value}")
     diff = metrics.get("training/rollout_probs_diff_mean", 0.0)
-    if diff > MAX_PROBS_DIFF and requires_same_probs(recipe):
+    if not diff <= MAX_PROBS_DIFF and requires_same_probs(recipe):
         reasons.append(
             f"the rollout engine's probabilities differ from the trainer's by {diff:.2f} on "
             "average, so it has different weights"
         )
     return "; ".join(reasons)
+
+
+def raise_if_engines_differ(
+    batch: DataProto, log_probs: torch.Tensor, model_type: str, recipe: Recipe
+) -> None:
+    """Compare the rollout engine's log-probs with the trainer's, before the first update.
+
+    log_probs: the trainer's [B, R]. Parameters that change only the engine's are not compared. The
+    estimate of the divergence is never negative (Schulman 2020, "Approximating KL divergence", k3).
+    Raises RunError and NonFiniteStep.
+    """
+    if find_distortions(recipe.rollout, NEUTRAL_VALUES | EXACT_VALUES):
+        return
+    is_sampled = batch.batch["turn"] >= 0  # [B, R]
+    log_ratio = (log_probs - batch.batch["rollout_log_probs"])[is_sampled]  # [tokens]
+    if not log_ratio.isfinite().all():
+        raise NonFiniteStep("the trainer's log-probs are NaN or infinite", batch)
+    divergence = float((log_ratio.exp() - 1 - log_ratio).mean())
+    dtypes = {recipe.rollout.dtype, recipe.get(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype")}
+    limit = MAX_KL[dtypes <= {"float32", "fp32"}]
+    if not divergence <= limit:
+        other = "vllm" if recipe.rollout.name == "hf" else "hf"
+        raise RunError(
+            "The rollout engine and the trainer have the same weights before the first update, but "
+            f"their log-probs differ by {log_ratio.abs().mean():.2g} on average (a KL divergence "
+            f"of {divergence:.2g}; rounding explains {limit:g}). One of them computes the model "
+            f"type {model_type} wrongly, or has other weights. Try {ROLLOUT}.name={other}. "
+            'See docs/guides/diagnosis.md, "7. Rollout engine against trainer".'
+        )
 
 
 def list_nonfinite_tensors(batch: DataProto) -> list[str]:
@@ -72,21 +111,35 @@ def list_nonfinite_tensors(batch: DataProto) -> list[str]:
 
 def find_nonfinite_weights(workers: Workers) -> list[str]:
     """The names of weights and optimizer states that hold NaN or infinity on any rank."""
+    return ask_engines(workers, list_nonfinite_weights, ("actor", "critic"))
+
+
+def ask_engines(
+    workers: Workers, question: Callable[[Any, str], list[str]], names: Sequence[str]
+) -> list[str]:
+    """Call a function with the engines of these roles and the role, on all ranks -> all answers."""
+
+    def ask(worker: Any, name: str) -> list[str]:  # runs in the worker, of any class of verl's
+        role = getattr(worker, "worker_dict", {name: worker})[name]
+        model = getattr(role, "actor", None) or getattr(role, "ref", None) or role
+        return question(model.engine, name)
+
     calls = []
-    for name in ("actor", "critic"):
+    for name in names:
         group = getattr(workers, name)
         for worker in group.workers if group else ():
-            calls.append(worker.__ray_call__.remote(list_nonfinite_weights, name))
+            calls.append(worker.__ray_call__.remote(ask, name))
     return sorted(set(itertools.chain.from_iterable(ray.get(calls))))
 
 
-def list_nonfinite_weights(
-    worker: Any,  # of any class of verl's workers
-    name: str,
-) -> list[str]:
-    """The same of one worker. Runs in the worker."""
-    role = getattr(worker, "worker_dict", {name: worker})[name]
-    engine = getattr(role, "actor", role).engine
+def read_packing_note(engine: Any, name: str) -> list[str]:
+    """What the trial of the model changed, if it did (kit/rollout/packing_trial.py)."""
+    note = getattr(engine, "packing_note", "")
+    return [f"{name} {note}"] if note else []
+
+
+def list_nonfinite_weights(engine: Any, _name: str) -> list[str]:
+    """The names of weights and optimizer states with NaN or infinity. engine: of any kind."""
     # with Megatron, one module for each pipeline stage
     modules = engine.module if isinstance(engine.module, list) else [engine.module]
     tensors = []

@@ -272,6 +272,10 @@ def connect_to_engine(launch: Launch, manager: LLMServerManager) -> RolloutConte
 def finish_workers(launch: Launch, workers: Workers) -> None:
     """Send the loss to the workers and mask image placeholders. Their models must be loaded."""
     import training
+    from kit.runs.finite_check import ask_engines, read_packing_note
+
+    for note in ask_engines(workers, read_packing_note, workers._fields):
+        say(f"NOTE        {note}")
 
     training.set_policy_loss(workers.actor, launch.recipe)
     launch.inputs.processor.mask_placeholders(workers)

@@ -336,6 +336,8 @@ class Stages:
             self.failed_stage = name
         if not is_ray_error(error):
             return
+        if isinstance(getattr(error, "cause", None), RunError):  # a worker's own message
+            raise RunError(str(error.cause)) from error  # type: ignore[attr-defined]
         cause = log_files.find_root_cause(error, self.logs)
         # Other processes report a lost connection first. Wait until the monitor finds the dead one.
         if re.search("(closed|reset) by peer|NCCL", cause):

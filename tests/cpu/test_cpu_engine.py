@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +37,7 @@ def make_ids(groups):
     return torch.nested.nested_tensor(rows, layout=torch.jagged), torch.tensor(lengths)
 
 
-def compute_reference_attention(tensors, layout, offsets, scaling):
+def compute_reference_attention(tensors, layout, offsets, scaling, window):
     """Compute the attention of each prompt with its response separately, [T, H, D]."""
     outputs = []
     for begin, end in itertools.pairwise(offsets):
@@ -43,15 +45,20 @@ def compute_reference_attention(tensors, layout, offsets, scaling):
         repeats = len(q) // len(k)
         k = k.repeat_interleave(repeats, dim=0)
         v = v.repeat_interleave(repeats, dim=0)
-        is_later = torch.ones(len(q[0]), len(q[0])).triu(1).bool()
-        scores = (q @ k.mT * scaling).masked_fill(is_later, -torch.inf)
+        ones = torch.ones(len(q[0]), len(q[0]), dtype=torch.bool)  # a row for each query
+        is_hidden = ones.triu(1) | ones.tril(-window)
+        scores = (q @ k.mT * scaling).masked_fill(is_hidden, -torch.inf)
         outputs.append((F.softmax(scores, dim=-1) @ v).transpose(0, 1))
     return torch.cat(outputs)
 
 
+@pytest.mark.parametrize("window", [5, 5000])
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_attention_on_grids_is_that_of_each_sequence_alone(groups, monkeypatch):
-    """The grid holds each prompt once. The outputs and the gradients are compared in fp32."""
+def test_attention_on_grids_is_that_of_each_sequence_alone(groups, window, monkeypatch):
+    """The grid holds each prompt once. The outputs and the gradients are compared in fp32.
+
+    The window is shorter than most rows, or longer. Values are less wide than keys.
+    """
     from kit.cpu import cpu_engine
 
     torch.manual_seed(0)
@@ -64,11 +71,13 @@ def test_attention_on_grids_is_that_of_each_sequence_alone(groups, monkeypatch):
     assert size == sum(prompt + sum(responses) for prompt, responses in groups)  # each prompt once
     assert torch.equal(ids.values()[layout.gather_index][layout.packed_positions], ids.values())
     monkeypatch.setattr(cpu_engine, "_layout", layout)
-    tensors = [torch.randn(1, heads, size, D, requires_grad=True) for heads in (H, H_kv, H_kv)]
-    weight = torch.randn(len(layout.packed_positions), H, D)
-    output = cpu_engine.grid_attention(None, *tensors, None, scaling=0.3)[0][0]
+    shapes = [(H, D), (H_kv, D), (H_kv, D - 2)]
+    tensors = [torch.randn(1, heads, size, d, requires_grad=True) for heads, d in shapes]
+    weight = torch.randn(len(layout.packed_positions), H, D - 2)
+    options = {"scaling": 0.3, "sliding_window": window}
+    output = cpu_engine.grid_attention(None, *tensors, None, **options)[0][0]
     output = output[layout.packed_positions]  # [T, H, D]
-    expected = compute_reference_attention(tensors, layout, ids.offsets(), 0.3)
+    expected = compute_reference_attention(tensors, layout, ids.offsets(), 0.3, window)
     torch.testing.assert_close(output, expected)
     gradients = torch.autograd.grad((output * weight).sum(), tensors)
     expected_gradients = torch.autograd.grad((expected * weight).sum(), tensors)
@@ -83,12 +92,16 @@ def test_attention_refuses_unsupported_options(monkeypatch):
         cpu_engine.grid_attention(None, *tensors, None)
     ids, prompts = make_ids([(2, [2])])
     monkeypatch.setattr(cpu_engine, "_layout", cpu_engine.lay_out(ids, prompts))
-    cpu_engine.grid_attention(None, *tensors, None, sliding_window=4)
-    message = r"a sliding window of 3 tokens \(the longest row: 4\)"
-    with pytest.raises(NotImplementedError, match=message):
-        cpu_engine.grid_attention(None, *tensors, None, sliding_window=3)
     with pytest.raises(NotImplementedError, match="softcap"):
         cpu_engine.grid_attention(None, *tensors, None, softcap=50.0)
+    kinds = ["full_attention", "sliding_attention", "chunked_attention"]
+    config = SimpleNamespace(layer_types=kinds, sliding_window=3)
+    layers: list[Any] = [SimpleNamespace(config=config, layer_idx=i) for i in range(3)]
+    cpu_engine.grid_attention(layers[0], *tensors, None)
+    cpu_engine.grid_attention(layers[1], *tensors, None, sliding_window=3)
+    for layer in layers[1:]:  # only the mask, which is not computed, would limit them
+        with pytest.raises(NotImplementedError, match=kinds[layer.layer_idx]):
+            cpu_engine.grid_attention(layer, *tensors, None)
 
 
 def compute_gradient(outputs, weights, logits):

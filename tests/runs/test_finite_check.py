@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 import training
-from kit.runs.finite_check import find_reason_to_skip
-from tests.helpers.workers import make_episode
+from kit.errors import NonFiniteStep, RunError
+from kit.runs.finite_check import find_reason_to_skip, raise_if_engines_differ
+from tests.helpers.recipes import load
+from tests.helpers.workers import changed, make_episode
 
 
 def test_nonfinite_numbers_are_found_under_the_mask_and_named():
@@ -39,6 +42,38 @@ def test_nonfinite_numbers_are_found_under_the_mask_and_named():
     difference = {"training/rollout_probs_diff_mean": 0.3}
     message = "the rollout engine's probabilities differ from the trainer's by 0.30"
     assert message in find(metrics=difference)
+    assert "differ" in find(metrics={"training/rollout_probs_diff_mean": math.nan})
     # with a penalty, the engine changes its probabilities before it samples
     sampling["repetition_penalty"] = 1.1
     assert find(metrics=difference) == ""
+
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def test_at_the_same_weights_engine_and_trainer_may_differ_by_rounding_only(workspace):
+    """The divergence of a difference d of all log-probs is exp(d) - 1 - d: 0.00002 of 0.006."""
+    exact = load(workspace).recipe
+    coarse = changed(exact, f"{ROLLOUT}.dtype=bfloat16")
+    batch = training.build_batch([make_episode([5, 6], [7, 8]), make_episode([5], [7])], 0, 1.0)
+
+    def compare(recipe, difference, episodes=batch):
+        log_probs = episodes.batch["rollout_log_probs"] + difference
+        raise_if_engines_differ(episodes, log_probs, "llama", recipe)
+
+    for recipe, allowed, too_much in ((exact, 0.006, 0.02), (coarse, 0.3, 0.4)):
+        compare(recipe, allowed)
+        compare(recipe, -allowed)
+        for difference in (too_much, -too_much):
+            message = f"their log-probs differ by {too_much:g} on average.* the model type llama"
+            with pytest.raises(RunError, match=message):
+                compare(recipe, difference)
+    # parameters that change the engine's log-probs by design
+    for change in ("top_p=0.9", "quantization=fp8", "+engine_kwargs.vllm.kv_cache_dtype=fp8"):
+        compare(changed(exact, f"{ROLLOUT}.{change.removeprefix('+')}"), 5.0)
+    compare(changed(exact, "trainer.one_step_off=1"), 0.006)
+    with pytest.raises(RunError):  # its first batch has the first weights, too
+        compare(changed(exact, "trainer.one_step_off=1"), 0.5)
+    with pytest.raises(NonFiniteStep, match="NaN"):
+        compare(exact, math.nan)
+    compare(exact, torch.tensor([[0.0, 0.0], [0.0, math.nan]]))  # padding
