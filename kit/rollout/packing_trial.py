@@ -81,7 +81,7 @@ def monkey_patch_engine() -> None:
             verl_patch(model, **options)
 
     engine.initialize = initialize
-    fsdp.apply_monkey_patch = apply_monkey_patch
+    fsdp.apply_monkey_patch = apply_monkey_patch  # type: ignore[assignment]
 
 
 def try_model(engine: Any) -> None:

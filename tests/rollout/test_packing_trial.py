@@ -82,9 +82,7 @@ def try_families(_: int, workspace: Path) -> None:
             engine.engine_config.use_dynamic_bsz = True
             assert measure_difference(actor, folder, recipe) > 100 * ROUNDING, model_type
     folder = make_architecture("mamba", workspace / "families" / "mamba")
-    with pytest.raises(
-        RunError, match="the model type mamba: RuntimeError"
-    ):
+    with pytest.raises(RunError, match="the model type mamba: RuntimeError"):
         load_actor(recipe, folder)  # FSDP2 does not gather weights that its layers read directly
 
 
