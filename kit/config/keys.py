@@ -193,7 +193,7 @@ def unknown_key_hint(
     for other, keys in engine_keys.items():
         if other != engine and any(is_below(leaf, key) for leaf in keys):
             return f"It belongs to model_engine={other}, and this recipe has {engine}. Remove it."
-    usable = [leaf for leaf in engine_keys[engine] if is_used(leaf)]
+    usable = [leaf for leaf in engine_keys[engine] if is_used(leaf)] + KEYS.dataclass_fields
     written = [leaf for leaf in flatten(overlay) if is_below(leaf, key)]
     # a key that was written without its first part, such as `rollout.n`
     completed = [f"actor_rollout_ref.{leaf}" for leaf in written]

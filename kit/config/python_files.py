@@ -180,7 +180,7 @@ def import_callable(
     for other, value in vars(module).items():
         if callable(value) and getattr(value, "__module__", "") == module.__name__:
             names.append(other)
-    similar = difflib.get_close_matches(name, names, n=2)
+    similar = difflib.get_close_matches(name, names, n=2, cutoff=0.8)
     hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
     kind = "function" if key else "function or class"
     raise UserFunctionError(
