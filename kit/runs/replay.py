@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -347,7 +348,8 @@ def set_old_log_probs(
     behavior = tensors["rollout_log_probs"]
     shift = measure_shift(computed["log_probs"], behavior, is_sampled)
     limit = 2 * replay.kl[step] + ROUNDING if step in replay.kl else MAX_KL
-    if not replay.changes and not shift.kl <= limit:
+    # what is not finite skips the step, and says nothing about the policy
+    if not replay.changes and math.isfinite(shift.kl) and shift.kl > limit:
         replay.changes.append(f"step {step} measured another policy")
         say(
             f"WARNING     step {step} is off-policy, although the recipe is the recorded one: KL "

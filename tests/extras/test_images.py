@@ -127,7 +127,7 @@ def test_text_of_the_environment_is_encoded_for_the_model(processor):
 def test_rollout_workers_get_the_ban_of_placeholders(processor):
     sent = []
     servers = inference.Servers.__new__(inference.Servers)
-    servers.context = SimpleNamespace(processor=processor, endpoint_sampling={})
+    servers.context = SimpleNamespace(processor=processor, endpoint_sampling={}, samples=None)
     servers.workers = SimpleNamespace(rollout=lambda requests, sampling, *_: sent.append(sampling))
     servers.rollout_async([], {"temperature": 1.0}, lambda *_: None, False)
     assert sent == [{"temperature": 1.0} | processor.sampling_params()]

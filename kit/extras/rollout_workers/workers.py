@@ -143,6 +143,7 @@ class RolloutWorkers:
             stop_ids=inputs.stop_ids,
             model=inputs.model,
             verifiers=inputs.verifiers,
+            scales=inputs.scales,
         )
         arguments = (
             split_limits(recipe, count),
