@@ -163,6 +163,7 @@ class Trainer:
             self.shape_rewards(episodes)
             batch = training.to_batch(episodes, self.inputs, self.recipe)
             self.compute_log_probs(batch)  # 5
+            self.compare_engines(batch)
             self.compute_advantages(batch)  # 6
             self.run.files.write_advantages(self.state.step, episodes, batch.batch)
             self.update(batch)  # 7
@@ -279,7 +280,6 @@ class Trainer:
                 values = training.compute_values(workers.critic, batch, self.recipe)
                 batch.batch["values"] = values
         self.raise_if_nonfinite(batch)
-        self.compare_engines(batch)
 
     def compute_advantages(self, batch: DataProto) -> None:
         """Turn rewards into advantages [B, R]: KL penalty, rollout correction, advantage.

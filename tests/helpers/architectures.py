@@ -62,10 +62,10 @@ SIZES = {
     "o_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim mamba_d_head mamba_head_dim "
     "mamba_headdim mamba_d_state ssm_state_size state_size linear_key_head_dim "
     "linear_value_head_dim index_head_dim hidden_size_per_layer_input",
-    8: "num_heads mamba_n_heads mamba_num_heads n_mamba_heads rotary_dim mamba_chunk_size "
-    "chunk_size mamba_dt_rank time_step_rank adapter_rank laurel_rank block_multiple_of",
+    WINDOW: "sliding_window sliding_window_size attention_chunk_size num_heads mamba_n_heads "
+    "mamba_num_heads n_mamba_heads rotary_dim mamba_chunk_size chunk_size mamba_dt_rank "
+    "time_step_rank adapter_rank laurel_rank block_multiple_of",
     128: "mamba_d_ssm attention_hidden_size",
-    WINDOW: "sliding_window sliding_window_size attention_chunk_size",
     256: "max_position_embeddings n_positions n_ctx max_seq_len",
     0: "num_nextn_predict_layers zero_expert_num num_kv_shared_layers",
 }

@@ -82,6 +82,9 @@ def replace_workers(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"].clone()
         return {}
 
+    def compute_log_probs(_actor, batch, _config):  # of the comparison at the first step
+        return {"log_probs": batch.batch["rollout_log_probs"].clone()}
+
     def compute_ref_log_probs(_workers, batch, _config):
         calls.append("ref")
         return batch.batch["rollout_log_probs"].clone()
@@ -91,6 +94,7 @@ def replace_workers(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         return {"actor/grad_norm": 1.0, "actor/pg_loss": 0.5}
 
     monkeypatch.setattr(training, "add_old_log_probs", add_old_log_probs)
+    monkeypatch.setattr(training, "compute_log_probs", compute_log_probs)
     monkeypatch.setattr(training, "compute_ref_log_probs", compute_ref_log_probs)
     monkeypatch.setattr(training, "update_actor", update_actor)
 
@@ -215,6 +219,9 @@ def make_recorder(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> Recorder
     def compute_ref_log_probs(_workers, batch, _config):
         return batch.batch["rollout_log_probs"] - 1.0
 
+    def compute_log_probs(_actor, batch, _config):  # of the comparison at the first step
+        return {"log_probs": batch.batch["rollout_log_probs"].clone()}
+
     def compute_values(_critic, batch, _config):
         return torch.full_like(batch.batch["rollout_log_probs"], 0.25)
 
@@ -223,6 +230,7 @@ def make_recorder(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> Recorder
             episode.reward_components["reward_model"] = 4.0
 
     recorder.record(training, "add_old_log_probs", add_old_log_probs)
+    monkeypatch.setattr(training, "compute_log_probs", compute_log_probs)
     recorder.record(training, "compute_ref_log_probs", compute_ref_log_probs)
     recorder.record(training, "compute_values", compute_values)
     recorder.record(training, "add_reward_model_scores", add_reward_model_scores)
