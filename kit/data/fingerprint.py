@@ -130,7 +130,8 @@ def list_named(folder: Path, text: str) -> Iterator[Path]:
         yield from (path for path in [folder / f"{word}.py"] if path.is_file())
         yield from sorted((folder / word).rglob("*.py"))
     for name in dict.fromkeys(re.findall(r"""["']([^"'\n]{1,200})["']""", text)):
-        yield from (path for path in (folder / name, Path(name)) if path.is_file())
+        # os.path: a quoted text may be longer than a name
+        yield from (path for path in (folder / name, Path(name)) if os.path.isfile(path))
 
 
 def hash_named(name: str) -> str:
