@@ -59,7 +59,7 @@ class Way(NamedTuple):
 @functools.cache
 def monkey_patch_engine() -> None:
     """Have verl's FSDP engines try each model that they load, and load models without heads."""
-    engine: Any = fsdp.FSDPEngine
+    engine: Any = fsdp.FSDPEngineWithLMHead  # the one with values derives from it
     verl_initialize = engine.initialize
     verl_patch = fsdp.apply_monkey_patch
 
