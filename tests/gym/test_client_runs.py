@@ -186,9 +186,9 @@ OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "o"}
 def test_an_output_of_a_step_may_be_a_list_of_texts(output, text):
     answer = {"reward": 0.5, "info": {"tool_outputs": [{"call_id": "c", "output": output}]}}
     expected = [{"call_id": "c", "output": text}]
-    assert parse_step_result(answer, "step").tool_outputs == expected
+    assert parse_step_result(answer, "step", 100).tool_outputs == expected
     answer["info"]["tool_outputs"][0]["output"] = [{"type": "input_image", "image_url": "a.png"}]
-    assert catch_reason(parse_step_result, answer, "step") == "bad_answer"
+    assert catch_reason(parse_step_result, answer, "step", 100) == "bad_answer"
 
 
 @pytest.mark.parametrize(
