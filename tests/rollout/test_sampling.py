@@ -21,6 +21,7 @@ def test_a_context_has_the_limits_of_the_recipe():
         processor="processor",
         stop_ids={3, 4},
         model=SimpleNamespace(vocab_size=1000),
+        scales={},
         template="template",
     )
     context = sampling.make_rollout_context(make_recipe(), "client", inputs, 77.0)

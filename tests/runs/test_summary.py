@@ -68,7 +68,7 @@ def test_a_dry_run_says_what_counts_as_a_thought(workspace, opening, line, warni
     recipe, inputs = load(workspace)
     header = "assistant\n{% endif"
     inputs = use_template(inputs, CHATML.replace(header, f"assistant\n{opening}{{% endif"))
-    lines = summary.describe_dry_run(recipe, inputs).splitlines()
+    lines = summary.summarize(recipe, inputs, written={}).splitlines()
     (found,) = [each for each in lines if each.startswith("thoughts ")]
     assert line in found
     beginnings = [text.partition(",")[0] for text in summary.warn_of_answers(inputs.template)]
