@@ -294,7 +294,7 @@ def read_json(value: Any) -> Any:  # any JSON
     return None if value == "null" else value
 
 
-def read_object(fields: Mapping[str, Any], key: str, row_id: str) -> Json:
+def read_object(fields: Json, key: str, row_id: str) -> Json:
     """Read a field that is an object, its JSON text, or empty. Raises DataError."""
     value = read_json(fields.get(key)) or {}
     if not isinstance(value, dict):

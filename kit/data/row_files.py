@@ -22,7 +22,7 @@ import io
 import json
 import time
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -256,7 +256,7 @@ def check_names(names: Sequence[str]) -> None:
         raise ValueError(f"two columns have the name {repeated[0]!r}")
 
 
-def check_cells(row: dict[Any, Any], line: int) -> None:
+def check_cells(row: Mapping[str | None, object], line: int) -> None:
     """Check that a row of csv.DictReader has a cell for each column. Raises ValueError."""
     if None in row:
         raise ValueError(f"line {line} has more cells than line 1")

@@ -80,7 +80,9 @@ def error_reply(
 
 
 async def complete_chat(
-    body: Any, context: RolloutContext, histories: Histories | None = None
+    body: Any,  # any JSON
+    context: RolloutContext,
+    histories: Histories | None = None,
 ) -> Reply:
     """Answer a POST to /v1/chat/completions.
 

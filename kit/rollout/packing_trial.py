@@ -30,6 +30,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 from kit.config.model_files import expert_count
 from kit.errors import RunError
 
+Engine = Any  # verl's FSDPEngine, to which verl and this module add attributes
 EAGER = "eager"  # attention of transformers that every model has
 LENGTHS = ((9, 12), (9, 6), (14, 5), (14, 10))  # of a prompt and its response
 # The most that rounding changes log-probs, as the root of the mean square over the tokens.
@@ -59,11 +60,11 @@ class Way(NamedTuple):
 @functools.cache
 def monkey_patch_engine() -> None:
     """Have verl's FSDP engines try each model that they load, and load models without heads."""
-    engine: Any = fsdp.FSDPEngineWithLMHead  # the one with values derives from it
+    engine: Engine = fsdp.FSDPEngineWithLMHead  # the one with values derives from it
     verl_initialize = engine.initialize
     verl_patch = fsdp.apply_monkey_patch
 
-    def initialize(self: Any) -> None:
+    def initialize(self: Engine) -> None:
         config = self.model_config.hf_config
         try:
             verl_initialize(self)
@@ -74,18 +75,18 @@ def monkey_patch_engine() -> None:
             verl_initialize(self)
         try_model(self)
 
-    def apply_monkey_patch(model: PreTrainedModel, **options: Any) -> None:
+    def apply_monkey_patch(model: PreTrainedModel, **options: object) -> None:
         # verl counts heads for sequence parallelism. Mamba and GPT-NeoX have no such key
-        is_needed = options["ulysses_sp_size"] > 1 or options["use_fused_kernels"]
+        is_needed = options["ulysses_sp_size"] != 1 or options["use_fused_kernels"]
         if is_needed or hasattr(model.config.get_text_config(), "num_key_value_heads"):
-            verl_patch(model, **options)
+            verl_patch(model, **options)  # type: ignore[arg-type]
 
     engine.packing_note = ""
     engine.initialize = initialize
     fsdp.apply_monkey_patch = apply_monkey_patch  # type: ignore[assignment]
 
 
-def try_model(engine: Any) -> None:
+def try_model(engine: Engine) -> None:
     """Choose how an engine computes rows. If that is not as configured, set `packing_note`.
 
     engine: verl's FSDPEngine. Raises RunError if the model cannot compute a row.
@@ -94,13 +95,13 @@ def try_model(engine: Any) -> None:
     attentions = [model.config._attn_implementation]
     if engine.ulysses_sequence_parallel_size == 1:  # only verl's attention splits rows
         attentions = list(dict.fromkeys([*attentions, "sdpa", EAGER]))
-    name = f"the model type {model.config.model_type}"
+    kind = model.config.model_type
     try:
         reference = compute(engine, make_rows(model.config), Way(False, attentions[-1]))
     except Exception as error:
         raise RunError(
-            f"The trainer cannot compute a row of {name}: {describe_error(error)}. Choose another "
-            "model."
+            f"The trainer cannot compute a row of the model type {kind}: {describe_error(error)}. "
+            "Choose another model."
         ) from error
     problems = []
     for way in [Way(True, attentions[0]), *(Way(False, each) for each in attentions)]:
@@ -115,11 +116,12 @@ def try_model(engine: Any) -> None:
         settings.micro_batch_size_per_gpu = 1
         settings.infer_micro_batch_size_per_gpu = 1
         engine.packing_note = (
-            f"computes rows of {name} one by one ({way.attention} attention). Packed, {problems[0]}"
+            f"computes rows of the model type {kind} one by one ({way.attention} attention). "
+            f"Packed, {problems[0]}"
         )
 
 
-def find_problem(engine: Any, way: Way, reference: Sequence[torch.Tensor]) -> str:
+def find_problem(engine: Engine, way: Way, reference: Sequence[torch.Tensor]) -> str:
     """Describe why rows cannot be computed this way, on any rank. Empty if they can."""
     config = find_model(engine).config
     limit = OTHER_KERNELS[engine._autocast_dtype == torch.float32]
@@ -142,7 +144,7 @@ def find_problem(engine: Any, way: Way, reference: Sequence[torch.Tensor]) -> st
     return next(filter(None, problems), "")
 
 
-def measure_influence(engine: Any, way: Way, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def measure_influence(engine: Engine, way: Way, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """How much rows change if the tokens of the other half of the rows do."""
     rows = make_rows(find_model(engine).config)
     half = len(rows) // 2
@@ -153,7 +155,7 @@ def measure_influence(engine: Any, way: Way, outputs: Sequence[torch.Tensor]) ->
     return subtract([*later[:half], *earlier[half:]], outputs)
 
 
-def limit_influence(engine: Any, way: Way, reference: Sequence[torch.Tensor]) -> float:
+def limit_influence(engine: Engine, way: Way, reference: Sequence[torch.Tensor]) -> float:
     """The most that neighbors may change a row by rounding.
 
     In bfloat16, one more bit may choose other experts, and it depends on the model how far they
@@ -167,7 +169,7 @@ def limit_influence(engine: Any, way: Way, reference: Sequence[torch.Tensor]) ->
     return max(OTHER_SHAPES, 3 * measure(subtract(alone, reference)))
 
 
-def compute(engine: Any, rows: Sequence[Row], way: Way) -> list[torch.Tensor]:
+def compute(engine: Engine, rows: Sequence[Row], way: Way) -> list[torch.Tensor]:
     """Compute the log-probs of the tokens of each response, or the values before them."""
     model = find_model(engine)
     model.set_attn_implementation(way.attention)
@@ -188,7 +190,7 @@ def compute(engine: Any, rows: Sequence[Row], way: Way) -> list[torch.Tensor]:
     return [v[len(row.prompt) - 1 : -1].float() for row, v in zip(rows, values, strict=True)]
 
 
-def find_model(engine: Any) -> PreTrainedModel:
+def find_model(engine: Engine) -> PreTrainedModel:
     """The model of transformers inside the wrappers of FSDP and LoRA."""
     return next(part for part in engine.module.modules() if isinstance(part, PreTrainedModel))
 

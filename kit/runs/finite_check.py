@@ -31,6 +31,7 @@ MAX_PROBS_DIFF = 0.1
 # With the same weights: the Kullback-Leibler divergence of the trainer from the rollout engine, in
 # nats for each token. SmolLM2-135M in bfloat16 has 0.003.
 MAX_KL = {True: 1e-4, False: 0.05}  # by whether both compute in float32
+Engine = Any  # of any class of verl's, or a worker that holds one
 CHECKED_TENSORS = (  # of verl's DataProto, each [B, R]
     "rollout_log_probs",
     "old_log_probs",
@@ -115,11 +116,11 @@ def find_nonfinite_weights(workers: Workers) -> list[str]:
 
 
 def ask_engines(
-    workers: Workers, question: Callable[[Any, str], list[str]], names: Sequence[str]
+    workers: Workers, question: Callable[[Engine, str], list[str]], names: Sequence[str]
 ) -> list[str]:
     """Call a function with the engines of these roles and the role, on all ranks -> all answers."""
 
-    def ask(worker: Any, name: str) -> list[str]:  # runs in the worker, of any class of verl's
+    def ask(worker: Engine, name: str) -> list[str]:  # runs in the worker, of any class of verl's
         role = getattr(worker, "worker_dict", {name: worker})[name]
         model = getattr(role, "actor", None) or getattr(role, "ref", None) or role
         return question(model.engine, name)
@@ -132,13 +133,13 @@ def ask_engines(
     return sorted(set(itertools.chain.from_iterable(ray.get(calls))))
 
 
-def read_packing_note(engine: Any, name: str) -> list[str]:
+def read_packing_note(engine: Engine, name: str) -> list[str]:
     """What the trial of the model changed, if it did (kit/rollout/packing_trial.py)."""
     note = getattr(engine, "packing_note", "")
     return [f"{name} {note}"] if note else []
 
 
-def list_nonfinite_weights(engine: Any, _name: str) -> list[str]:
+def list_nonfinite_weights(engine: Engine, _name: str) -> list[str]:
     """The names of weights and optimizer states with NaN or infinity. engine: of any kind."""
     # with Megatron, one module for each pipeline stage
     modules = engine.module if isinstance(engine.module, list) else [engine.module]
