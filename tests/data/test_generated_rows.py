@@ -314,7 +314,7 @@ def test_a_function_with_a_small_weight_has_a_row_in_some_batches():
 
     entry = FunctionEntry("t.py:rows", 0.05, "", "env.train_files", generate)
     rows = FunctionRows(entry, TaskLoader(None, {}, 100), seed=1)
-    file = SimpleNamespace(file="a.jsonl", weight=0.95)
+    file = SimpleNamespace(file="a.jsonl", weight=0.95, key="a")
     mixed = MixedRows(FileRows([file], None, 1), [rows])
     assert mixed.file_share() == pytest.approx(0.95)
     of_files = [len(mixed.batch(n + 1, 8, 8 * n, {})) for n in range(5)]
