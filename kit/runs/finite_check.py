@@ -18,7 +18,7 @@ from kit.config.neutral_sampling import (
     requires_same_probs,
 )
 from kit.config.recipe import Recipe
-from kit.errors import NonFiniteStep, RunError
+from kit.errors import RunError
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -70,14 +70,12 @@ def raise_if_engines_differ(
 
     log_probs: the trainer's [B, R]. Parameters that change only the engine's are not compared. The
     estimate of the divergence is never negative (Schulman 2020, "Approximating KL divergence", k3).
-    Raises RunError and NonFiniteStep.
+    Raises RunError, also for NaN.
     """
     if find_distortions(recipe.rollout, NEUTRAL_VALUES | EXACT_VALUES):
         return
     is_sampled = batch.batch["turn"] >= 0  # [B, R]
     log_ratio = (log_probs - batch.batch["rollout_log_probs"])[is_sampled]  # [tokens]
-    if not log_ratio.isfinite().all():
-        raise NonFiniteStep("the trainer's log-probs are NaN or infinite", batch)
     divergence = float((log_ratio.exp() - 1 - log_ratio).mean())
     dtypes = {recipe.rollout.dtype, recipe.get(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype")}
     limit = MAX_KL[dtypes <= {"float32", "fp32"}]
