@@ -30,6 +30,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 from kit.config.model_files import expert_count
 from kit.errors import RunError
 
+Engine = Any  # verl's FSDPEngine, whose types mypy does not know
 EAGER = "eager"  # attention of transformers that every model has
 LENGTHS = ((9, 12), (9, 6), (14, 5), (14, 10))  # of a prompt and its response
 # The most that rounding changes log-probs, as the root of the mean square over the tokens.
@@ -56,11 +57,11 @@ class Way(NamedTuple):
 @functools.cache
 def monkey_patch_engine() -> None:
     """Have verl's FSDP engines try each model that they load, and load models without heads."""
-    engine: Any = fsdp.FSDPEngine
+    engine: Engine = fsdp.FSDPEngine
     verl_initialize = engine.initialize
     verl_patch = fsdp.apply_monkey_patch
 
-    def initialize(self: Any) -> None:
+    def initialize(self: Engine) -> None:
         config = self.model_config.hf_config
         try:
             verl_initialize(self)
@@ -71,7 +72,7 @@ def monkey_patch_engine() -> None:
             verl_initialize(self)
         try_model(self)
 
-    def apply_monkey_patch(model: PreTrainedModel, **options: Any) -> None:
+    def apply_monkey_patch(model: PreTrainedModel, **options: Any) -> None:  # of verl
         # verl counts heads for sequence parallelism. Mamba and GPT-NeoX have no such key
         is_needed = options["ulysses_sp_size"] > 1 or options["use_fused_kernels"]
         if is_needed or hasattr(model.config.get_text_config(), "num_key_value_heads"):
@@ -82,7 +83,7 @@ def monkey_patch_engine() -> None:
     fsdp.apply_monkey_patch = apply_monkey_patch  # type: ignore[assignment]
 
 
-def try_model(engine: Any) -> None:
+def try_model(engine: Engine) -> None:
     """Choose how an engine computes rows. If that is not as configured, set `packing_note`.
 
     engine: verl's FSDPEngine. Raises RunError if the model cannot compute a row.
@@ -116,7 +117,7 @@ def try_model(engine: Any) -> None:
         )
 
 
-def find_problem(engine: Any, way: Way, reference: Sequence[torch.Tensor]) -> str:
+def find_problem(engine: Engine, way: Way, reference: Sequence[torch.Tensor]) -> str:
     """Describe why rows cannot be computed this way, on any rank. Empty if they can."""
     config = find_model(engine).config
     in_float32 = engine._autocast_dtype == torch.float32
@@ -142,7 +143,7 @@ def find_problem(engine: Any, way: Way, reference: Sequence[torch.Tensor]) -> st
     return next(filter(None, problems), "")
 
 
-def measure_influence(engine: Any, way: Way, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def measure_influence(engine: Engine, way: Way, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """How much rows change if the tokens of the other half of the rows do."""
     rows = make_rows(find_model(engine).config)
     half = len(rows) // 2
@@ -153,7 +154,7 @@ def measure_influence(engine: Any, way: Way, outputs: Sequence[torch.Tensor]) ->
     return subtract([*later[:half], *earlier[half:]], outputs)
 
 
-def compute(engine: Any, rows: Sequence[Row], way: Way) -> list[torch.Tensor]:
+def compute(engine: Engine, rows: Sequence[Row], way: Way) -> list[torch.Tensor]:
     """Compute the log-probs of the tokens of each response, or the values before them."""
     model = find_model(engine)
     model.set_attn_implementation(way.attention)
@@ -174,7 +175,7 @@ def compute(engine: Any, rows: Sequence[Row], way: Way) -> list[torch.Tensor]:
     return [v[len(row.prompt) - 1 : -1].float() for row, v in zip(rows, values, strict=True)]
 
 
-def find_model(engine: Any) -> PreTrainedModel:
+def find_model(engine: Engine) -> PreTrainedModel:
     """The model of transformers inside the wrappers of FSDP and LoRA."""
     return next(part for part in engine.module.modules() if isinstance(part, PreTrainedModel))
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from training import Workers
 
+Engine = Any  # of verl, for FSDP or Megatron
 # Mean difference between the token probabilities of the rollout engine and the trainer.
 # Above it, the engine samples from different weights.
 MAX_PROBS_DIFF = 0.1
@@ -113,7 +114,7 @@ def find_nonfinite_weights(workers: Workers) -> list[str]:
 
 
 def ask_engines(
-    workers: Workers, question: Callable[[Any, str], list[str]], names: Sequence[str]
+    workers: Workers, question: Callable[[Engine, str], list[str]], names: Sequence[str]
 ) -> list[str]:
     """Call a function with the engines of these roles and the role, on all ranks -> all answers."""
 
@@ -130,13 +131,13 @@ def ask_engines(
     return sorted(set(itertools.chain.from_iterable(ray.get(calls))))
 
 
-def read_packing_note(engine: Any, name: str) -> list[str]:
+def read_packing_note(engine: Engine, name: str) -> list[str]:
     """What the trial of the model changed, if it did (kit/rollout/packing_trial.py)."""
     note = getattr(engine, "packing_note", "")
     return [f"{name} {note}"] if note else []
 
 
-def list_nonfinite_weights(engine: Any, _name: str) -> list[str]:
+def list_nonfinite_weights(engine: Engine, _name: str) -> list[str]:
     """The names of weights and optimizer states with NaN or infinity. engine: of any kind."""
     # with Megatron, one module for each pipeline stage
     modules = engine.module if isinstance(engine.module, list) else [engine.module]
