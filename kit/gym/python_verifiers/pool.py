@@ -60,7 +60,6 @@ class Pool:
         self.spec = spec
         env = recipe.env
         self.may_run_code = bool(env.verifier_pool.sandbox or env.allow_unsandboxed_code)
-        self.max_reward = recipe.gym.max_reward
         self.workers: list[Worker] = []
         for number in range(count_processes(env.verifier_pool)):
             log = logs / f"verifier_{spec.name}_{number}.log"
@@ -81,9 +80,7 @@ class Pool:
     async def open_session(self, row: Json) -> FunctionSession:
         """Open a session for one episode of `row`. Raises GymError."""
         kind = await self.kind()
-        session = FunctionSession(
-            self.spec, kind, row, self.call, self.may_run_code, self.max_reward
-        )
+        session = FunctionSession(self.spec, kind, row, self.call, self.may_run_code)
         await session.open()
         return session
 
@@ -159,7 +156,7 @@ class Worker:
             f"serve({memory})"
         )
         command = [sys.executable, "-u", "-P", "-c", code]
-        readable = [Path(path) for path in self.recipe.env.verifier_pool.readable]
+        readable = [Path(path).expanduser() for path in self.recipe.env.verifier_pool.readable]
         readable += list_code(Path(self.spec.path)) if self.spec.path else []
         sandboxed = [feature.sandbox_command(command, readable) for feature in self.recipe.features]
         return features.first(sandboxed) or command
