@@ -107,6 +107,7 @@ def command(workspace, tmp_path, monkeypatch):
         training, "update_actor", lambda *_: {"actor/grad_norm": 1.0, "actor/pg_loss": 0.5}
     )
     monkeypatch.setattr(finite_check, "find_nonfinite_weights", lambda _: [])
+    monkeypatch.setattr(algorithm.Trainer, "compare_engines", lambda *_: None)  # no engine runs
     monkeypatch.setattr("kit.extras.report.report_page.render_page", lambda _: "page")
     for module in ("kit.runs.run_files", "kit.runs.checkpoints"):
         # the whole recipe takes 0.3 s to write
