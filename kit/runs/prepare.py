@@ -124,8 +124,7 @@ def check_recipe(
     features that are on, before the checks. Raises the errors of `prepare`.
     """
     remove_unused_servers(config)
-    problems = [*problems, *adapters.take_adapter(config)]
-    problems += model_files.take_chat_template(config)
+    problems = [*problems, *adapters.take_adapter(config), *model_files.take_chat_template(config)]
     raise_all([*features.find_missing(config, command), *find_missing_modules(config)])
     active = features.make_features(config, command)
     on_features(active, config)
