@@ -21,11 +21,11 @@ import inference
 from gym_client import Gym, GymError, message_response
 from kit.config import adapters
 from kit.config.recipe_text import read_saved
+from kit.config.redaction import has_settings
 from kit.data.episode import Episode
 from kit.errors import ConfigError, RunError, UserFunctionError
 from kit.extras.judges.judge_proxy import JudgeError
 from kit.extras.policy_programs.sandbox import sandbox_command
-from kit.extras.run_card.privacy import has_settings
 from kit.extras.run_price import estimate
 from kit.gym import network, servers
 from kit.gym.network import FetchError, GymStartError, discover_servers
@@ -40,7 +40,6 @@ from tests.helpers.rollouts import (
     context_of,
     make_context,
     one_turn_each,
-    run_rollout,
 )
 
 SECRET = "sk-live-123456789"
@@ -63,6 +62,7 @@ def secret(monkeypatch):
         {"port": 8001, "host": VARIABLE},
         {"port": 8001, "host": "me@other/path?"},
         {"port": 8001, "host": ["10.0.0.1"]},
+        {"port": 8001, "host": "10.0.0.1:80"},
         {"port": [1]},
         {"port": 70000},
         {"port": "8001?x=1"},
@@ -383,16 +383,3 @@ def test_a_sandbox_has_only_packages_the_kit_and_what_is_named(tmp_path, monkeyp
 )
 def test_a_card_leaves_out_settings_of_servers_and_judges(key, is_left_out):
     assert has_settings(key) == is_left_out
-
-
-def test_a_rollout_counts_an_agent_of_no_endpoint_as_not_sampled():
-    from tests.helpers.rollouts import FixedRewards
-
-    class Forger(FixedRewards):
-        async def run(self, *arguments):
-            result = await super().run(*arguments)
-            self.samples._responses.clear()
-            return result
-
-    (episode,) = run_rollout(RecordingClient(), Forger(kind="agent"))
-    assert (episode.status, episode.reward) == ("not_sampled", None)

@@ -8,6 +8,8 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from env import Json
+
 HIDDEN = "<hidden>"  # written instead of a secret
 MIN_SECRET_LENGTH = 8  # characters; shorter values of variables are common words
 SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
@@ -23,8 +25,12 @@ URL_PASSWORD = re.compile(
     r"(\b[a-z][\w+.-]*://(?:[^\s/:@]*:(?=[^\s/@])|(?=[^\s/:@]+@)))(?!\$\{)[^\s/]+@", re.I
 )
 URL_QUERY = re.compile(
-    r"([?&](?:api_?key|key|token|access_token|secret|password)=)(?!\$\{)[^&\s#]+", re.I
+    r"([?&](?:(?:api_?key|key|token|access_token|secret|password)=|[\w.-]+=(?=[^&\s#]{8})))"
+    r"(?!\$\{)[^&\s#]+",
+    re.I,
 )
+# Settings of servers and judges: they are free text, and may have secrets under any name.
+SETTINGS = re.compile(r"gym\b.*\bstart\b|gym\b.*\bjudges\b.*\b(?:parameters|config)\b")
 
 
 def redacted(config: DictConfig) -> DictConfig:
@@ -91,6 +97,21 @@ def names_secret(name: str, value: object) -> bool:
     if name.isupper():
         return bool(SECRET_VARIABLE.search(name)) and len(str(value)) >= MIN_SECRET_LENGTH
     return bool(SECRET_KEY.search(name))
+
+
+def has_settings(key: str) -> bool:
+    """Whether a key, or a key=value word, has settings of a server or a judge."""
+    return bool(SETTINGS.match(key.lstrip("+~")))
+
+
+def without_settings(recipe: Json, parent: str = "") -> Json:
+    """A recipe for others: with HIDDEN for the settings of servers and judges."""
+    shown: Json = {}
+    for name, value in recipe.items():
+        key = f"{parent}{name}"
+        inner = without_settings(value, f"{key}.") if isinstance(value, dict) else value
+        shown[name] = HIDDEN if value and has_settings(key) else inner
+    return shown
 
 
 def without_passwords(text: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import re
 import secrets
 import socket
@@ -32,7 +33,9 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
 CHECK_TIMEOUT_S = 5.0  # for the answer to one check
 HEAD_SERVER_TIMEOUT_S = 10.0  # for the answer of a head server
-HOST_NAME = re.compile(r"[\w.:-]+", re.ASCII)
+# what code raises for JSON of another shape than it expects
+WRONG_SHAPE = (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError)
+HOST_NAME = re.compile(r"[\w.:-]+", re.ASCII)  # or an IPv6 address
 MAX_BODY_BYTES = 2**22  # of the answer to a check: as objects it takes 100 MB
 
 
@@ -106,9 +109,8 @@ def check_address(section: str, host: str, port: int | None) -> None:
 
     section: of the recipe, with the keys host and port. port: None for any.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, port or 0), family=family).close()
+        socket.create_server((host, port or 0)).close()  # of IPv4, as the URLs of servers
     except OSError as error:
         reasons = {errno.EADDRINUSE: "is in use", errno.EACCES: "is only for root"}
         if error.errno in reasons:
@@ -268,7 +270,7 @@ def discover_servers(head_server: str) -> Discovery:
     """
     try:
         return read_discovery(fetch_gym_config(head_server), head_server)
-    except (FetchError, ValueError, TypeError, AttributeError, RecursionError, YAMLError) as error:
+    except (FetchError, YAMLError, *WRONG_SHAPE) as error:
         raise GymStartError(
             f"gym.head_server: {head_server} is not a Gym head server ({error!r:.300}). "
             "To start one, run `gym env start` in .venv-gym."
@@ -312,7 +314,7 @@ def public_url(server: Json, head_server: str) -> str:
     if host in ("0.0.0.0", HOST, "localhost"):
         host = urlsplit(head_server).hostname
     if ":" in str(host):  # an IPv6 address
-        host = f"[{host}]"
+        host = f"[{ipaddress.IPv6Address(host)}]"
     return f"http://{host}:{port}"
 
 

@@ -59,8 +59,9 @@ READS_SETTINGS = {"browsecomp_agent": "vllm_model", "rdkit_chemistry": "ns_tools
 # password of a proxy, the socket of an agent.
 PUBLIC_VARIABLES = re.compile(
     r"PATH|LD_LIBRARY_PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|XDG_CACHE_HOME|LANG|LANGUAGE|LC_\w+|TZ"
-    r"|CUDA_\w+|NVIDIA_VISIBLE_DEVICES|\w+_NUM_THREADS|SSL_CERT_FILE|SSL_CERT_DIR|NLTK_DATA"
-    r"|HF_HOME|HF_HUB_CACHE|HF_DATASETS_CACHE|(?:HF_HUB|HF_DATASETS|TRANSFORMERS)_OFFLINE"
+    r"|CUDA_\w+|NVIDIA_VISIBLE_DEVICES|\w+_NUM_THREADS|SSL_CERT_(?:FILE|DIR)|REQUESTS_CA_BUNDLE"
+    r"|NLTK_DATA|HF_(?:HOME|HUB_CACHE|DATASETS_CACHE|ENDPOINT)"
+    r"|(?:HF_HUB|HF_DATASETS|TRANSFORMERS)_OFFLINE"
 )
 PUBLIC_KEYS = ("name", "kind", "folder", "host", "port")  # of a spec, for all servers
 logger = logging.getLogger(__name__)

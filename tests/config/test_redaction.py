@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from kit.config.load import load_config
-from kit.config.redaction import HIDDEN, redacted
+from kit.config.redaction import HIDDEN, redacted, without_settings
 from kit.extras.report import report_page
 from kit.runs import cli
 from kit.runs.run import Run
@@ -85,6 +85,7 @@ LITERALS = [
     ("base_url", "https://me:pl@nted-planted@host/v1"),
     ("base_url", "https://planted@host/v1"),
     ("base_url", "'https://host/v1?n=1&api_key=planted'"),
+    ("base_url", "'https://host/v1?n=1&sig=planted-8'"),
 ]
 
 
@@ -94,6 +95,14 @@ def test_a_literal_secret_is_hidden(name, value):
     written = OmegaConf.to_yaml(redacted(config).gym.servers.judge)
     assert "planted" not in written and "model: kept" in written, written
     assert name in written
+
+
+def test_a_report_shows_no_settings_of_servers_and_judges():
+    server = {"kind": "verify", "start": {"config": {"pat": "planted", "headers": ["planted"]}}}
+    judge = {"model": "m", "parameters": {"jwt": "planted"}}
+    shown = without_settings({"gym": {"servers": {"s": server}, "judges": {"j": judge}}})["gym"]
+    assert "planted" not in str(shown)
+    assert shown["servers"]["s"]["kind"] == "verify" and shown["judges"]["j"]["model"] == "m"
 
 
 def test_values_that_are_not_secret_are_written():

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import yaml
 
 from kit.config.recipe_text import read_saved
+from kit.config.redaction import without_settings
 from kit.data.episode import SAMPLED_IDS
 from kit.data.json_lines import read_metrics, read_objects
 from kit.data.metrics import FAILED_AS_0, HIGH, LOW, name_test_set
@@ -86,15 +88,15 @@ class RunData:
     the last step, the last evaluation and the first evaluation. The other files follow in the order
     of `spread_evenly`. `skipped_files` counts the files that are not read.
 
-    config: the recipe. config_text: the same as YAML text.
+    config: the recipe. config_text: the same as YAML text, without settings of servers.
     unreadable: a message for each file that could not be read.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.name = path.name
-        self.config_text = find_config(path).read_text()
         self.config: dict[str, Any] = read_saved(find_config(path))
+        self.config_text = yaml.safe_dump(without_settings(self.config), sort_keys=False)
         self.unreadable: list[str] = []
         self.skipped_files = 0
 

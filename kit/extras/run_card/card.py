@@ -21,11 +21,11 @@ from omegaconf import OmegaConf
 from env import Json
 from kit.config.keys import diff, find_changes, is_below, is_kit_key
 from kit.config.recipe import Recipe
-from kit.config.redaction import redacted
+from kit.config.redaction import has_settings, redacted
 from kit.data.json_lines import read_metrics, read_objects
 from kit.data.metrics import HIGH, LOW
 from kit.extras.run_card import provenance, scores
-from kit.extras.run_card.privacy import Cleaner, has_settings
+from kit.extras.run_card.privacy import Cleaner
 from kit.extras.run_card.provenance import HashedFile
 from kit.runs import files
 from kit.runs.checkpoints import EXPORTED

@@ -14,6 +14,7 @@ from kit.config.redaction import (
     HIDDEN,
     MIN_SECRET_LENGTH,
     SECRET_VARIABLE,
+    has_settings,
     names_secret,
     redacted,
     secret_values,
@@ -22,8 +23,6 @@ from kit.config.redaction import (
 
 # An absolute path: no part of a URL, of a relative path or of ~/path. The last part is a group.
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~$}<@-])/(?:[\w.+@,-]+/)*([\w.+@,-]+)")
-# Settings of servers and judges: they are free text, and may have secrets under any name.
-SETTINGS = re.compile(r"gym\b.*\bstart\b|gym\b.*\bjudges\b.*\b(?:parameters|config)\b")
 # `name: value` or `name=value` inside of a word of the command line
 NAMED_VALUE = re.compile(r"""(['"]?)([\w-]+)\1(\s*[:=]\s*)(['"]?)([^,{}\[\]'"\s]+)\4""")
 
@@ -66,11 +65,6 @@ def find_secrets(config: DictConfig) -> set[str]:
         if text != str(value) and (HIDDEN in text or has_variable):
             secrets.add(str(value))
     return secrets
-
-
-def has_settings(key: str) -> bool:
-    """Return whether a key, or a key=value word, has settings of a server or a judge."""
-    return bool(SETTINGS.match(key.lstrip("+~")))
 
 
 def hide_named(word: str) -> str:
