@@ -61,8 +61,6 @@ class Feature:
     layout_keys: Sequence[str] = ()  # keys that a resumed run must not change
     skips_nonfinite_steps = True  # whether its optimizer leaves the weights as they are
 
-    describes_work = False  # whether a dry run prints its dry_run_lines before the settings
-
     def __init__(self, config: DictConfig, command: str):
         """Parse the recipe. command: train, rollout, evaluate or sft."""
         self.command = command

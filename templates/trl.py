@@ -70,7 +70,15 @@ async def call_function(reference: str, batch: dict[str, list[Any]]) -> float | 
 
     reference: FILE:NAME. Raises UserFunctionError, and what the function raises.
     """
-    rewards = import_callable(reference)(**batch)
+    function = import_callable(reference)
+    try:
+        inspect.signature(function).bind(**batch)
+    except TypeError as error:
+        raise UserFunctionError(
+            f"{reference} cannot be called with the columns {', '.join(batch)}: {error}. Add the "
+            "column to the rows, or **kwargs to the function."
+        ) from None
+    rewards = function(**batch)
     if inspect.isawaitable(rewards):
         rewards = await rewards
     try:

@@ -135,6 +135,7 @@ def test_each_weight_is_1_by_default(functions_file):
     [
         (["brief", "length"], [1.0], "1 numbers for 2 reward_funcs"),
         (["two"], None, r"two returned \[0.0, 1.0\] for one completion"),
+        (["accuracy"], None, "accuracy cannot be called with the columns .*'answer'"),
         (["number"], None, "number returned 0.5 for one completion"),
         (["sometimes"], None, "sometimes returned None: the row has no reward"),
         (["accurcy"], None, r"my_rewards\.py has no function .*accurcy\. Did you mean accuracy\?"),

@@ -193,7 +193,8 @@ def unknown_key_hint(
     for other, keys in engine_keys.items():
         if other != engine and any(is_below(leaf, key) for leaf in keys):
             return f"It belongs to model_engine={other}, and this recipe has {engine}. Remove it."
-    usable = [leaf for leaf in engine_keys[engine] if is_used(leaf)] + KEYS.dataclass_fields
+    usable = [leaf for leaf in engine_keys[engine] if is_used(leaf) and "._" not in leaf]
+    usable += KEYS.dataclass_fields
     written = [leaf for leaf in flatten(overlay) if is_below(leaf, key)]
     # a key that was written without its first part, such as `rollout.n`
     completed = [f"actor_rollout_ref.{leaf}" for leaf in written]
@@ -208,15 +209,17 @@ def unknown_key_hint(
 
 
 def find_similar(key: str, leaves: Iterable[str]) -> str:
-    """Return the leaf that is most similar to a key, if their last parts are similar, else ""."""
-    name = key.rpartition(".")[2]
-    candidates = []
+    """Return the leaf whose last part is most similar to that of a key, else ""."""
+    section, _, name = key.rpartition(".")
+    best, similarity = "", (0.0, 0.0)  # of the last parts, then of the whole keys
     for leaf in leaves:
-        ratio = difflib.SequenceMatcher(None, name, leaf.rpartition(".")[2]).ratio()
-        is_other_model = is_below(leaf, "critic") and not is_below(key, "critic")
-        if ratio >= MIN_SIMILARITY and not is_other_model:
-            candidates.append(leaf)
-    return next(iter(difflib.get_close_matches(key, candidates, n=1, cutoff=0)), "")
+        last = leaf.rpartition(".")[2]
+        ratio = difflib.SequenceMatcher(None, name, last).ratio()
+        ratios = (ratio, difflib.SequenceMatcher(None, key, leaf).ratio())
+        if ratios > similarity and (is_below(key, "critic") or not is_below(leaf, "critic")):
+            best, similarity = leaf, ratios
+    is_short = len(name) < 6 and best.rpartition(".")[0] != section  # such as dtype and type
+    return best if similarity[0] >= (1 if is_short else MIN_SIMILARITY) else ""
 
 
 def make_command(target: str) -> str:

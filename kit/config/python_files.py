@@ -194,7 +194,7 @@ def import_user_file(reference: str, key: str = "") -> ModuleType:
     path = find_user_file(reference, key)
     try:
         return import_file(path.resolve())
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may parse arguments that are not its own
         place = describe_place(error, str(path.resolve()))
         raise UserFunctionError(
             f"{begin(reference, key)}{path} cannot be imported:{place} {type(error).__name__}: "
@@ -209,7 +209,7 @@ def find_user_file(reference: str, key: str = "") -> Path:
         raise UserFunctionError(
             f"{begin(reference, key)}{reference!r} names no function. Write path.py:function."
         )
-    for path in (Path(file), KIT / file):
+    for path in (Path(file).expanduser(), KIT / file):
         if path.is_file():
             return path
     hint = "Give its path from one of these."
@@ -261,7 +261,7 @@ def describe_place(error: BaseException, path: str) -> str:
     return f" failed at {code.co_filename}:{line} in {functions}:"
 
 
-def suggest_fix(error: Exception, path: Path) -> str:
+def suggest_fix(error: BaseException, path: Path) -> str:
     """Return one sentence that says how to repair a file that cannot be imported."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return f"Run `python {shlex.quote(str(path))}` to see where."

@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -361,7 +360,6 @@ def check_servers(config: DictConfig) -> Iterator[Exception]:
                 process_specs.check_server(name, server)
             except network.GymStartError as error:
                 yield error
-    yield from check_ports(config)
     endpoint = config.gym.policy_endpoint
     try:
         network.check_address("gym.policy_endpoint", endpoint.host, endpoint.port)
@@ -372,18 +370,6 @@ def check_servers(config: DictConfig) -> Iterator[Exception]:
             "gym.policy_endpoint.port needs the environment variable POLICY_API_KEY, the key that "
             "agents send. Set it."
         )
-
-
-def check_ports(config: DictConfig) -> Iterator[Exception]:
-    """No two servers of the run listen on the same port."""
-    sections = {"gym.policy_endpoint": to_plain(config.gym.policy_endpoint)}
-    for name, server in to_plain(config.gym.servers).items():
-        sections[f"gym.servers.{name}.start"] = (server or {}).get("start") or {}
-    ports = Counter(settings.get("port") for settings in sections.values())
-    for section, settings in sections.items():
-        port = settings.get("port")
-        if port and ports[port] > 1:
-            yield ConfigError(f"{section}.port={port}: another server has it, too. Change one.")
 
 
 def check_running_servers(recipe: Recipe) -> None:

@@ -34,30 +34,21 @@ def summarize(
     notes: lines that follow the warnings. written: for a dry run, {dotted key: value} of the recipe
     files and arguments.
     """
-    is_dry_run = written is not None
     lines = [*describe_rows(recipe, inputs), *describe_work(recipe, inputs)]
-    if is_dry_run:
-        lines += describe_by_features(recipe, inputs, describes_work=True)
     lines += describe_verifiers(recipe, inputs)
-    if is_dry_run:
+    if written is not None:
         lines += [*describe_first_prompts(inputs), describe_thoughts(inputs.template)]
     lines += [f"WARNING     {text}" for text in list_warnings(recipe, inputs)]
-    lines += [*notes, *describe_settings(recipe, inputs)]
+    lines += notes
     if written is not None:
-        lines += describe_by_features(recipe, inputs, describes_work=False)
+        for feature in recipe.features:
+            lines += feature.dry_run_lines(recipe, inputs)
+    lines += describe_settings(recipe, inputs)
+    if written is not None:
         ids = f"{sorted(inputs.stop_ids)}, pad id {inputs.tokenizer.pad_token_id} (masked)"
         lines += [f"stop ids    {ids}", *describe_changes(recipe, written)]
         lines.append("dry run: model, files, sizes and servers are valid; nothing was started")
     return "\n".join(lines)
-
-
-def describe_by_features(recipe: Recipe, inputs: RunInputs, describes_work: bool) -> list[str]:
-    """The lines that features add to a dry run. describes_work: of which features."""
-    lines: list[str] = []
-    for feature in recipe.features:
-        if feature.describes_work == describes_work:
-            lines += feature.dry_run_lines(recipe, inputs)
-    return lines
 
 
 def describe_length(recipe: Recipe) -> str:

@@ -113,6 +113,7 @@ def make_recipe(tiny_recipe):
             "broken.py:f",
             r"imported: failed at .*:2: ModuleNotFoundError.*not_there_at_all",
         ),
+        ("env.reward", "script.py:f", "imported: failed at .*:2: SystemExit: 2"),
         (
             "env.filters",
             ["pieces.py:drop_uniform"],
@@ -132,6 +133,7 @@ def test_an_invalid_function_is_an_error_before_anything_starts(
 ):
     (tmp_path / "good.py").write_text(GOOD)
     (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(2)")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserFunctionError, match=message):
         make_recipe({key: value})

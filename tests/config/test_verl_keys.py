@@ -301,7 +301,7 @@ def test_find_changes_compares_with_the_value_that_verl_would_use():
 
 def find_keys(text: str) -> list[str]:
     """Find the keys of a recipe in a text."""
-    sections = "actor_rollout_ref|algorithm|data|env|gym|trainer"
+    sections = "actor_rollout_ref|algorithm|critic|data|env|gym|trainer"
     return re.findall(rf"\b(?:{sections})(?:\.[a-z_]+)+", text)
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 class Price(Feature):
     """Estimates of the time that a run takes."""
 
-    describes_work = True
-
     def dry_run_lines(self, recipe: Recipe, inputs: RunInputs) -> Iterable[str]:
         """Return the estimate of an earlier run in runs/ with the same work in a step."""
         from kit.extras.run_price import estimate
