@@ -104,12 +104,16 @@ def has_settings(key: str) -> bool:
     return bool(SETTINGS.match(key.lstrip("+~")))
 
 
-def without_settings(recipe: Json, parent: str = "") -> Json:
-    """A recipe for others: with HIDDEN for the settings of servers and judges."""
+def without_settings(recipe: Json, parent: str = "", levels: int = 4) -> Json:
+    """A recipe for others: with HIDDEN for the settings of servers and judges.
+
+    levels: as in gym.servers.NAME.start. Deeper ones could be endless, in a recipe of others.
+    """
     shown: Json = {}
     for name, value in recipe.items():
         key = f"{parent}{name}"
-        inner = without_settings(value, f"{key}.") if isinstance(value, dict) else value
+        is_section = isinstance(value, dict) and key.startswith("gym") and levels > 1
+        inner = without_settings(value, f"{key}.", levels - 1) if is_section else value
         shown[name] = HIDDEN if value and has_settings(key) else inner
     return shown
 

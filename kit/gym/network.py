@@ -33,8 +33,6 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
 CHECK_TIMEOUT_S = 5.0  # for the answer to one check
 HEAD_SERVER_TIMEOUT_S = 10.0  # for the answer of a head server
-# what code raises for JSON of another shape than it expects
-WRONG_SHAPE = (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError)
 HOST_NAME = re.compile(r"[\w.:-]+", re.ASCII)  # or an IPv6 address
 MAX_BODY_BYTES = 2**22  # of the answer to a check: as objects it takes 100 MB
 
@@ -256,6 +254,18 @@ def read_tail(log: Path | None) -> str:
     return " | ".join(f"{line:.200}" for line in lines[-5:])
 
 
+# what `read_discovery` raises for JSON of another shape than it expects
+WRONG_ANSWER = (
+    FetchError,
+    YAMLError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
 class Discovery(NamedTuple):
     """The servers that a Gym head server lists."""
 
@@ -270,7 +280,7 @@ def discover_servers(head_server: str) -> Discovery:
     """
     try:
         return read_discovery(fetch_gym_config(head_server), head_server)
-    except (FetchError, YAMLError, *WRONG_SHAPE) as error:
+    except WRONG_ANSWER as error:
         raise GymStartError(
             f"gym.head_server: {head_server} is not a Gym head server ({error!r:.300}). "
             "To start one, run `gym env start` in .venv-gym."

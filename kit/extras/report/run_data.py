@@ -96,7 +96,10 @@ class RunData:
         self.path = path
         self.name = path.name
         self.config: dict[str, Any] = read_saved(find_config(path))
-        self.config_text = yaml.safe_dump(without_settings(self.config), sort_keys=False)
+        try:
+            self.config_text = yaml.safe_dump(without_settings(self.config), sort_keys=False)
+        except RecursionError:
+            raise ConfigError(f"{path}: the recipe is too deep. Name another run.") from None
         self.unreadable: list[str] = []
         self.skipped_files = 0
 

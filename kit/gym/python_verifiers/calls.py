@@ -21,7 +21,6 @@ from kit.errors import UserFunctionError
 from kit.gym.python_verifiers.verl_scorer import load_verl_scorer
 
 SCORE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl's names
-MAX_NUMBER = 3.4e38  # of float32
 SCORE_RESULT = "a finite number, or a dict with a finite number `score`"
 STEP_RESULT = "(observation, reward, done): text or None, a finite number, True or False"
 METHODS = {"reset": "reset(row) -> text or None", "step": f"step(text) -> {STEP_RESULT}"}
@@ -187,9 +186,9 @@ def explain_pickle_errors(environment_class: type, verb: str) -> Iterator[None]:
 
 
 def to_finite_number(value: object) -> float | None:
-    """Return the number that a value is, None if it is infinite in float32, as for training."""
+    """Return the finite number that a value is, else None. The limit is that of sanitize_json."""
     number = to_number(value)
-    return number if number is not None and abs(number) < MAX_NUMBER else None
+    return number if number is not None and abs(number) < 1e308 else None
 
 
 def to_number(value: Any) -> float | None:  # any value of a user's function
