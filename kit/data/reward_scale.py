@@ -25,6 +25,11 @@ class RewardScale(NamedTuple):
     full: float = 1.0
 
     @property
+    def tells_apart(self) -> bool:
+        """Whether a right answer earns more than a wrong one."""
+        return self.full > self.nothing and not are_equal(self)
+
+    @property
     def spread(self) -> float:
         """The difference between a right and a wrong answer."""
         return self.full - self.nothing
@@ -46,12 +51,6 @@ def find_scale(scales: Scales, server: str, source: object) -> RewardScale:
     """Return the scale of a row's verifier. If its data_source was not tried, another one's."""
     same_server = [scale for (name, _), scale in scales.items() if name == server]
     return scales.get((server, str(source)), same_server[0] if same_server else UNKNOWN)
-
-
-def measure_scale(right: float, wrong: float) -> RewardScale:
-    """Return the scale of a verifier by the rewards of a right and a wrong answer of one form."""
-    is_better = right > wrong and not are_equal([right, wrong])
-    return RewardScale(wrong, right) if is_better else UNKNOWN
 
 
 def are_equal(rewards: ArrayLike, spread: float = 1.0) -> bool:

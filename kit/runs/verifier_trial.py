@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import gym_client
@@ -20,16 +20,17 @@ from kit.data.ground_truths import (
     is_missing,
     read_expected_answers,
 )
-from kit.data.reward_scale import UNKNOWN, RewardScale, Scales, are_equal, measure_scale
+from kit.data.reward_scale import UNKNOWN, RewardScale, Scales, are_equal
 from kit.errors import ConfigError, UserFunctionError
 from kit.gym.python_verifiers.pool import Pool
 from kit.gym.python_verifiers.settings import VerifierSpec
 from kit.gym.verifiers import VerifierRouter, make_verifiers
+from kit.rollout.thoughts import THINK, split_text
 from kit.runs.event_loops import make_runner
 
 RESPONSE = "So the answer is 7."
 FULL_FORM = "<think>\nI work out the answer.\n</think>\n<answer>{}</answer>"
-# Responses with the expected answer. They are tried in this order, until one earns 1.
+# Responses with the expected answer. They are tried in this order, until only the answer earns 1.
 FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", FULL_FORM)
 MAX_ANSWER = 60  # characters of an expected answer that is tried as a response
 MAX_NAMED_ROWS = 3  # in a message
@@ -46,9 +47,9 @@ def try_verifiers(
     """Call each verifier for its first row of each data_source -> a line with each row's rewards.
 
     The responses are `response` and, if the verifier is a function and the row's ground truth has a
-    short expected answer, FORMS with this answer. scales: gets the scales of rewards that this
-    shows. A further line counts the rows without a ground truth, if other rows of the function have
-    one, and one counts the data sources after the first MAX_SOURCES, which are not tried. Raises
+    short expected answer, forms of this answer. scales: gets the scales that this shows. A further
+    line counts the rows without a ground truth, if other rows of the function have one, and one
+    counts the data sources after the first MAX_SOURCES, which are not tried. Raises
     UserFunctionError.
     """
     lines: list[str] = []
@@ -89,12 +90,12 @@ def try_servers(tasks: Sequence[Task], recipe: Recipe, scales: Scales | None = N
 
 async def try_server(router: VerifierRouter, task: Task, scales: Scales | None) -> str:
     """Open sessions for a row, and verify responses. Returns a line. Raises ConfigError."""
-    trial = RowTrial(task, functools.partial(call_server, router, task))
+    verify = functools.partial(call_server, router, task)
     try:
         if await router.kind(task.server) == "step":
-            await trial.call(RESPONSE)
+            await verify(RESPONSE)
             return f"tried on row {task.row_id}: a session opens"
-        line = await trial.run("verify")
+        return await try_row(task, verify, "verify", scales)
     except GymError as error:
         if error.reason == "masked" or error.reason.startswith("http_5"):  # maybe by this text
             return f"tried on row {task.row_id}: {error}"
@@ -102,9 +103,6 @@ async def try_server(router: VerifierRouter, task: Task, scales: Scales | None) 
             f"gym.servers.{task.server} cannot verify row {task.row_id}: {error}. Correct the "
             "server, the row, or gym.servers."
         ) from None
-    if scales is not None:
-        scales[task.server, str(task.row.get("data_source"))] = trial.scale
-    return line
 
 
 async def call_server(router: VerifierRouter, task: Task, response: str) -> float | None:
@@ -153,10 +151,7 @@ async def try_verifier(
         selected = select_tasks(tasks)
         for task in selected[:MAX_SOURCES]:
             call = functools.partial(call_function, pool, task, required)
-            trial = RowTrial(task, call, response)
-            lines.append(await trial.run(kind))
-            if scales is not None:
-                scales[task.server, str(task.row.get("data_source"))] = trial.scale
+            lines.append(await try_row(task, call, kind, scales, response))
     except GymError as error:
         raise UserFunctionError(f"{pool.spec.key}={error}") from None
     finally:
@@ -168,67 +163,52 @@ async def try_verifier(
     return lines
 
 
-@dataclass
-class RowTrial:
-    """The trial of a verifier on one row.
+async def try_row(
+    task: Task,
+    verify: Callable[[str], Awaitable[float | None]],
+    kind: str,
+    scales: Scales | None = None,
+    first: str = RESPONSE,
+) -> str:
+    """Verify responses to a row -> a line with the rewards of `first` and of the ground truth.
 
-    verify: makes the reward of a response, None if the verifier marks it as invalid. first: the
-    first response, which is no answer unless the user gave it. rewards: by response. scale: what
-    the row shows of the verifier's rewards.
+    verify: makes the reward of a response, None if the verifier marks it as invalid. first: no
+    answer unless the user gave it. scales: gets what this shows. Raises what `verify` does.
     """
-
-    task: Task
-    verify: Callable[[str], Awaitable[float | None]]
-    first: str = RESPONSE
-    rewards: dict[str, float | None] = field(default_factory=dict)
-    scale: RewardScale = UNKNOWN
-
-    async def run(self, kind: str) -> str:
-        """Try the responses of `list_responses` -> a line with the rewards."""
-        await self.call(self.first)
-        forms = list_responses(self.task, kind)
-        for response in forms:
-            if is_usual(await self.call(response)):
-                break
-        line = f"tried on row {self.task.row_id}: reward {await self.describe(forms)}"
-        if kind == "verify" and not forms:
-            line += ". The row has no ground truth that can be tried as a response."
+    other = await verify(first)
+    line = f"tried on row {task.row_id}: reward {show(other)} for {first!r}"
+    if kind != "verify":
         return line
-
-    async def call(self, response: str) -> float | None:
-        """Return the reward of a response. Raises what `verify` does."""
-        self.rewards[response] = await self.verify(response)
-        return self.rewards[response]
-
-    async def describe(self, forms: Mapping[str, str]) -> str:
-        """Measure the scale, and describe the rewards: 0 for 'So...', 1 for the ground truth '5'.
-
-        forms: {response with the ground truth: the same response with a wrong answer}.
-        """
-        text = f"{show(self.rewards[self.first])} for {self.first!r}"
-        tried = [response for response in forms if response in self.rewards]
-        if not tried:
-            return text
-        best = max(tried, key=lambda response: rank(self.rewards[response]))
-        right = self.rewards[best]
-        text += f", {show(right)} for the ground truth {best!r}"
-        if right is None:
-            return text
+    responses = list_responses(task)
+    if not responses:
+        return f"{line}. The row has no ground truth that can be tried as a response."
+    scale = RewardScale(other or UNKNOWN.nothing, UNKNOWN.full)  # that of most verifiers
+    rewards: dict[str, float | None] = {}
+    for response in responses:
+        rewards[response] = await verify(response)
+        if is_usual(rewards[response], scale):
+            break
+    best = max(rewards, key=lambda response: rank(rewards[response]))
+    right = rewards[best]
+    line += f", {show(right)} for the ground truth {best!r}"
+    if right is None:
+        return line
+    if not is_usual(right, scale):
         # the same form, so that a reward for the form alone is not one for the answer
-        wrong = self.rewards[self.first] if is_usual(right) else await self.call(forms[best])
-        full = UNKNOWN.full if is_usual(right) else right
-        self.scale = measure_scale(full, UNKNOWN.nothing if wrong is None else wrong)
-        if self.scale == UNKNOWN and not is_usual(right):
-            earned = "no more than a wrong answer" if right else "nothing"
-            text += f". The ground truth earns {earned}. Does the verifier require another format?"
-        elif self.scale.full != UNKNOWN.full:
-            text += f". A reward of {self.scale.full:g} counts as right (acc, pass@k)"
-        return text
+        scale = RewardScale(await verify(responses[best]) or UNKNOWN.nothing, right)
+    if not scale.tells_apart:
+        earned = "no more than a wrong answer" if right else "nothing"
+        return f"{line}. The ground truth earns {earned}. Does the verifier require another format?"
+    if scales is not None:
+        scales[task.server, str(task.row.get("data_source"))] = scale
+    if not are_equal([scale.full, UNKNOWN.full]):
+        line += f". A reward of {scale.full:g} counts as right (acc, pass@k)"
+    return line
 
 
-def is_usual(reward: float | None) -> bool:
-    """Return whether a reward is 1, the full one of most verifiers. A masked one is not known."""
-    return reward is None or are_equal([reward, UNKNOWN.full])
+def is_usual(reward: float | None, scale: RewardScale) -> bool:
+    """Whether a reward is the full one of a scale. A masked one is not known."""
+    return reward is None or (scale.tells_apart and are_equal([reward, scale.full]))
 
 
 def rank(reward: float | None) -> float:
@@ -254,13 +234,8 @@ def describe_missing(ids: Sequence[str], count: int) -> str:
     )
 
 
-def list_responses(task: Task, kind: str) -> dict[str, str]:
-    """Return {response with the row's ground truth: the same one with a wrong answer}.
-
-    kind: `verify` for a function, `step` for a class, which gets none.
-    """
-    if kind != "verify":
-        return {}
+def list_responses(task: Task) -> dict[str, str]:
+    """Return {response with the row's ground truth: the same one with a wrong answer}."""
     try:
         answer = read_expected_answers(find_ground_truth(task.row))[0]
     except ValueError:  # a function may have a ground truth of any other form
@@ -268,7 +243,19 @@ def list_responses(task: Task, kind: str) -> dict[str, str]:
     if len(answer) > MAX_ANSWER:
         return {}
     wrong = "8" if answer == "7" else "7"
-    return {form.format(answer): form.format(wrong) for form in FORMS}
+    return {form.format(answer): form.format(wrong) for form in list_forms(task)}
+
+
+def list_forms(task: Task) -> list[str]:
+    """Return the tags of the prompt with the answer in the last one, if it has tags, then FORMS.
+
+    Rewards for accuracy and for a format are often added, and only the tags earn both.
+    """
+    tags = list(dict.fromkeys(re.findall(r"</(\w+)>", str(task.messages))))
+    if not tags:
+        return list(FORMS)
+    parts = [f"<{tag}>\nI work out the answer.\n</{tag}>\n" for tag in tags[:-1]]
+    return [f"{''.join(parts)}<{tags[-1]}>\n{{}}\n</{tags[-1]}>", *FORMS]
 
 
 def check_components(pool: Pool, task: Task, result: VerifyResult, required: Sequence[str]) -> None:
@@ -293,7 +280,9 @@ async def call_function(
     try:
         session = await pool.open_session(task.row)
         verify = session.verify if session.kind == "verify" else session.step
-        result = await verify({}, ParsedResponse.of_text(response))
+        answer = split_text(response, THINK).answer.strip()
+        parsed = ParsedResponse("", answer, [], answer, response)
+        result = await verify({}, parsed)
     except GymError as error:
         if error.reason == "masked":
             return None

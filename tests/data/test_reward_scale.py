@@ -12,7 +12,7 @@ from kit.data.metrics import (
     compute_scores_with_failures,
     count_zero_variance_groups,
 )
-from kit.data.reward_scale import UNKNOWN, RewardScale, are_equal, find_scale, measure_scale
+from kit.data.reward_scale import UNKNOWN, RewardScale, are_equal, find_scale
 from kit.data.rollout_files import from_record, to_record
 from templates.filters import drop_uniform
 from tests.helpers.cases import make_case
@@ -43,7 +43,7 @@ def test_scores_count_full_rewards_of_any_scale(scale):
     rewards = [full, nothing, (nothing + full) / 2, full]
     episodes = [make_case("a", reward, [1]) for reward in rewards]
     for episode in episodes:
-        episode.scale = measure_scale(full, nothing)
+        episode.scale = RewardScale(nothing, full)
     assert compute_scores(episodes, 4, "s")["val-core/s/acc/mean@4"] == 0.5
     assert compute_scores(episodes, 4, "s")["val-core/s/acc/pass@2"] == 1 - 1 / 6
     saved = from_record(to_record(episodes[0], 0, 0), {})
@@ -66,4 +66,5 @@ def test_a_group_is_uniform_by_the_rewards_that_are_trained_on():
 def test_a_source_that_was_not_tried_has_the_scale_of_its_verifier():
     scales = {("s", "a"): RewardScale(0, 5), ("t", "a"): RewardScale(-1, 0)}
     assert find_scale(scales, "s", "a") == find_scale(scales, "s", "b") == RewardScale(0, 5)
-    assert find_scale(scales, "u", "a") == UNKNOWN == measure_scale(0.2, 0.2)
+    assert find_scale(scales, "u", "a") == UNKNOWN
+    assert UNKNOWN.tells_apart and not RewardScale(0.2, 0.1 + 0.1).tells_apart

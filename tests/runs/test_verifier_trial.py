@@ -9,6 +9,7 @@ import pandas
 import pytest
 
 from env import Task
+from kit.data.reward_scale import RewardScale, Scales
 from kit.data.verl_rows import read_rows
 from kit.errors import UserFunctionError
 from kit.gym.python_verifiers.settings import read_verifiers
@@ -105,6 +106,31 @@ def test_an_expected_answer_that_earns_nothing_is_a_warning():
         "0 for the ground truth '1,000'. The ground truth earns nothing. Does the "
         "verifier require another format?"
     )
+
+
+PARTS = """
+import re
+
+def parts(data_source, solution_str, ground_truth, extra_info):
+    answer = solution_str.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+    form = re.fullmatch(r"<TAG>.*</TAG>\\s*<answer>.*</answer>", solution_str, re.DOTALL)
+    return float(ground_truth in (answer, solution_str)) + float(bool(form))
+"""
+
+
+@pytest.mark.parametrize("tag", ["think", "reasoning"])
+def test_a_reward_for_the_form_alone_is_not_full(tmp_path, tag):
+    """Accuracy and a format may each pay 1, so a wrong answer in the format earns 1."""
+    (tmp_path / "my.py").write_text(PARTS.replace("TAG", tag))
+    prompt = [{"role": "user", "content": f"Use <{tag}> </{tag}> and <answer> </answer>."}]
+    recipe = make_recipe({"function": f"{tmp_path}/my.py:parts", "raw_text": True})
+    specs = read_verifiers(recipe.verl).specs
+    (name,) = specs
+    scales: Scales = {}
+    task = Task("a:1", {"answer": "5"}, name, prompt, [])
+    (line,) = verifier_trial.try_verifiers(specs, [task], recipe, scales)
+    assert list(scales.values()) == [RewardScale(1, 2)]
+    assert line.endswith("A reward of 2 counts as right (acc, pass@k)")
 
 
 @pytest.mark.parametrize(
