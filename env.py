@@ -31,7 +31,6 @@ import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -789,7 +788,7 @@ def compute_quotas(tasks: Sequence[Weighted], size: int, start: int = 0) -> dict
     The remainders are carried to the next batch, so a file with the weight 0.2 gives every fifth
     row in the long run, also if a batch has four. Raises DataError if a file has no weight.
     """
-    weights = {task.file: Fraction(task.weight or 0) for task in tasks}  # in order of appearance
+    weights = {task.file: task.weight or 0.0 for task in tasks}  # in order of appearance
     for file, weight in weights.items():
         if not weight:
             raise DataError(
@@ -800,17 +799,18 @@ def compute_quotas(tasks: Sequence[Weighted], size: int, start: int = 0) -> dict
     return {file: count - before[file] for file, count in count_rows(weights, start + size).items()}
 
 
-def count_rows(weights: Mapping[str, Fraction], total: int) -> dict[str, int]:
+def count_rows(weights: Mapping[str, float], total: int) -> dict[str, int]:
     """Count how many of the first `total` rows each file gives, in proportion to its weight.
 
     The k-th row of a file is due at the time (k - phase) / its share, and the earliest ones come
     first. The phase is 1/2 (Webster's method), spread for equal weights so that files take turns.
     """
-    shares = {file: weight / sum(weights.values()) for file, weight in weights.items()}
+    sum_of_weights = sum(weights.values())
+    shares = {file: weight / sum_of_weights for file, weight in weights.items()}
     phases = {}
     for file, weight in weights.items():
         equal = [name for name, other in weights.items() if other == weight]
-        phases[file] = 1 - Fraction(2 * equal.index(file) + 1, 2 * len(equal))
+        phases[file] = 1 - (equal.index(file) + 0.5) / len(equal)
     # all of these rows are due before the last one, and less than one for each file is missing
     counts = {file: max(0, int(share * (total - len(shares)))) for file, share in shares.items()}
     while sum(counts.values()) < total:

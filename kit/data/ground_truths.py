@@ -86,7 +86,7 @@ def is_marked(value: object) -> bool:
 
 
 def is_empty(value: object) -> bool:
-    """Return whether a value is null, blank text, or an object of such values.
+    """Return whether a value is null, NaN, blank text, or an object of such values.
 
     A list is a value, even an empty one: it says that there is no expected answer.
     """
@@ -94,7 +94,7 @@ def is_empty(value: object) -> bool:
         return not value.strip()
     if isinstance(value, dict):
         return all(is_empty(member) for member in value.values())
-    return value is None
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def find_marks(rows: Sequence[Json]) -> dict[str, int]:
@@ -103,11 +103,12 @@ def find_marks(rows: Sequence[Json]) -> dict[str, int]:
     Such a word may be a mark of the data set for a row without an answer.
     """
     values = [find_ground_truth(row) for row in rows]
-    counts = Counter(value.strip() for value in values if isinstance(value, str))
-    words = {text: n for text, n in counts.items() if WORDS.fullmatch(text)}
-    has_values = len(values) - sum(words.values()) > len(values) / 2
-    least = max(3, 0.01 * len(values)) if has_values else math.inf
-    return {text: n for text, n in words.items() if n >= least and text.lower() not in VERDICTS}
+    texts = [value.strip() for value in values if isinstance(value, str)]
+    words = Counter(text for text in texts if WORDS.fullmatch(text))
+    if words.total() >= len(values) / 2:
+        return {}
+    least = max(3, 0.01 * len(values))
+    return {word: n for word, n in words.items() if n >= least and word.lower() not in VERDICTS}
 
 
 # --- read -----------------------------------------------------------------------------------------
@@ -150,11 +151,10 @@ def read_expected_answer(value: object) -> str:
 
 def read_text(text: str) -> str:
     """Return the expected answer in a text, which may be a worked solution. Raises ValueError."""
-    if MISSING.fullmatch(text.strip()):
-        raise make_error(text, "it stands for a missing value")
     answer = cut_answer(text)
-    if not answer:
-        raise make_error(text, "it has no answer")
+    if is_marked(text):
+        reason = "it stands for a missing value" if answer else "it has no answer"
+        raise make_error(text, reason)
     if BOX not in text and MARK in text and "\n" in answer:  # the mark is a heading in Markdown
         raise make_error(text, f"several lines follow its last {MARK}")
     return answer

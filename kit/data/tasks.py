@@ -250,14 +250,13 @@ def limit_rows(tasks: Sequence[env.T], limit: int | None) -> list[env.T]:
     """Take `limit` tasks: the first rows of each entry, in proportion to its weight or its rows.
 
     Each entry gives at least one row, and others replace what a short one lacks. Raises DataError
-    if an entry with a weight would have no row.
+    if the limit is lower than the number of entries.
     """
     entries = Counter(task.file for task in tasks)  # their rows
-    has_weights = any(task.weight for task in tasks)
-    if limit is not None and has_weights and limit < len(entries):
+    if limit is not None and limit < len(entries):
         raise DataError(
-            f"A limit of {limit} rows leaves none of {list(entries)[limit]}, which has a weight. "
-            "Raise env.max_rows or env.val_max_rows."
+            f"A limit of {limit} rows leaves none of {list(entries)[limit]}. Raise env.max_rows or "
+            "env.val_max_rows, or remove the entry."
         )
     taken = Counter[str]()
     due = []  # as in env.count_rows, with the first row of each entry at the time 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -12,7 +13,7 @@ from kit.data import ground_truths
 from kit.data.ground_truths import find_ground_truth, is_empty
 from tests.helpers.recipes import ROOT
 
-MISSING = [None, "", " \n\t", {}, {"target": None}]
+MISSING = [None, math.nan, "", " \n\t", {}, {"target": None}]
 NO_ANSWERS = [[], [None], ["", None]]  # an expected answer does not exist
 PROOF = "Suppose that the number five is even. Then half of it is whole, which it is not."
 
