@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
@@ -14,10 +13,7 @@ from kit.config.recipe import Recipe
 from kit.config.schedule import count_warmup_steps
 from kit.errors import ConfigError
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-WEIGHT = 0.02  # a typical weight, if the model's configuration has no initializer_range
+WEIGHT = 0.02  # a typical one
 
 
 def check_schedule(recipe: Recipe) -> None:
@@ -40,21 +36,19 @@ def find_long_warmups(recipe: Recipe) -> Iterator[str]:
         optim = OmegaConf.select(recipe.verl, f"{section}.optim")
         steps = total - (critic_warmup if section == ACTOR else 0)
         warmup = count_warmup_steps(optim)
-        # Megatron's rate must decay for one step or more
-        limit = steps if recipe.verl.model_engine == FSDP else (optim.lr_decay_steps or total) - 1
-        if warmup > limit:
+        if warmup > steps:
             yield (
                 f"{section}.optim: its warm-up of {warmup} steps (lr_warmup_steps, or "
-                f"lr_warmup_steps_ratio) does not end within {limit}. Shorten it, or raise "
+                f"lr_warmup_steps_ratio) does not end within {steps}. Shorten it, or raise "
                 "trainer.total_training_steps."
             )
 
 
-def warn_of_lost_updates(recipe: Recipe, model: PretrainedConfig) -> Iterator[str]:
+def warn_of_lost_updates(recipe: Recipe) -> Iterator[str]:
     """Warn of steps for a critic that is not there, and of weights too coarse for their rate.
 
     AdamW moves a weight by about lr. If that is less than half the distance to the next number of
-    this type, the weight stays. model: the configuration of the policy.
+    this type, the weight stays.
     """
     import torch
     from verl.utils.torch_dtypes import PrecisionType
@@ -64,19 +58,18 @@ def warn_of_lost_updates(recipe: Recipe, model: PretrainedConfig) -> Iterator[st
     warmup = recipe.trainer.critic_warmup
     if recipe.command == "train" and warmup and not recipe.has_critic:
         yield f"trainer.critic_warmup={warmup}: without a critic, these steps train nothing."
-    weight = getattr(model, "initializer_range", None) or WEIGHT
     for section, engine in list_optimizers(recipe).items():
         optim = recipe.get(f"{section}.optim")
-        override = optim["override_optimizer_config"] or {}
-        lr = override.get("lr", optim["lr"])
+        lr = optim["lr"]
         dtype = recipe.get(f"{engine}.model_dtype") or "fp32"
         eps = torch.finfo(PrecisionType.to_dtype(dtype)).eps
-        distance = eps * 2 ** math.floor(math.log2(weight))
+        distance = eps * 2 ** math.floor(math.log2(WEIGHT))
         model_key = MODEL if section == ACTOR else "critic.model"
         is_adapter = recipe.get(f"{model_key}.lora_rank")  # its weights begin at 0
-        if 0 < lr < distance / 2 and not is_adapter and not override.get("bf16_stochastic_round"):
+        is_random = (optim["override_optimizer_config"] or {}).get("bf16_stochastic_round")
+        if 0 < lr < distance / 2 and not is_adapter and not is_random:
             yield (
-                f"{engine}.model_dtype={dtype}: the numbers of this type near {weight:g} are "
+                f"{engine}.model_dtype={dtype}: the numbers of this type near {WEIGHT} are "
                 f"{distance:.1g} apart, so most updates with lr={lr:g} are lost. Set it to fp32; "
                 "mixed_precision.param_dtype decides how the model computes."
             )

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from kit.config.load import ACTOR, MODEL
-from kit.config.model_files import EXPERT_COUNTS
-from kit.config.parallel_sizes import HEADS, check_shares
+from kit.config.parallel_sizes import check_heads
 from kit.config.recipe import Parallelism, Recipe
 from kit.features import Feature
 
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 MOE_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 ALL_SIZES = (*SIZES, *MOE_SIZES)
-SHARED = {  # what GPUs share: {field of the model's configuration: its name}
-    "tensor_model_parallel_size": HEADS,
-    "pipeline_model_parallel_size": {"num_hidden_layers": "layers"},
-    "expert_model_parallel_size": dict.fromkeys(EXPERT_COUNTS, "experts"),
-}
 DEFAULT_BETAS = [0.9, 0.999]
 
 
@@ -81,14 +75,10 @@ class Megatron(Feature):
         yield from check_unsupported_options(recipe.actor)
 
     def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[str]:
-        """The GPUs divide the model's heads, layers and experts."""
-        is_uneven = "_pipeline_" in str(recipe.actor.megatron.override_transformer_config)
-        for name, parts in SHARED.items():
-            if is_uneven and name.startswith("pipeline"):  # the recipe divides the layers itself
-                continue
-            key = f"{ACTOR}.megatron.{name}"
-            world = recipe.world_size()
-            yield from check_shares(key, self.sizes[name], world, "policy", hf_config, parts)
+        """The GPUs divide the model's attention heads."""
+        name = "tensor_model_parallel_size"
+        key = f"{ACTOR}.megatron.{name}"
+        yield from check_heads(key, self.sizes[name], recipe.world_size(), "policy", hf_config)
 
     def checkpoint_files(self, contents: Sequence[str], ranks: int) -> list[str]:
         """Return the files that the ranks write into an actor's or a critic's folder."""

@@ -222,7 +222,7 @@ def list_warnings(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
     for feature in recipe.features:
         yield from feature.warnings(recipe, inputs)
     yield from adapters.warn_of_base(recipe.model)
-    yield from warn_of_lost_updates(recipe, inputs.model)
+    yield from warn_of_lost_updates(recipe)
     if not recipe.has_episodes:
         return
     distortions = find_distortions(recipe.rollout)

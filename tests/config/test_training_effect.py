@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -51,14 +49,6 @@ def test_a_warm_up_that_outlasts_the_run_is_an_error(changes, message):
     assert re.search(message, "".join(problems))
 
 
-def test_megatrons_warm_up_ends_before_its_decay():
-    files = ("math", "megatron")
-    decay = [f"{ACTOR}.optim.lr_decay_steps=8", f"{ACTOR}.optim.lr_warmup_steps=8"]
-    (problem,) = find_long_warmups(make_recipe(*decay, files=files))
-    assert "warm-up of 8 steps" in problem and "within 7" in problem
-    assert not list(find_long_warmups(make_recipe(decay[0], files=files)))
-
-
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_the_start_counts_the_steps_of_the_rows(workspace, command):
     """Eight rows in batches of eight: one epoch is one step."""
@@ -72,8 +62,8 @@ def test_the_start_counts_the_steps_of_the_rows(workspace, command):
             sft.prepare(*load_config([str(CPU), str(RECIPE)], tiny(workspace, *changes, *chats)))
 
 
-@given(st.sampled_from(["bf16", "fp16", "fp32"]), st.floats(-8, -3), st.sampled_from([0.02, 0.1]))
-def test_a_rate_that_cannot_move_a_weight_is_a_warning(dtype, exponent, size):
+@given(st.sampled_from(["bf16", "fp16", "fp32"]), st.floats(-8, -3))
+def test_a_rate_that_cannot_move_a_weight_is_a_warning(dtype, exponent):
     lr = 10**exponent
     actor = {
         "optim": {"lr": lr, "override_optimizer_config": None},
@@ -83,27 +73,24 @@ def test_a_rate_that_cannot_move_a_weight_is_a_warning(dtype, exponent, size):
     recipe = make_partial(
         {"actor_rollout_ref": sections, "model_engine": "dp", "trainer": {"critic_warmup": 0}}
     )
-    model: Any = SimpleNamespace(initializer_range=size)
-    warnings = list(warn_of_lost_updates(recipe, model))
+    warnings = list(warn_of_lost_updates(recipe))
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    weight = torch.tensor(size, dtype=precision)
+    weight = torch.tensor(0.02, dtype=precision)
     moved = (weight.double() + lr).to(precision)
     assert bool(warnings) == bool(moved == weight)
 
 
 def test_lost_steps_and_updates_are_warnings_and_other_weights_are_not():
     coarse = [f"{ACTOR}.fsdp_config.model_dtype=bf16", f"{ACTOR}.optim.lr=1e-6"]
-    model: Any = SimpleNamespace()
-    (warning,) = warn_of_lost_updates(make_recipe(*coarse), model)
+    (warning,) = warn_of_lost_updates(make_recipe(*coarse))
     assert "fsdp_config.model_dtype=bf16" in warning and "lr=1e-06" in warning
     for change in (
         "actor_rollout_ref.model.lora_rank=4",
         f"{ACTOR}.optim.override_optimizer_config={{bf16_stochastic_round: true}}",
-        f"{ACTOR}.optim.override_optimizer_config={{lr: 0.01}}",
     ):
-        assert not list(warn_of_lost_updates(make_recipe(*coarse, change), model))
-    (warning,) = warn_of_lost_updates(make_recipe("trainer.critic_warmup=3"), model)
+        assert not list(warn_of_lost_updates(make_recipe(*coarse, change)))
+    (warning,) = warn_of_lost_updates(make_recipe("trainer.critic_warmup=3"))
     assert warning == "trainer.critic_warmup=3: without a critic, these steps train nothing."
     critic = [PPO, "critic.fsdp.model_dtype=bf16", "critic.optim.lr=1e-6"]
-    (warning,) = warn_of_lost_updates(make_recipe(*critic), model)
+    (warning,) = warn_of_lost_updates(make_recipe(*critic))
     assert warning.startswith("critic.fsdp.model_dtype=bf16")
