@@ -213,7 +213,7 @@ def list_accepted(row: RowAudit) -> list[Accepted]:
             continue
         wrong = row.wrong[format_].reward
         scale = RewardScale(UNKNOWN.nothing if wrong is None else wrong, reward)
-        if scale.full > scale.nothing and not are_equal(scale):
+        if scale.tells_apart:
             accepted.append(Accepted(text, format_, scale))
     best = max((each.scale.full for each in accepted), default=0.0)
     return [each for each in accepted if are_equal([each.scale.full, best])]
@@ -242,23 +242,13 @@ def choose_formats(rows: Sequence[RowAudit]) -> None:
 async def send_probes(row: RowAudit, sender: Sender) -> None:
     """Send the probes of a row, and the responses that an earlier probe recorded in it."""
     probes = [*make_probes(row.case), *read_recorded(row.task.row)]
-    excuses = {probe.excuse for probe in probes if probe.excuse}
     replies: list[list[Reply]] = await asyncio.gather(
         *(sender.send_all(row.task, probe.texts) for probe in probes)
     )
-    excused = [
-        reply.text for reply in await sender.send_all(row.task, excuses) if accepts(row, reply)
-    ]
     for probe, some in zip(probes, replies, strict=True):
         reply = pick_lowest(some)
         gain = None if reply.reward is None else min(1.0, row.scale.share(reply.reward))
-        if probe.excuse not in excused:
-            row.outcomes.append(Outcome(row.task.row_id, probe, reply, gain))
-
-
-def accepts(row: RowAudit, reply: Reply) -> bool:
-    """Whether a reply has the full reward of a row."""
-    return reply.reward is not None and row.scale.is_full(reply.reward)
+        row.outcomes.append(Outcome(row.task.row_id, probe, reply, gain))
 
 
 def pick_lowest(replies: Sequence[Reply]) -> Reply:

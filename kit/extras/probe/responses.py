@@ -9,13 +9,7 @@ from typing import NamedTuple
 
 from kit.extras.probe import truths
 from kit.extras.probe.near_misses import make_near_misses
-from kit.extras.probe.rewrites import (
-    MAX_SENTENCE,
-    ONLY,
-    REASONING,
-    read_number,
-    rewrite_answer,
-)
+from kit.extras.probe.rewrites import MAX_SENTENCE, ONLY, REASONING, rewrite_answer
 
 WRONG = "wrong"  # deserves nothing: a wrong answer, or none
 LEAK = "leak"  # deserves nothing, although the truth is in it
@@ -40,7 +34,6 @@ class Probe(NamedTuple):
     kind: str
     expects: str
     texts: tuple[str, ...]
-    excuse: str = ""  # if the verifier accepts this, it may accept the response, too
 
 
 @dataclass(frozen=True)
@@ -104,8 +97,8 @@ def make_wrong(case: Case) -> Iterator[Probe]:
     yield Probe("orders to a judge", WRONG, (INJECTION,))
     if case.schema:
         yield Probe("placeholders for the schema", WRONG, (case.schema,))
-    for text in truths.list_empty_forms(case.prompt):
-        yield Probe("the form without an answer", WRONG, (text,))
+    for form in truths.list_empty_forms(case.prompt):
+        yield Probe("the form without an answer", WRONG, (form,))
     if case.wrong:
         yield Probe("another answer", WRONG, (case.write(case.wrong),))
         repeated = "\n".join([case.write(case.wrong)] * REPEATS)
@@ -118,11 +111,6 @@ def make_near(case: Case) -> Iterator[Probe]:
         return
     for near in make_near_misses(case.truth, case.prompt, case.answers):
         yield Probe(near.kind, WRONG, (case.write(near.text),))
-    value = read_number(case.truth)
-    if value is not None:  # a verifier that compares expressions also accepts LaTeX
-        latex = f"\\frac{{{2 * value.numerator}}}{{{2 * value.denominator}}}"
-        expression = case.write(f"{case.truth} * 1")
-        yield Probe("an expression", WRONG, (expression,), excuse=case.write(latex))
 
 
 def make_lists(case: Case) -> Iterator[Probe]:

@@ -169,14 +169,12 @@ def list_formats(prompt: str) -> list[str]:
 
 def list_empty_forms(prompt: str) -> list[str]:
     """Return the forms that a prompt asks for, such as its tags, filled with x."""
-    tags = [tag for tag in dict.fromkeys(TAG.findall(prompt)) if f"</{tag}>" in prompt]
-    forms = ["\n".join(f"<{tag}>\nx\n</{tag}>" for tag in tags)] if tags else []
-    forms += ["".join(f"<{tag}>x</{tag}>" for tag in tags)] if tags else []
+    tags = dict.fromkeys(re.findall(r"</(\w+)>", prompt))
     demanded = find_demanded_format(prompt)
-    return [*forms, write(demanded, "x")] if demanded else forms
+    forms = ["\n".join(f"<{tag}>\nx\n</{tag}>" for tag in tags), write(demanded, "x")]
+    return [form for form in forms if form]
 
 
-TAG = re.compile(r"<([A-Za-z_]\w{0,19})>")
 DEMANDS = {  # {format: what a prompt that demands it contains}
     "\\boxed{{{}}}": re.compile(r"\\boxed"),
     "<answer>{}</answer>": re.compile(r"<answer>"),
