@@ -3,31 +3,32 @@
 A name may stand for something else tomorrow: rows move in their file, functions are edited, weights
 are replaced in their folder. So what is saved about them has a digest of their content.
 
-    hash_row, name_row    a row: what the model sees, what the verifier reads, the number of a copy
-    hash_contents         the functions, files and models that a value of a recipe names
-    Fingerprint           a run: the values of its recipe, these digests, and its rows
+    hash_row, hash_problem  a row: all of its fields, or what the model sees and the ground truth
+    hash_contents           the functions, files and models that a value of a recipe names
+    Fingerprint             a run: the values of its recipe, these digests, and its rows
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from env import Json, Task
 from kit.config.keys import ROOT
+from kit.config.python_files import KIT_FILES
 from kit.config.user_functions import is_user_function
 from kit.data.ground_truths import find_ground_truth, is_empty
 
 ROUTES = ("agent_ref", "task_source")  # fields of a row that name its server
-NUMBER = re.compile(r"(?:.*_)?(?:id|idx|index|uid|uuid)")  # fields that number the rows of a file
-WEIGHTS = (".safetensors", ".bin")  # of the folder of a model
-SOURCES = (".py", ".yaml", ".yml", ".json", ".txt", ".jinja")  # of the folder of a server
+# of the folder of a model or a server
+SUFFIXES = (".safetensors", ".bin", ".py", ".yaml", ".yml", ".json", ".txt", ".jinja", ".model")
+OF_KIT = {"kit", *(name.removesuffix(".py") for name in KIT_FILES)}  # modules that are no user's
 PART = 2**20  # bytes
 PARTS = 64  # of a file that are read; a smaller file is read as a whole
 TEMPLATE = "the chat template"
@@ -44,30 +45,40 @@ def hash_json(value: object) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
+def drop_nulls(value: object) -> object:
+    """Drop nulls, with which tables fill the cells of rows that have other columns."""
+    if isinstance(value, list):
+        return [drop_nulls(member) for member in value]
+    if not isinstance(value, dict):
+        return value
+    members = {key: drop_nulls(member) for key, member in value.items()}
+    return {key: member for key, member in members.items() if member is not None}
+
+
 def hash_row(row: Json) -> str:
-    """Return the digest of what the model sees of a row and the verifier reads.
+    """Return the digest of the fields of a row, without those that name its server."""
+    return hash_json(drop_nulls({key: row[key] for key in row if key not in ROUTES}))
 
-    Fields that name a server do not count. If the row has a ground truth, neither do those that
-    number it: scripts number the copies of a problem, too.
+
+def hash_problem(row: Json) -> str:
+    """Return the digest of what the model sees of a row and of its ground truth.
+
+    Scripts give the copies of a problem different ids, and a row another id when its file changes.
+    If a row has no truth, or the environment writes its prompt, all of its fields count.
     """
-    has_truth = not is_empty(find_ground_truth(row))
-
-    def select(fields: Json, others: Collection[str]) -> Json:
-        names = [name for name in fields if not (has_truth and NUMBER.fullmatch(name))]
-        return {name: fields[name] for name in names if name not in others}
-
-    kept = select(row, ROUTES)
-    if isinstance(row.get("extra_info"), dict):
-        kept["extra_info"] = select(row["extra_info"], ["index"])  # verl's number
-    return hash_json(kept)
+    prompt = row.get("responses_create_params") or {}
+    truth = find_ground_truth(row)
+    if is_empty(truth) or not prompt.get("input"):
+        return hash_row(row)
+    return hash_json(drop_nulls([prompt, truth]))
 
 
 def name_row(row: Json, copies: Counter[str]) -> str:
-    """Return the name of a row in any file: its digest, and the number of a copy.
+    """Return the name of a row in any file: the digest of its problem, and the number of a copy.
 
     copies: of the rows before it, which are counted here.
     """
-    digest = hash_row(row)
+    digest = hash_problem(row)
     copies[digest] += 1
     number = copies[digest]
     return digest if number == 1 else f"{digest}-{number}"
@@ -93,8 +104,8 @@ def name_problem(row: Json, place: str) -> str:
 
     If the environment writes the prompt, copies may get others, so each row is a problem.
     """
-    params = row.get("responses_create_params") or {}
-    return hash_row(row) if params.get("input") else place
+    prompt = row.get("responses_create_params") or {}
+    return hash_problem(row) if prompt.get("input") else place
 
 
 # --- functions, files and models -----------------------------------------------------------------
@@ -112,26 +123,44 @@ def hash_file(path: Path) -> str:
 
 
 def list_sources(path: Path) -> list[Path]:
-    """List a Python file, and the modules of its folder and the files that it names."""
-    found = [path]
+    """List a Python file, and the modules and files that it names, from its folder or the kit's."""
+    found = [path.resolve()]
     for source in found:  # it grows
         if source.suffix == ".py":
-            text = source.read_text(encoding="utf-8", errors="replace")
-            found += [other for other in list_named(source.parent, text) if other not in found]
+            folders = (source.parent, found[0].parent, ROOT)
+            named = dict.fromkeys(list_named(source, folders))
+            found += [other for other in named if other not in found]
     return found
 
 
-def list_named(folder: Path, text: str) -> Iterator[Path]:
-    """Yield the files that the text of a module names: imports, and quoted paths."""
-    words = set(re.findall(r"\w+", " ".join(re.findall(r"^\s*(?:from|import)\s.*", text, re.M))))
-    if folder.resolve() == ROOT:
-        words -= {"kit", "env", "gym_client", "inference", "training"}  # the kit is no user's
-    for word in sorted(words):
-        yield from (path for path in [folder / f"{word}.py"] if path.is_file())
-        yield from sorted((folder / word).rglob("*.py"))
-    for name in dict.fromkeys(re.findall(r"""["']([^"'\n]{1,200})["']""", text)):
-        # os.path: a quoted text may be longer than a name
-        yield from (path for path in (folder / name, Path(name)) if os.path.isfile(path))
+def list_named(source: Path, folders: Sequence[Path]) -> Iterator[Path]:
+    """Yield the files that a module names by imports and texts. folders: where they may be."""
+    try:
+        tree = ast.parse(source.read_bytes())
+    except (SyntaxError, ValueError):  # its import reports it
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [folder / node.value for folder in (source.parent, Path.cwd())]
+            yield from [path.resolve() for path in names if os.path.isfile(path)][:1]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None) or ""
+            text = ".".join([module, *(alias.name for alias in node.names)])
+            words = [] if module.partition(".")[0] in OF_KIT else text.split(".")
+            for word in dict.fromkeys(words):
+                yield from find_module(word, folders)
+
+
+def find_module(word: str, folders: Sequence[Path]) -> list[Path]:
+    """Return the file of a module, or those of a package, in the first folder that has it."""
+    for folder in folders:
+        if not word or (word in OF_KIT and folder == ROOT):
+            continue
+        file = folder / f"{word}.py"
+        found = [file] if file.is_file() else sorted((folder / word).rglob("*.py"))
+        if found:
+            return found
+    return []
 
 
 def hash_named(name: str) -> str:
@@ -146,10 +175,11 @@ def hash_named(name: str) -> str:
         return hash_file(path)
     if not name or not os.path.isdir(path):
         return name
-    files = [file for file in sorted(path.iterdir()) if file.suffix in WEIGHTS]
-    if not files:
-        files = [file for file in sorted(path.rglob("*")) if file.suffix in SOURCES]
-    return hash_json([[file.name, hash_file(file)] for file in files])
+    is_model = any(path.glob("*config.json"))  # its folder may have checkpoints, too
+    files = [one.relative_to(path) for one in (path.glob("*") if is_model else path.rglob("*"))]
+    # a server has its packages in a hidden folder
+    kept = [one for one in sorted(files) if one.suffix in SUFFIXES and "/." not in f"/{one}"]
+    return hash_json([[str(one), hash_file(path / one)] for one in kept if (path / one).is_file()])
 
 
 def hash_contents(value: object, key: str) -> str:
@@ -181,7 +211,7 @@ class Fingerprint:
 
     values: Json = field(default_factory=dict)  # {key of the recipe: value}
     contents: Mapping[str, str] = field(default_factory=dict)  # {key: hash_contents of its value}
-    rows: Mapping[str, Sequence[str]] = field(default_factory=dict)  # {key: name_row of each row}
+    rows: Mapping[str, Sequence[str]] = field(default_factory=dict)  # {key: hash_row of each row}
 
     def select(self, is_kept: Callable[[str], bool]) -> Fingerprint:
         """Select the keys that decide something."""

@@ -267,7 +267,7 @@ def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
     if not path.is_file():
         raise ConfigError(f"--replay {path}: no such file. Name one of runs/<name>/rollouts.")
     rows = {task.row_id: task.row for task in tasks}
-    by_content = {task.key.partition("-")[0] or hash_row(task.row): task.row for task in tasks}
+    by_content = {hash_row(task.row): task.row for task in tasks}
     batches: dict[str, list[Episode]] = {}
     for number, record in read_records(path):
         saved = record["_episode"]

@@ -31,7 +31,7 @@ from kit.config.recipe import Recipe
 from kit.data import metrics as episode_metrics
 from kit.data import rollout_files
 from kit.data.episode import Episode, RecordIndex
-from kit.data.fingerprint import Fingerprint
+from kit.data.fingerprint import Fingerprint, hash_row
 from kit.data.selection import check_failures, group_episodes, select_trainable
 from kit.errors import ConfigError
 from kit.rollout.inputs import RunInputs
@@ -191,7 +191,7 @@ def read_collected(path: Path, tasks: Sequence[env.Task]) -> dict[RecordIndex, C
         return collected
     copies: dict[str, list[int]] = {}  # {digest of a row: the indices of its copies}
     for number, task in enumerate(tasks):
-        copies.setdefault(task.key.partition("-")[0], []).append(number)
+        copies.setdefault(hash_row(task.row), []).append(number)
     rows: dict[tuple[str, int], int] = {}  # {digest and index of a row in the file: its index now}
     for _, record in rollout_files.read_records(path):
         place = (record["_episode"].get("content", ""), record.get("_ng_task_index", -1))

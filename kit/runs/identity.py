@@ -19,7 +19,14 @@ from kit.config.load import MODEL, ROLLOUT
 from kit.config.recipe import Recipe
 from kit.config.recipe_text import read_saved
 from kit.config.redaction import redacted
-from kit.data.fingerprint import ROW_KEYS, TEMPLATE, Fingerprint, hash_contents, hash_json
+from kit.data.fingerprint import (
+    ROW_KEYS,
+    TEMPLATE,
+    Fingerprint,
+    hash_contents,
+    hash_json,
+    hash_row,
+)
 from kit.errors import ConfigError
 from kit.runs import files
 
@@ -47,6 +54,8 @@ ANSWER_KEYS = (
     "data.max_response_length",
     f"{ROLLOUT}.dtype",
     f"{ROLLOUT}.quantization",
+    f"{ROLLOUT}.engine_kwargs",
+    f"{MODEL}.override_config",
     f"{ROLLOUT}.multi_turn.format",
     f"{ROLLOUT}.multi_turn.max_assistant_turns",
     f"{ROLLOUT}.multi_turn.max_tool_response_length",
@@ -80,10 +89,11 @@ def make_fingerprint(recipe: Recipe, inputs: RunInputs) -> Fingerprint:
         if spec.key in ENTRY_VERIFIERS:
             digest = hash_contents({"function": spec.reference, **spec.settings}, spec.key)
             contents[spec.key] = hash_json([contents.get(spec.key), digest])
-    tasks = (inputs.train, inputs.validation)
-    rows = {key: [task.key for task in some] for key, some in zip(ROW_KEYS, tasks, strict=True)}
-    kept = {key: digest for key, digest in contents.items() if digest}
-    return Fingerprint(values, kept, {key: names for key, names in rows.items() if names})
+    rows = {}
+    for key, tasks in zip(ROW_KEYS, (inputs.train, inputs.validation), strict=True):
+        if tasks:
+            rows[key] = [hash_row(task.row) for task in tasks]
+    return Fingerprint(values, {key: one for key, one in contents.items() if one}, rows)
 
 
 def write_fingerprint(path: Path, fingerprint: Fingerprint) -> None:

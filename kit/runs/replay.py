@@ -279,15 +279,13 @@ def list_changes(recording: Recording, recipe: Recipe, fingerprint: Fingerprint)
     """List what decides the update and differs from the recorded run, by its content."""
     if not (recording.folder / "config.yaml").is_file():
         return [f"{recording.folder / 'config.yaml'} is missing"]
-    parents = [*UPDATE_KEYS]
-    if recipe.has_critic:
-        parents.append("critic")
-    if recipe.has_reference:
-        parents.append("actor_rollout_ref.ref")
-    if recipe.has_reward_model:
-        parents.append("reward")
-    if recipe.teacher:
-        parents.append("distillation")
+    roles = {
+        "critic": recipe.has_critic,
+        "actor_rollout_ref.ref": recipe.has_reference,
+        "reward": recipe.has_reward_model,
+        "distillation": recipe.teacher,
+    }
+    parents = [*UPDATE_KEYS, *(key for key, has_role in roles.items() if has_role)]
 
     def decides(key: str) -> bool:
         return is_below(key, *parents) and not OTHER_KEYS.fullmatch(key)

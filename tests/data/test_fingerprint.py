@@ -14,6 +14,7 @@ import env
 from kit.data.fingerprint import (
     Fingerprint,
     hash_contents,
+    hash_problem,
     hash_row,
     name_rates,
     name_row,
@@ -21,41 +22,44 @@ from kit.data.fingerprint import (
 )
 from tests.helpers.recipes import row
 
-FUNCTION = "import helper\nPROMPT = open('judge.txt') if False else ''\ndef f(e):\n    return 1.0\n"
+FUNCTION = f"""
+from package import (
+    helper,
+)
+PROMPT = open('judge.txt') if False else '{"请" * 150}'
+def f(e):
+    return 1.0
+"""
+
+
+PROMPT = {"responses_create_params": {"input": "say 8", "tools": []}}
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "is_same_row", "is_same_problem"),
     [
-        {"agent_ref": {"name": "other"}},
-        {"task_source": "other"},
-        {"id": 7},
-        {"problem_id": "p-7"},
-        {"extra_info": {"index": 7}},
+        ({"agent_ref": {"name": "other"}}, True, True),
+        ({"level": None, "extra_info": {"answer": "7", "k": None}}, True, True),
+        ({"__index_level_0__": 7}, False, True),
+        ({"extra_info": {"answer": "7", "qid": "q-7"}}, False, True),
+        ({"tolerance": 0.1}, False, True),
+        ({"answer": "8"}, False, False),
+        (PROMPT, False, False),
     ],
 )
-def test_a_row_is_the_same_with_another_route_or_number(change):
-    first = row(extra_info={"index": 0}, id=0)
-    assert hash_row(first | change) == hash_row(dict(reversed(list(first.items()))))
+def test_a_row_is_its_fields_and_a_problem_is_its_prompt_and_its_truth(
+    change, is_same_row, is_same_problem
+):
+    """Nulls are how a table fills the cells of rows with other columns."""
+    first = row(extra_info={"answer": "7"})
+    other = dict(reversed(list((first | change).items())))
+    assert (hash_row(first) == hash_row(other)) is is_same_row
+    assert (hash_problem(first) == hash_problem(other)) is is_same_problem
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"answer": "8"},
-        {"responses_create_params": {"input": "say 8"}},
-        {"tolerance": 0.1},
-        {"extra_info": {"answer": "8"}},
-    ],
-)
-def test_a_row_with_another_prompt_or_truth_is_another(change):
-    assert hash_row(row(extra_info={"answer": "7"}) | change) != hash_row(
-        row(extra_info={"answer": "7"})
-    )
-
-
-def test_without_a_truth_the_number_of_a_row_is_its_content():
-    assert hash_row({"level_id": 1}) != hash_row({"level_id": 2})
+@pytest.mark.parametrize("fields", [{}, {"answer": "7", "responses_create_params": {"input": []}}])
+def test_without_a_truth_or_a_prompt_all_fields_make_the_problem(fields):
+    assert hash_problem({"level_id": 1, **fields}) != hash_problem({"level_id": 2, **fields})
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=9), st.randoms())
@@ -107,10 +111,12 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
     """The current folder, with a function, a module and a text that it names, and a model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rw.py").write_text(FUNCTION)
-    (tmp_path / "helper.py").write_text("")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "helper.py").write_text("")
     (tmp_path / "judge.txt").write_text("Be strict.")
     (tmp_path / "unrelated.py").write_text("")
     (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "a.safetensors").write_bytes(bytes(3 * 2**20))
     return tmp_path
 
@@ -124,10 +130,11 @@ def hash_all() -> tuple[str, ...]:
     ("file", "changed"),
     [
         ("rw.py", [True, False]),
-        ("helper.py", [True, False]),
+        ("package/helper.py", [True, False]),
         ("judge.txt", [True, False]),
         ("unrelated.py", [False, False]),
         ("model/a.safetensors", [False, True]),
+        ("model/config.json", [False, True]),
     ],
 )
 def test_an_edit_changes_the_digest_of_what_names_the_file(folder, file, changed):
@@ -141,8 +148,8 @@ def test_an_edit_changes_the_digest_of_what_names_the_file(folder, file, changed
 
 
 def test_another_function_or_setting_is_another_content_and_another_path_is_not(folder):
-    (folder / "moved").mkdir()
-    for name in ("rw.py", "helper.py", "judge.txt"):
+    (folder / "moved" / "package").mkdir(parents=True)
+    for name in ("rw.py", "package/helper.py", "judge.txt"):
         (folder / "moved" / name).write_bytes((folder / name).read_bytes())
     digests = {
         name: hash_contents(value, "env.reward")

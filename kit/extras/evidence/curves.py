@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from env import Json
-from kit.data.fingerprint import Fingerprint, hash_contents, hash_json
-from kit.data.ground_truths import find_ground_truth
+from kit.data.fingerprint import Fingerprint, drop_nulls, hash_contents, hash_json
+from kit.data.ground_truths import find_ground_truth, is_empty
 from kit.data.json_lines import read_metrics
 from kit.data.metrics import ALL_TOKENS, name_test_set
 from kit.data.rollout_files import read_records, read_scale
@@ -67,11 +67,10 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
         if not found:
             raise ConfigError(f"{pattern} matches no run. Name folders such as 'runs/math-*'.")
         folders += found
-    unique = {folder.resolve(): folder for folder in reversed(folders)}  # the first name counts
-    for folder in dict.fromkeys(folders):
-        if folder not in unique.values():
-            say(f"WARNING     {folder} is {unique[folder.resolve()]} by a link, and counts once")
-    return [folder for folder in dict.fromkeys(folders) if folder in unique.values()]
+    unique: dict[Path, Path] = {}
+    for folder in folders:
+        unique.setdefault(folder.resolve(), folder)  # a link is no other run
+    return list(unique.values())
 
 
 def read_curve(folder: Path) -> RunCurve:
@@ -185,16 +184,19 @@ def list_test_sets(evaluations: Sequence[Evaluation]) -> list[str]:
 
 
 def name_record(record: Json) -> str:
-    """Return what identifies the problem of a record in any run: its row, its prompt and its truth.
+    """Return what identifies the problem of a record in any run: its prompt and its truth.
 
-    Copies of a problem share it, since their scores depend on each other. A record of an earlier
-    version does not have the digest of its row.
+    Copies of a problem share it, since their scores depend on each other. Without a truth, all
+    fields of the row count.
     """
     prompt = record.get("responses_create_params") or {}
-    parts = [record["_episode"].get("content"), prompt, find_ground_truth(record)]
+    truth = find_ground_truth(record)
+    parts = [prompt, truth]
+    if is_empty(truth):
+        parts.append(record["_episode"].get("content"))
     if not prompt.get("input"):  # the environment writes it, so copies may get others
         parts.append(record.get("_ng_task_index"))
-    return hash_json(parts)
+    return hash_json(drop_nulls(parts))
 
 
 def read_scoring(evaluation: Evaluation) -> Fingerprint:
