@@ -116,14 +116,10 @@ def compare_runs(some: Sequence[Path], others: Sequence[Path]) -> list[Compariso
         raise ConfigError(f"{both[0]} is in both sets. Name each run once.")
     curves = [[read_curve(folder) for folder in folders] for folders in (some, others)]
     whole = [drop_cut_runs(one) for one in curves]
-    if whole == curves:
-        return compare_sets(curves[0], curves[1], BUDGETS)
     comparisons = compare_sets(whole[0], whole[1], BUDGETS)
-    with contextlib.suppress(ConfigError):  # a cut run may have no evaluation that others have
-        everything = compare_sets(curves[0], curves[1], BUDGETS[:1])
-        if everything[0].amount == comparisons[0].amount:  # the cut runs reach it, too
-            return compare_sets(curves[0], curves[1], BUDGETS)
-        comparisons += everything
+    if whole != curves:
+        with contextlib.suppress(ConfigError):  # a cut run may have no evaluation that others have
+            comparisons += compare_sets(curves[0], curves[1], BUDGETS[:1])
     return comparisons
 
 
@@ -193,22 +189,20 @@ def pair_seeds(some: Sequence[Path], others: Sequence[Path]) -> list[tuple[int, 
 def warn(sets: Mapping[str, Sequence[Path]]) -> list[str]:
     """Return a line for each reason to read a comparison with care. sets: {name: runs}."""
     lines = warn_of_repeated_seeds(sets)
-    last: list[Evaluation] = []
-    for folders in sets.values():
-        ends = {folder: read_curve(folder).evaluations[-1] for folder in folders}
-        latest = max(one.steps for one in ends.values())
-        for folder, one in ends.items():
-            if one.steps < latest:
-                text = f"{folder} ends at step {one.steps}, others of its set at {latest}"
-                lines.append(f"WARNING     {text}. Look at the steps below.")
-        last += ends.values()
-    lines += warn_of_other_scores(last)
+    folders = itertools.chain.from_iterable(sets.values())
+    last = {folder: read_curve(folder).evaluations[-1] for folder in folders}
+    latest = max(one.steps for one in last.values())
     by_content: dict[str, Path] = {}
-    for one in last:
-        first = by_content.setdefault(hash_file(one.path), one.path)
-        if first != one.path:
-            lines.append(f"WARNING     {one.path} is a copy of {first}: these runs are one run.")
-    return lines
+    for folder, one in last.items():
+        if one.steps < latest:
+            lines.append(
+                f"WARNING     {folder} ends at step {one.steps}, others at {latest}. Look at the "
+                "steps below."
+            )
+        first = by_content.setdefault(hash_file(one.path), folder)
+        if first != folder:
+            lines.append(f"WARNING     {folder} is a copy of {first}: these runs are one run.")
+    return [*lines, *warn_of_other_scores([*last.values()])]
 
 
 def warn_of_other_scores(evaluations: Sequence[Evaluation]) -> list[str]:
