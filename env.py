@@ -433,6 +433,8 @@ def render_message(item: Json, row_id: str) -> Json:
     content = item.get("content")
     if role == "user" and isinstance(content, list):
         return {"role": "user", "content": render_user_parts(content, row_id)}
+    if "content" not in item:
+        raise DataError(f"{row_id}: a message of role {role!r} has no `content`. Add it.")
     text = "".join(read_texts(content, row_id))
     if role == "user":
         return {"role": "user", "content": text}
@@ -479,17 +481,17 @@ def render_tool_output(item: Json, open_calls: dict[str, str], row_id: str) -> J
 
 def extend_assistant_message(message: Json, item: Json, kind: str, row_id: str) -> None:
     """Add the text, reasoning and function calls of an item to a message of the assistant."""
-    if kind == "function_call":
-        message.setdefault("tool_calls", []).append(render_call(item, row_id))
-        return
-    if kind == "reasoning":
-        add_thought(message, read_texts(item.get("summary") or item.get("content"), row_id))
-        return
-    thoughts = [read_texts(item.get(key), row_id) for key in THOUGHT_KEYS if item.get(key)]
-    add_thought(message, thoughts[0] if thoughts else [])  # Gym writes one under two keys
-    texts = [message["content"], "".join(read_texts(item.get("content"), row_id))]
-    message["content"] = "\n".join(text for text in texts if text)
     calls = read_json(item.get("tool_calls")) or []
+    if kind == "function_call":
+        read_text(item, "arguments", row_id)
+        calls = [{"id": read_text(item, "call_id", row_id), "function": item}]
+    elif kind == "reasoning":
+        add_thought(message, read_texts(item.get("summary") or item.get("content"), row_id))
+    else:
+        thoughts = [read_texts(item.get(key), row_id) for key in THOUGHT_KEYS if item.get(key)]
+        add_thought(message, thoughts[0] if thoughts else [])  # Gym writes one under two keys
+        texts = [message["content"], "".join(read_texts(item.get("content"), row_id))]
+        message["content"] = "\n".join(text for text in texts if text)
     calls = [read_json(call) for call in calls] if isinstance(calls, list) else calls
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise DataError(f"{row_id}: tool_calls must be a list of JSON objects.")
@@ -504,14 +506,6 @@ def add_thought(message: Json, texts: Sequence[str]) -> None:
     thought = "\n".join(text for text in thoughts if text)
     if thought:
         message["reasoning_content"] = thought
-
-
-def render_call(item: Json, row_id: str) -> Json:
-    """Render a function_call item to a tool call of the chat format."""
-    arguments = read_text(item, "arguments", row_id)
-    function = {"name": item.get("name"), "arguments": arguments}
-    call_id = read_text(item, "call_id", row_id)
-    return render_chat_call({"id": call_id, "function": function}, 0, row_id)
 
 
 def render_chat_call(call: Json, number: int, row_id: str) -> Json:
@@ -529,7 +523,7 @@ def render_chat_call(call: Json, number: int, row_id: str) -> Json:
         arguments = {}
     elif isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
-            parsed = json.loads(arguments)
+            parsed = load_json(arguments)
             if isinstance(parsed, dict):
                 arguments = parsed
     elif not isinstance(arguments, dict):

@@ -7,7 +7,7 @@ A field that has a meaning for TRL, verl, Gym or OpenAI is in one of three group
     not used   a line for each file has its name and the number of its rows
 
 Fields that are not in the table belong to the verifier, if they are at the top level of a row. In
-other objects they count as not used. An agent's result is kept as it is; only its token ids count.
+other objects, and in rows of `sft`, which have no verifier, they count as not used. An agent's result is kept as it is; only its token ids count.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ DEFAULTS: Mapping[str, tuple[object, ...]] = {
 }
 # Messages about a refused field. {shown} is its value, shortened.
 MEDIA = "verl's {field} are not supported. Remove such rows."
+ONE_IMAGE = "image is not supported. Write a list `images`, and <image> at its place in the prompt."
 OWN_TOOLS = (
     "verl's agent loops and their tools do not run here. Remove this field to sample one turn, or "
     'write a Gym server. See docs/guides/tools.md, "1. Write the server".'
@@ -48,8 +49,9 @@ NOT_SUPPORTED = "{field}={shown} is not supported. "
 CHOICE = NOT_SUPPORTED + "The policy decides which tools it calls. Use auto."
 REPLACED = NOT_SUPPORTED + "OpenAI has replaced it. Use tools."
 NOT_USED = (  # at the top level of a row; peers read them
-    "system system_prompt messages completion chosen rejected weight loss_mask tools images image "
-    "documents functions tool_choice sampling_params temperature top_p max_tokens stop"
+    "system system_prompt messages completion chosen rejected weight loss_mask tools images "
+    "documents functions tool_choice sampling_params temperature top_p max_tokens stop "
+    "enable_thinking reasoning_effort"
 )
 
 
@@ -65,14 +67,14 @@ class Fields(NamedTuple):
 ROW = Fields(unused=NOT_USED)  # the top level of any row
 PROMPT_ROW = Fields(  # the top level of a row of verl or TRL, which has its prompt there
     refused=dict.fromkeys(("videos", "video", "audios", "audio"), MEDIA)
-    | {"agent_name": "{field}={value}: " + OWN_TOOLS},
+    | {"image": ONE_IMAGE, "agent_name": "{field}={value}: " + OWN_TOOLS},
 )
 TOOL_KEYS = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")
 EXTRA_INFO = Fields("extra_info.", refused=dict.fromkeys(TOOL_KEYS, "{field}: " + OWN_TOOLS))
 FUNCTION_INFO = Fields("extra_info.", unused="row")  # it hides the row that a function gets there
-CHAT_ROW = Fields(  # the top level of a row of `sft`
+CHAT_ROW = Fields(  # the top level of a row of `sft`, which has no verifier
+    used=f"messages tools {env.TEMPLATE_ARGUMENTS}",
     refused=dict.fromkeys(("images", "image", "videos", "audios"), MEDIA),
-    unused="system system_prompt chosen rejected weight loss_mask documents functions",
 )
 PARAMS = Fields(
     "responses_create_params.",
@@ -83,10 +85,12 @@ PARAMS = Fields(
 METADATA = Fields("responses_create_params.metadata.", unused="extra_body")
 MESSAGE = Fields(
     "messages.",
-    "role content name tool_calls tool_call_id type id status call_id arguments output summary "
+    "role content tool_calls tool_call_id type id status call_id arguments output summary "
     + " ".join((*env.THOUGHT_KEYS, *TRAINING_FLAGS, *TOKEN_FIELDS)),
     {"function_call": REPLACED},
 )
+CALL = MESSAGE._replace(used=f"{MESSAGE.used} name")  # or an output: its name is that of the tool
+TOOL = Fields("tools.", "type strict name description parameters")
 PART = Fields("messages.content.", "type text image image_url bytes path annotations logprobs")
 REQUEST = Fields(
     "",
@@ -116,10 +120,13 @@ def is_default(field: str, value: object) -> bool:
 
 
 def walk(kind: Fields, value: Json, messages: object) -> Iterator[tuple[Fields, Json]]:
-    """Yield an object with messages, then each message and each part of it, with their kinds."""
+    """Yield an object, its tools, then each message and each part of it, with their kinds."""
     yield kind, value
+    tools = env.read_json(value.get("tools"))
+    for tool in list_objects([*map(env.flatten_tool, tools)] if isinstance(tools, list) else []):
+        yield TOOL, tool
     for message in list_objects(messages):
-        yield MESSAGE, message
+        yield CALL if message.get("role") in (None, "tool") else MESSAGE, message
         for part in list_objects(message.get("content")):
             yield PART, part
 
@@ -177,4 +184,4 @@ def shorten(value: object) -> str:
 def describe_unused(counts: Mapping[str, int], name: str) -> str:
     """Describe the fields of a file that are not used. counts: {field: number of rows}."""
     shown = ", ".join(f"{field} ({count:,} rows)" for field, count in sorted(counts.items()))
-    return f'{name}: known, and not used here: {shown}. See docs/guides/data.md, "Fields".'
+    return f'{name}: not used here: {shown}. See docs/guides/data.md, "Fields".'

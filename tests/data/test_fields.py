@@ -57,6 +57,7 @@ def chat(**flags) -> dict:
             "messages.function_call={'name': 'add'} is not supported. OpenAI has replaced it.",
         ),
         ({"prompt": "2?", "video": ["v.mp4"]}, "verl's video are not supported"),
+        ({"prompt": "2?", "image": {"path": "a.png"}}, "image is not supported. Write a list"),
     ],
 )
 def test_a_field_that_would_change_the_prompt_is_refused(row, message):
@@ -76,6 +77,10 @@ def test_a_field_that_would_change_the_prompt_is_refused(row, message):
         ({"prompt": "2?", "system": "Be brief."}, ["system"]),
         ({"prompt": "2?", "completion": "2", "chosen": "2", "x": 1}, ["chosen", "completion"]),
         ({"prompt": [{**USER, "cache_control": {"type": "ephemeral"}}]}, ["messages.cache_cont"]),
+        ({"prompt": [{**USER, "name": "Ann"}]}, ["messages.name"]),
+        (gym(tools=[{**FLAT_TOOL, "input_schema": SCHEMA}]), ["tools.input_schema"]),
+        (gym(tools=[{**TOOL, "function": {"name": "a", "return": 1}}]), ["tools.return"]),
+        ({"prompt": "2?", "enable_thinking": False}, ["enable_thinking"]),
         ({"prompt": "2?", "extra_info": {"row": 3}}, ["extra_info.row"]),
         (gym(temperature=None, store=[], parallel_tool_calls=True, tool_choice="auto"), []),
         ({"prompt": "2?", "solution": "x", "id": 7, "messages": None, "images": "[]"}, []),
@@ -106,8 +111,15 @@ def test_the_fields_of_a_request_that_are_not_used_are_logged_once(caplog):
 def test_a_row_of_images_or_without_an_answer_is_no_chat_of_sft():
     with pytest.raises(env.UnsupportedRowError, match=r"^x:1: verl's images are not supported"):
         sft.tokenize({**chat(), "images": ["a.png"]}, None, "x:1")
-    names = fields.list_unused(fields.walk(fields.CHAT_ROW, {**chat(a=1), "system": "s"}, []))
-    assert names == {"system"}
+    row = {**chat(), "system": "s", "enable_thinking": False, "prompt": "2?", "tools": [TOOL]}
+    names = fields.list_unused(fields.walk(fields.CHAT_ROW, row, row["messages"]))
+    assert names == {"system", "enable_thinking", "prompt"}
+
+
+def test_a_message_whose_text_has_another_key_is_an_error():
+    for key in ("text", "value"):
+        with pytest.raises(env.DataError, match=r"^x:1: a message of role 'user' has no `content`"):
+            env.render_row(parse_row({"prompt": [{"role": "user", key: "2?"}]}, "x:1"), "x:1")
 
 
 # --- one form at each entrance --------------------------------------------------------------------
