@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import base64
 import csv
-import functools
 import glob
 import io
 import json
 import time
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from uuid import UUID
 
 import fsspec
@@ -35,7 +34,6 @@ import env
 from env import DataError, Json
 
 if TYPE_CHECKING:
-    import pyarrow
     from pyarrow import DataType, RecordBatch, Schema
     from pyarrow.parquet import ParquetFile
 
@@ -49,7 +47,6 @@ KNOWN = f"{', '.join(FORMATS)}; text may be compressed: {', '.join(COMPRESSIONS)
 METADATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 MAX_CELL_CHARS = 2**31 - 1
 BATCH_ROWS = 32  # a row with images may have several MB
-GYM_COLUMNS = ("responses_create_params", "task_input")  # a Parquet table of Gym rows has one
 FIRST_REPORT_S = 5.0  # a file that loads faster is loaded silently
 REPORT_S = 30.0
 BOM = "\ufeff"  # some editors and pandas (utf-8-sig) write it at the start of a file
@@ -148,19 +145,18 @@ def report_progress(
             due = now + REPORT_S
 
 
-def read_raw_rows(path: str | Path, *columns: str, name: str = "") -> Iterator[tuple[str, object]]:
+def read_raw_rows(path: str | Path, name: str = "") -> Iterator[tuple[str, object]]:
     """Yield (`name:line`, JSON text or a dict) for each row of a file. Skips blank lines.
 
     name: the path if it is empty. A bad line does not end the reading, since it is not parsed here.
-    If a Parquet or Arrow table has one of `columns` or GYM_COLUMNS, each of its columns is a key of
-    the row. Otherwise one string column must hold the rows as JSON. Raises DataError.
+    Raises DataError.
     """
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file. Check the path{suggest_command(path)}.")
     try:
-        kind = find_format(path.name)
-        rows = read_table(path, columns) if kind in ARROW_FORMATS else read_text(path)
+        is_arrow = find_format(path.name) in ARROW_FORMATS
+        rows = read_table(path) if is_arrow else read_text(path)
         for number, raw in enumerate(rows, 1):
             if not isinstance(raw, str) or raw.strip():  # null is not a blank line
                 yield f"{name or path}:{number}", raw
@@ -168,16 +164,6 @@ def read_raw_rows(path: str | Path, *columns: str, name: str = "") -> Iterator[t
         raise DataError(
             f"{path}: cannot be read ({error}). Correct the file or its suffix: {KNOWN}."
         ) from None
-
-
-def read_entries(path: Path) -> Iterator[Json]:
-    """Yield the rows of a table as they are. Raises DataError and the errors of reading."""
-    if find_format(path.name) in ARROW_FORMATS:
-        yield from read_dicts(open_table(path))
-        return
-    for number, raw in enumerate(read_text(path), 1):
-        if not isinstance(raw, str) or raw.strip():
-            yield parse_object(raw, f"{path}:{number}")
 
 
 def suggest_command(path: Path) -> str:
@@ -240,28 +226,13 @@ def read_cells(path: Path, separator: str) -> Iterator[dict[str, str]]:
     with open_text(path, newline="") as file:
         reader = csv.DictReader(file, delimiter=separator, strict=True)
         try:
-            check_names(reader.fieldnames or [])
             for row in reader:
-                check_cells(row, reader.line_num)
+                if None in row or None in row.values():
+                    raise csv.Error("it has another number of cells than the first line")
                 yield row
         except csv.Error as error:
             line = reader.reader.line_num  # that of DictReader is the last one without an error
             raise ValueError(f"line {line}: {error}") from None
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Check that no two columns have one name. Raises ValueError."""
-    repeated = [name for name in names if names.count(name) > 1]
-    if repeated:
-        raise ValueError(f"two columns have the name {repeated[0]!r}")
-
-
-def check_cells(row: Mapping[str | None, object], line: int) -> None:
-    """Check that a row of csv.DictReader has a cell for each column. Raises ValueError."""
-    if None in row:
-        raise ValueError(f"line {line} has more cells than line 1")
-    if None in row.values():
-        raise ValueError(f"line {line} has fewer cells than line 1")
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -335,78 +306,21 @@ def decode_bytes(value: bytes | bytearray) -> str:
 # --- Parquet and Arrow ----------------------------------------------------------------------------
 
 
-class Table(NamedTuple):
-    """A table of a Parquet or Arrow file."""
+def read_table(path: Path) -> Iterator[object]:
+    """Yield each row of a table: as a dict, or as JSON text if its only column is `row`.
 
-    schema: Schema
-    read: Callable[[Sequence[str] | None], Iterator[RecordBatch]]  # columns -> batches of rows
-
-
-def read_table(path: Path, columns: Sequence[str]) -> Iterator[object]:
-    """Yield each row of a table: as a dict, or as JSON text from its only string column.
-
-    The structs of a column have the same keys in Arrow, which fills those that a row lacks with
-    null. Prompts lose these nulls, since a chat template would show them. Other columns keep them,
-    since a verifier may need the key. Raises ValueError and Arrow's errors.
+    Raises ValueError and Arrow's errors.
     """
-    table = open_table(path)
-    json_column = find_json_column(table, columns)
-    if not json_column:
-        yield from read_dicts(table, {*columns, *GYM_COLUMNS, "tools", env.TEMPLATE_ARGUMENTS})
-        return
-    for batch in table.read([json_column]):
-        yield from batch.column(0).to_pylist()
-
-
-def open_table(path: Path) -> Table:
-    """Open a Parquet file or an Arrow file of either of its two forms. Raises Arrow's errors."""
-    import pyarrow  # takes a second, which JSON lines need not wait for
-    from pyarrow import feather, ipc, parquet
-
-    if find_format(path.name) in PARQUET_FORMATS:
-        file = parquet.ParquetFile(path)
-        return Table(file.schema_arrow, functools.partial(read_groups, file))
-    try:
-        rows = feather.read_table(path, memory_map=True)
-    except pyarrow.ArrowInvalid:  # a stream, as Hugging Face's datasets writes
-        rows = ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
-    return Table(rows.schema, functools.partial(read_batches, rows))
-
-
-def read_batches(rows: pyarrow.Table, columns: Sequence[str] | None) -> Iterator[RecordBatch]:
-    """Yield the rows of a table in memory in Arrow batches."""
-    yield from rows.select(columns or rows.column_names).to_batches(BATCH_ROWS)
-
-
-def read_groups(file: ParquetFile, columns: Sequence[str] | None) -> Iterator[RecordBatch]:
-    """Yield the rows of a Parquet file in Arrow batches, none with rows of two row groups.
-
-    Arrow cannot join the dictionaries of two groups if a struct or list has them.
-    """
-    for group in range(file.num_row_groups):
-        yield from file.iter_batches(BATCH_ROWS, [group], columns)
-
-
-def read_dicts(table: Table, prompts: Collection[str] = ()) -> Iterator[Json]:
-    """Yield the rows of a table as dicts. prompts: columns that lose their nulls."""
-    kinds = {field.name: field.type for field in table.schema if has_json(field.type)}
-    for batch in table.read(None):
+    schema, batches = open_table(path)
+    kinds = {column.name: column.type for column in schema if has_json(column.type)}
+    for batch in batches:
+        if schema.names == ["row"]:
+            yield from batch.column(0).to_pylist()
+            continue
         for row in batch.to_pylist(maps_as_pydicts="strict"):
             for name, kind in kinds.items():
                 row[name] = parse_json_values(row[name], kind)
-            for name in row.keys() & prompts:
-                row[name] = drop_nulls(row[name], name)
             yield row
-
-
-def drop_nulls(value: object, column: str) -> object:
-    """Remove the null keys of a prompt. A task_input also has a verifier's fields, which stay."""
-    if isinstance(value, dict) and column == "task_input":
-        return {
-            key: env.drop_nulls(item) if key == "responses_create_params" else item
-            for key, item in value.items()
-        }
-    return env.drop_nulls(value)
 
 
 def has_json(kind: DataType) -> bool:
@@ -439,40 +353,25 @@ def parse_json_values(value: Any, kind: DataType) -> object:  # any value in a t
     return value
 
 
-def find_json_column(table: Table, columns: Sequence[str]) -> str:
-    """Find the column that holds rows as JSON, or "" if each column is a key of the row.
+def open_table(path: Path) -> tuple[Schema, Iterator[RecordBatch]]:
+    """Open a Parquet file or an Arrow file of either of its two forms. Raises Arrow's errors."""
+    import pyarrow  # takes a second, which JSON lines need not wait for
+    from pyarrow import feather, ipc, parquet
 
-    Raises ValueError if the table has neither form.
+    if find_format(path.name) in PARQUET_FORMATS:
+        file = parquet.ParquetFile(path)
+        return file.schema_arrow, read_groups(file)
+    try:
+        rows = feather.read_table(path, memory_map=True)
+    except pyarrow.ArrowInvalid:  # a stream, as Hugging Face's datasets writes
+        rows = ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+    return rows.schema, iter(rows.to_batches(BATCH_ROWS))
+
+
+def read_groups(file: ParquetFile) -> Iterator[RecordBatch]:
+    """Yield the rows of a Parquet file in Arrow batches, none with rows of two row groups.
+
+    Arrow cannot join the dictionaries of two groups if a struct or list has them.
     """
-    schema = table.schema
-    if {*columns, *GYM_COLUMNS} & {*schema.names}:
-        return ""
-    strings = [field.name for field in schema if is_string(field.type)]
-    if "row" in strings:
-        return "row"
-    if len(strings) == 1 and begins_object(table, strings[0]):
-        return strings[0]
-    needed = ", ".join([*columns, GYM_COLUMNS[0], "a string column `row`"])
-    raise ValueError(
-        f"it needs {needed}, or exactly one string column, with JSON objects; it has {schema.names}"
-    )
-
-
-def begins_object(table: Table, column: str) -> bool:
-    """Whether the first text of a column is a JSON object."""
-    for batch in table.read([column]):
-        for text in batch.column(0).to_pylist():
-            if text is not None:
-                return bool(text.lstrip().startswith("{"))
-    return False
-
-
-def is_string(kind: DataType) -> bool:
-    """Whether an Arrow type is text: directly, in a dictionary, or of Parquet's type JSON."""
-    from pyarrow import JsonType, types
-
-    if isinstance(kind, JsonType):
-        return True
-    value_kind = kind.value_type if types.is_dictionary(kind) else kind
-    is_kind = (types.is_string, types.is_large_string, types.is_string_view)
-    return any(is_text(value_kind) for is_text in is_kind)
+    for group in range(file.num_row_groups):
+        yield from file.iter_batches(BATCH_ROWS, [group])

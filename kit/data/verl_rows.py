@@ -49,7 +49,7 @@ def read_rows(path: str, prompt_key: str = "prompt", name: str = "") -> Iterator
 
     name: the path if it is empty. Raises DataError.
     """
-    for row_id, raw in read_raw_rows(path, prompt_key, name=name):
+    for row_id, raw in read_raw_rows(path, name):
         yield row_id, parse_row(raw, row_id, prompt_key)
 
 
@@ -64,16 +64,14 @@ def parse_row(raw: object, row_id: str, prompt_key: str = "prompt") -> Json:
         row = parse_objects(row, row_id, OBJECTS)
     if has_task and isinstance(row.get("task_id"), dict):
         row = parse_objects(flatten_task(row, row_id), row_id, OBJECTS)
+    if not isinstance(raw, str):  # of a table, whose objects Arrow fills with nulls
+        prompts = {prompt_key, "responses_create_params", "tools", env.TEMPLATE_ARGUMENTS}
+        row |= {key: env.drop_nulls(row[key]) for key in row.keys() & prompts}
     is_gym_row = row.get("responses_create_params") not in (None, "")  # "" is a cell of a table
     if is_gym_row or ("responses_create_params" in row and prompt_key not in row):
         return check_gym_row(row, row_id)
     if prompt_key in row:
         return from_verl(row, row_id, prompt_key)
-    if row.get("task_input") is not None:
-        raise DataError(
-            f"{row_id}: the task_id of a task must be an object {{taskset, task_id}}, not "
-            f"{row.get('task_id')!r:.40}. Correct it."
-        )
     keys = ", ".join(row) or "no key"
     raise DataError(
         f"{row_id}: it has {keys}, but neither Gym's responses_create_params nor verl's "
@@ -106,13 +104,7 @@ def flatten_task(task: Json, row_id: str) -> Json:
             f"{row_id}: task_input must be an object, and so must its task_data. Correct them."
         )
     others = {key: value for key, value in row.items() if key != "task_data"}
-    task_data = task_data or {}
-    conflicts = [key for key in others.keys() & task_data.keys() if others[key] != task_data[key]]
-    if conflicts:
-        raise DataError(
-            f"{row_id}: {min(conflicts)} differs inside and outside of task_data. Remove one."
-        )
-    return {**others, **task_data, TASK_ID: task["task_id"]}
+    return {**others, **(task_data or {}), TASK_ID: task["task_id"]}
 
 
 def check_gym_row(row: Json, row_id: str) -> Json:

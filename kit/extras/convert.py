@@ -44,7 +44,6 @@ from kit.data.row_files import (
     find_files,
     find_format,
     parse_object,
-    read_entries,
     read_raw_rows,
     report_progress,
 )
@@ -85,7 +84,7 @@ def check(path: str, prompt_key: str = "prompt") -> bool:
     unused: Counter[str] = Counter()  # {field that is not used: number of rows}
     errors: list[str] = []
     try:
-        for row_id, raw in report_progress(read_raw_rows(path, prompt_key), path, report):
+        for row_id, raw in report_progress(read_raw_rows(path), path, report):
             try:
                 row = parse_row(raw, row_id, prompt_key)
                 env.check_end(env.render_row(row, row_id)[0], row_id)
@@ -224,7 +223,7 @@ def read_supported_rows(file: str, prompt_key: str) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def write_verl(path: Path, rows: list[dict[str, Any]], prompt_key: str) -> Path:
+def write_verl(path: Path, rows: list[dict[str, Any]]) -> Path:
     """Write rows of verl as parquet, or as JSONL if parquet does not give the same rows back.
 
     Returns the path of the written file.
@@ -232,7 +231,7 @@ def write_verl(path: Path, rows: list[dict[str, Any]], prompt_key: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.stem}.part.parquet")
     try:
-        if is_parquet_exact(partial, rows, prompt_key):
+        if is_parquet_exact(partial, rows):
             partial.replace(path)
             return path
     finally:
@@ -242,7 +241,7 @@ def write_verl(path: Path, rows: list[dict[str, Any]], prompt_key: str) -> Path:
     return path
 
 
-def is_parquet_exact(path: Path, rows: list[dict[str, Any]], prompt_key: str) -> bool:
+def is_parquet_exact(path: Path, rows: list[dict[str, Any]]) -> bool:
     """Write rows to a parquet file. Returns whether the file gives the same rows back."""
     import pyarrow
     from pyarrow import parquet
@@ -253,7 +252,7 @@ def is_parquet_exact(path: Path, rows: list[dict[str, Any]], prompt_key: str) ->
     columns = {key: [row.get(key) for row in rows] for key in keys}
     try:
         parquet.write_table(pyarrow.table(columns), path, row_group_size=1000)
-        read_back = [parse_object(raw, row_id) for row_id, raw in read_raw_rows(path, prompt_key)]
+        read_back = [parse_object(raw, row_id) for row_id, raw in read_raw_rows(path)]
     except (pyarrow.ArrowException, OverflowError, DataError):
         return False  # a column has two types, a struct is empty, ...
     return are_same_json(read_back, rows)
@@ -293,29 +292,16 @@ def read_mapped_rows(
 
 def read_table(data: str, subset: str | None, split: str) -> Iterator[tuple[str, Any]]:
     """Yield (`data:row`, entry) of a file, or of a data set of the hub. Raises DataError."""
-    path = Path(data)
-    is_table = bool(find_format(path.name))
-    is_file = path.is_file()
-    is_path = is_table or data.startswith((".", "/", "~")) or data.count("/") > 1
-    if not is_file and is_path:
-        raise DataError(
-            f"{data}: no such file. Name one that exists, or a data set of the hub (owner/name)."
-        )
-    if is_file and not is_table:
-        raise DataError(f"{data}: this is no known table. Use one of {KNOWN}.")
-    number = 0
+    is_path = data.startswith((".", "/", "~")) or data.count("/") > 1
+    if is_path or find_format(Path(data).name) or Path(data).is_file():
+        for row_id, raw in read_raw_rows(data):
+            yield row_id, parse_object(raw, row_id) if isinstance(raw, str) else raw
+        return
     try:
-        table = read_entries(path) if is_file else open_hub_table(data, subset, split)
-        for number, entry in enumerate(table, 1):
+        for number, entry in enumerate(open_hub_table(data, subset, split), 1):
             yield f"{data}:{number}", entry
-    except DataError:
-        raise
-    except Exception as error:  # from the network, the hub, the disk or a parser
+    except Exception as error:  # from the network, the hub or the disk
         reason = " ".join(str(error).split())[:200] or repr(error)
-        if is_file:
-            raise DataError(
-                f"{data}: cannot be read after row {number} ({reason}). Correct the file."
-            ) from None
         raise DataError(
             f"{data}: no such file, and it cannot be loaded from the hub ({reason}). Download it "
             "on another machine, and set --data to its file."
@@ -454,7 +440,7 @@ def convert_to_verl(file: str, path: Path, prompt_key: str) -> WrittenFile:
     """Write the rows of a file as verl's."""
     gym_rows = report_progress(read_rows(file, prompt_key), file, report)
     rows = [to_verl(row, row_id, prompt_key) for row_id, row in gym_rows]
-    written = write_verl(path, rows, prompt_key)
+    written = write_verl(path, rows)
     note = "" if written == path else " (as JSONL, since parquet would change them)"
     return WrittenFile(written, len(rows), note)
 

@@ -82,8 +82,10 @@ def read_conversations(
 
     name: the path if it is empty.
     """
-    for row_id, raw in read_raw_rows(path, "messages", prompt_key, name=name):
-        yield row_id, to_conversation(parse_object(raw, row_id), row_id, prompt_key)
+    for row_id, raw in read_raw_rows(path, name):
+        row = parse_object(raw, row_id)
+        row = row if isinstance(raw, str) else env.drop_nulls(row)  # Arrow fills objects with them
+        yield row_id, to_conversation(row, row_id, prompt_key)
 
 
 def to_conversation(
@@ -108,7 +110,7 @@ def read_messages(value: object, row_id: str, key: str, role: str) -> list[dict[
     messages = env.read_prompt(value, row_id, key)
     if messages and isinstance(messages, str):
         return [{"role": role, "content": messages}]
-    if not messages or len(fields.list_objects(messages)) < len(messages):
+    if not messages or fields.list_objects(messages) != messages:
         raise env.DataError(
             f"{row_id}: `{key}` must be text or messages, not {value!r:.40}. Correct the row."
         )

@@ -300,10 +300,7 @@ def check_row_files(config: DictConfig, command: str, key: str) -> Iterator[Exce
         yield ConfigError(
             f"{key} is not set. Name a task, such as --config math_cpu, before other recipes."
         )
-    columns = [config.data.prompt_key]
     has_episodes = command in EPISODE_COMMANDS
-    if not has_episodes:
-        columns.append("messages")
     for entry in entries or []:
         path = str(entry.get("path", entry) if isinstance(entry, Mapping) else entry)
         try:
@@ -314,15 +311,15 @@ def check_row_files(config: DictConfig, command: str, key: str) -> Iterator[Exce
             elif is_function(entry):
                 generated_rows.parse_functions([entry], key)
             else:
-                read_first_rows(path, columns)
+                read_first_rows(path)
         except (env.DataError, UserFunctionError, ConfigError) as error:
             yield error
 
 
-def read_first_rows(path: str, columns: Sequence[str]) -> None:
+def read_first_rows(path: str) -> None:
     """Read the first row of each file of a path. Raises env.DataError."""
     for file in find_files(path):
-        next(read_raw_rows(file, *columns), None)
+        next(read_raw_rows(file), None)
 
 
 def check_model_path(config: DictConfig, key: str) -> Iterator[Exception]:

@@ -152,7 +152,7 @@ def test_texts_of_parquets_type_json_are_values(tmp_path):
     assert [repr(row["other"]) for row in rows] == ["1.0", "None"]
 
     lines = pyarrow.array([json.dumps(row) for row in make_gym_rows()]).cast(pyarrow.json_())
-    parquet.write_table(pyarrow.table({"anything": lines}), path)
+    parquet.write_table(pyarrow.table({"row": lines}), path)
     assert [row for _, row in read_rows(str(path))] == make_gym_rows()
 
 
@@ -314,4 +314,4 @@ def test_a_suffix_may_be_short_or_in_upper_case(tmp_path, name):
     else:
         write_text(path, json.dumps(ROWS[:1]) if name == "ROWS.JSON" else LINES, "utf-8")
     assert row_files.find_files(str(tmp_path)) == [str(path)]
-    assert parse_object(next(read_raw_rows(path, "prompt"))[1], "x:1") == ROWS[0]
+    assert parse_object(next(read_raw_rows(path))[1], "x:1") == ROWS[0]

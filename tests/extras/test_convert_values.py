@@ -73,12 +73,11 @@ def test_any_table_is_read_as_it_was_written(tmp_path_factory, data, suffix, has
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"a,b\n1,2\n\n3\n", "after row 1 (line 4 has fewer cells than line 1)"),
-        (b"a,b\n1,2,3\n", "after row 0 (line 2 has more cells than line 1)"),
-        (b"a,a\n1,2\n", "after row 0 (two columns have the name 'a')"),
-        (b'a,b\n1,"2\n', "after row 0 (line 2: unexpected end of data)"),
-        ("a,b\n1,2\n".encode("utf-16"), "after row 0 ('utf-8' codec can't decode byte 0xff"),
-        (b"a,b\n1,\xe4\n", "after row 0 ('utf-8' codec can't decode byte 0xe4"),
+        (b"a,b\n1,2\n\n3\n", "(line 4: it has another number of cells"),
+        (b"a,b\n1,2,3\n", "(line 2: it has another number of cells"),
+        (b'a,b\n1,"2\n', "(line 2: unexpected end of data)"),
+        ("a,b\n1,2\n".encode("utf-16"), "('utf-8' codec can't decode byte 0xff"),
+        (b"a,b\n1,\xe4\n", "('utf-8' codec can't decode byte 0xe4"),
     ],
 )
 def test_a_malformed_table_is_one_error(tmp_path, text, message):

@@ -126,6 +126,7 @@ def test_conversations_may_be_a_prompt_and_a_response(tmp_path):
     for row in (
         {"prompt": "2?"},
         {"prompt": None, "response": "4"},
+        {"prompt": 2, "response": "4"},
         {"prompt": "2?", "response": ["4"]},
     ):
         path = write_rows(tmp_path / "b.jsonl", [row])
