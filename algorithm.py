@@ -334,11 +334,13 @@ class Trainer:
 
         if self.is_compared or isinstance(self.servers, ReplayServers):
             return
-        with self.run.stage("compare_engines"):
-            outputs = training.compute_log_probs(self.workers.actor, batch, self.recipe)
-            log_probs = outputs["log_probs"]  # [B, R]
-            model_type = self.inputs.model.model_type
-            finite_check.raise_if_engines_differ(batch, log_probs, model_type, self.recipe)
+        log_probs = batch.batch.get("old_log_probs")  # [B, R]
+        if log_probs is None or self.recipe.algorithm.rollout_correction.bypass_mode:
+            with self.run.stage("compare_engines"):
+                outputs = training.compute_log_probs(self.workers.actor, batch, self.recipe)
+                log_probs = outputs["log_probs"]
+        model_type = self.inputs.model.model_type
+        finite_check.raise_if_engines_differ(batch, log_probs, model_type, self.recipe)
         self.is_compared = True
 
     def raise_if_nonfinite(self, batch: DataProto, is_updated: bool = False) -> None:

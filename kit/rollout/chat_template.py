@@ -20,7 +20,7 @@ import itertools
 import json
 import re
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,15 +49,8 @@ ANSWER = "quintetanswer"  # a text that no template changes; its end is the end 
 TAIL = 4096  # tokens at the end of a prompt, in which a thought may be open
 ARGUMENT = {"text": ANSWER}
 
-THOUGHT_FORMS: tuple[Json, ...] = (  # of a message with a thought, by peers
-    *({key: THOUGHT} for key in (*env.THOUGHT_KEYS, "thought", "tool_plan")),
-    {"content": [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": ANSWER}]},
-    {
-        "content": {
-            "blocks": [{"type": "thoughts", "text": THOUGHT}, {"type": "response", "text": ANSWER}]
-        }
-    },
-)
+# Names of OpenAI's chat format, none of which is a thought.
+CHAT_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "id", "type", "text"}
 
 Message = Json  # of OpenAI's chat format
 
@@ -760,53 +753,52 @@ def find_markers(template: ChatTemplate) -> thoughts.Markers | None:
     return find_shown(template) or find_dropped(template) or find_opened(template)
 
 
-class Sides(NamedTuple):
-    """The text of a rendered conversation before and after a part; "" if it lacks the part."""
+def render_answer(template: ChatTemplate, form: Json | None = None, **fields: object) -> str:
+    """Render a question and an answer, and if the template requires it, another question.
 
-    before: str
-    after: str
-
-
-def split_answer(template: ChatTemplate, answer: Message, part: str) -> Sides:
-    """Render a question and an answer, and split the text at a part of the answer."""
-    text = template.try_apply([make_question(template), answer])
-    before, separator, after = text.partition(part)
-    return Sides(before, after) if separator else Sides("", "")
-
-
-def make_question(template: ChatTemplate) -> Message:
-    """Make the user's message of all conversations."""
-    return template.adapt({"role": "user", "content": QUESTION})
-
-
-def make_answer(template: ChatTemplate, **fields: object) -> Message:
-    """Make an answer."""
-    return template.adapt({"role": "assistant", "content": ANSWER, **fields})
+    form: fields of the answer in the template's own form.
+    """
+    question = template.adapt({"role": "user", "content": QUESTION})
+    answer = template.adapt({"role": "assistant", "content": ANSWER, **fields}) | (form or {})
+    conversation = [question, answer]
+    return template.try_apply(conversation) or template.try_apply([*conversation, question])
 
 
 def render_prompt(template: ChatTemplate) -> str:
     """Render the question and the generation prompt."""
-    return template.try_apply([make_question(template)], add_generation_prompt=True)
+    question = template.adapt({"role": "user", "content": QUESTION})
+    return template.try_apply([question], add_generation_prompt=True)
+
+
+def list_thought_forms(template: ChatTemplate) -> Iterator[Json]:
+    """List the forms in which a message may have a thought: by the names in the template."""
+    source = str(template.tokenizer.chat_template)
+    names = dict.fromkeys([*env.THOUGHT_KEYS, *re.findall(r"""[.'"](\w+)""", source)])
+    keys = [name for name in names if name not in CHAT_FIELDS]
+    yield from ({key: THOUGHT} for key in keys)
+    answer = {"type": "text", "text": ANSWER}
+    yield from ({"content": [{"type": key, key: THOUGHT}, answer]} for key in keys)
+    thought = {"type": "thoughts", "text": THOUGHT}
+    yield {"content": {"blocks": [thought, answer | {"type": "response"}]}}  # of Apertus
 
 
 def find_shown(template: ChatTemplate) -> thoughts.Markers | None:
     """Find the markers between which the template writes a thought."""
-    answer = make_answer(template)
-    call = make_answer(template, content="", tool_calls=[make_call("a", ARGUMENT)])
-    header = split_answer(template, answer, ANSWER).before
-    for form in THOUGHT_FORMS:
-        sides = split_answer(template, {**answer, **form}, THOUGHT)
-        with_call = split_answer(template, {**call, **form}, THOUGHT)
-        end, is_answer, _ = sides.after.partition(ANSWER)
+    call = {"content": "", "tool_calls": [make_call("a", ARGUMENT)]}
+    header = render_answer(template).partition(ANSWER)[0]
+    for form in list_thought_forms(template):
+        before, _, after = render_answer(template, form).partition(THOUGHT)
+        before_call, _, after_call = render_answer(template, form, **call).partition(THOUGHT)
+        end, is_answer, _ = after.partition(ANSWER)
         if is_answer:  # an opening of the answer, which no call has, is no part of the marker
-            shared = share_start(sides.after, with_call.after or sides.after)
+            shared = share_start(after, after_call or after)
             end = end if shared.startswith(end) else re.sub(r"[<|\[({]+\w*$", "", shared)
         else:
-            sides = with_call
-            after = sides.after.lstrip()
+            before = before_call
+            after = after_call.lstrip()
             end = next((each for each in template.control_tokens if after.startswith(each)), "")
-        is_printed = sides.before.endswith(("'", '"'))  # the message itself, as JSON or by Python
-        start = find_start(template, sides.before, end.strip(), header)
+        is_printed = before.endswith(("'", '"'))  # the message itself, as JSON or by Python
+        start = find_start(template, before, end.strip(), header)
         if start and end.strip() and not is_printed:
             return thoughts.Markers(start, end.strip())
     return None
@@ -839,10 +831,12 @@ def find_dropped(template: ChatTemplate) -> thoughts.Markers | None:
     texts = {text.replace("\\n", "\n").strip() for _, text in quoted} - {""}
     tokens = [token for token in template.control_tokens if token in texts]
     pairs = [("", end) for end in sorted(texts, key=len)]
-    question = make_question(template)
+    question = {"role": "user", "content": QUESTION}
+    last = {"role": "assistant", "content": ANSWER}
     for start, end in (*pairs, *itertools.permutations(tokens, 2)):
-        past = make_answer(template, content=f"{start}{THOUGHT}{end}{ANSWER}")
-        shown = template.try_apply([question, past, question, make_answer(template), question])
+        past = {"role": "assistant", "content": f"{start}{THOUGHT}{end}{ANSWER}"}
+        conversation = (question, past, question, last, question)
+        shown = template.try_apply([template.adapt(message) for message in conversation])
         if shown.count(ANSWER) == 2 and THOUGHT not in shown:
             tag = end.replace("/", "", 1) if "/" in end else ""
             return thoughts.Markers(start or find_opening(template, end) or tag, end)
@@ -864,7 +858,7 @@ def find_opening(template: ChatTemplate, end: str = "") -> str:
     end: the end marker, before which past answers may have an empty thought.
     """
     opened = render_prompt(template)
-    closed = split_answer(template, make_answer(template), ANSWER).before
+    closed = render_answer(template).partition(ANSWER)[0]
     header = share_start(opened, closed)
     if opened[len(header) :].strip() and closed[len(header) :].strip():
         # both markers may begin with the same signs

@@ -16,6 +16,13 @@ from tests.helpers.rollouts import CHATML, bytes_tokenizer, context_of
 
 CONTENT = "{{ m.content or '' }}"
 USER = {"role": "user", "content": "hi"}
+LAST_IS_USER = "{% if messages[-1].role != 'user' %}{{ raise_exception('no user') }}{% endif %}"
+PARTS = CHATML.replace(
+    CONTENT,
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == "
+    "'deliberation' %}<a>{{ p.deliberation }}</a>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+    "{% endif %}",
+)
 MARKERS = st.text("abkz<>[]|/#~:◁▷⟦⟧", min_size=2, max_size=8).filter(
     lambda text: not text.isalpha() and "|im" not in text
 )
@@ -83,7 +90,9 @@ def test_invented_markers_are_read_from_the_template(start, end, form, as_tokens
         (opening(CHATML, "[PLAN]"), ("[PLAN]", "[/PLAN]")),
         (cutting("</thought>"), ("<thought>", "</thought>")),
         (cutting("END OF THOUGHT"), ("", "END OF THOUGHT")),
-        (showing("<a>", "</a>", key="thinking"), ("<a>", "</a>")),
+        (showing("<a>", "</a>", key="rationale"), ("<a>", "</a>")),
+        (LAST_IS_USER + opening(CHATML, "<plan>"), ("<plan>", "</plan>")),
+        (PARTS, ("<a>", "</a>")),
         (showing("Steps:", "[FINAL]", key="thought"), ("Steps:", "[FINAL]")),
         (CHATML, None),
         (CHATML.replace(CONTENT, "{{ m | tojson }}"), None),

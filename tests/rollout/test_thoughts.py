@@ -28,10 +28,7 @@ TOOLS = env.render_tools([TOOL], "x:1")
 OPENS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 MARKERS = [
     ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
     ("<|channel>thought", "<channel|>"),
-    ("◁think▷", "◁/think▷"),
 ]
 
 
