@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from training import Workers
 
+Engine = Any  # of verl, for FSDP or Megatron
 # Mean difference between the token probabilities of the rollout engine and the trainer.
 # Above it, the engine samples from different weights.
 MAX_PROBS_DIFF = 0.1
