@@ -7,7 +7,8 @@ A field that has a meaning for TRL, verl, Gym or OpenAI is in one of three group
     not used   a line for each file has its name and the number of its rows
 
 Fields that are not in the table belong to the verifier, if they are at the top level of a row. In
-other objects, and in rows of `sft`, which have no verifier, they count as not used. An agent's result is kept as it is; only its token ids count.
+other objects, and in rows of `sft`, which have no verifier, they count as not used. An agent's
+result is kept as it is; only its token ids count.
 """
 
 from __future__ import annotations

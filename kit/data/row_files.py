@@ -21,7 +21,7 @@ import io
 import json
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -224,15 +224,19 @@ def read_cells(path: Path, separator: str) -> Iterator[dict[str, str]]:
     """
     csv.field_size_limit(MAX_CELL_CHARS)
     with open_text(path, newline="") as file:
-        reader = csv.DictReader(file, delimiter=separator, strict=True)
+        reader = csv.reader(file, delimiter=separator, strict=True)
         try:
-            for row in reader:
-                if None in row or None in row.values():
-                    raise csv.Error("it has another number of cells than the first line")
-                yield row
-        except csv.Error as error:
-            line = reader.reader.line_num  # that of DictReader is the last one without an error
-            raise ValueError(f"line {line}: {error}") from None
+            names = next(reader, [])
+            yield from (name_cells(names, cells) for cells in reader if cells)
+        except (csv.Error, ValueError) as error:
+            raise ValueError(f"line {reader.line_num}: {error}") from None
+
+
+def name_cells(names: Sequence[str], cells: Sequence[str]) -> dict[str, str]:
+    """Return {column: cell} of a row. Raises ValueError."""
+    if len({*names}) != len(cells):
+        raise ValueError("its number of cells is not that of the names in line 1")
+    return dict(zip(names, cells, strict=True))
 
 
 # --- rows -----------------------------------------------------------------------------------------

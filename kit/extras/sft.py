@@ -83,7 +83,7 @@ def read_conversations(
     name: the path if it is empty.
     """
     for row_id, raw in read_raw_rows(path, name):
-        row = parse_object(raw, row_id)
+        row: Any = parse_object(raw, row_id)
         row = row if isinstance(raw, str) else env.drop_nulls(row)  # Arrow fills objects with them
         yield row_id, to_conversation(row, row_id, prompt_key)
 

@@ -32,7 +32,6 @@ MAX_PROBS_DIFF = 0.1
 # With the same weights: the Kullback-Leibler divergence of the trainer from the rollout engine, in
 # nats for each token. SmolLM2-135M in bfloat16 has 0.003.
 MAX_KL = {True: 1e-4, False: 0.05}  # by whether both compute in float32
-Engine = Any  # of any class of verl's, or a worker that holds one
 CHECKED_TENSORS = (  # of verl's DataProto, each [B, R]
     "rollout_log_probs",
     "old_log_probs",

@@ -43,7 +43,7 @@ def test_verl_loads_a_model_where_a_trl_without_its_class_is_installed(neighbor,
             num_attention_heads=2,
         )
     )
-    monkeypatch.setattr(monkey_patch, "is_trl_available", monkey_patch.is_trl_available)
+    monkeypatch.setattr(monkey_patch, "is_trl_available", is_trl_available)  # verl's own
     with pytest.raises(ImportError, match=r"cannot import name .* from 'trl'") as caught:
         monkey_patch.apply_monkey_patch(model, use_remove_padding=False)
     text = describe_import_error(caught.value)

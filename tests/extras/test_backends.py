@@ -184,8 +184,8 @@ def test_verl_parses_tool_calls_if_vllm_is_not_installed(monkeypatch):
         return asyncio.run(chat.parse_response(context_of(None, tokenizer), ids, tools))
 
     broken = "<tool_call>{broken</tool_call>"
-    assert parse(broken) == ("", broken, [])
-    assert [c["name"] for c in parse("<think>so</think>" + call())[2]] == ["look_up"]
+    assert (parse(broken).text, parse(broken).calls) == (broken, [])
+    assert [c["name"] for c in parse("<think>so</think>" + call()).calls] == ["look_up"]
     formats = checks.list_tool_formats()
     checks.check_tool_format("qwen3_coder", formats)
     with pytest.raises(ConfigError, match="format=mistral: there is no such tool parser"):
