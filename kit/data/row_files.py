@@ -228,14 +228,14 @@ def read_cells(path: Path, separator: str) -> Iterator[dict[str, str]]:
         try:
             names = next(reader, [])
             yield from (name_cells(names, cells) for cells in reader if cells)
-        except (csv.Error, ValueError) as error:
+        except csv.Error as error:
             raise ValueError(f"line {reader.line_num}: {error}") from None
 
 
 def name_cells(names: Sequence[str], cells: Sequence[str]) -> dict[str, str]:
-    """Return {column: cell} of a row. Raises ValueError."""
+    """Return {column: cell} of a row. Raises csv.Error."""
     if len({*names}) != len(cells):
-        raise ValueError("its number of cells is not that of the names in line 1")
+        raise csv.Error("its number of cells is not that of the names in line 1")
     return dict(zip(names, cells, strict=True))
 
 

@@ -157,15 +157,17 @@ class TaskLoader:
     ) -> LoadedTasks:
         """Make tasks from (row id, Gym row). copies: of the rows before them. Raises DataError.
 
-        A copy of an earlier row shares its prompt, so that it takes little time and memory. Rows
-        in other folders share nothing, since relative paths of images begin there.
+        A copy of an earlier problem shares its prompt, so that it takes little time. Rows in other
+        folders share nothing, since relative paths of images begin there.
         """
         copies = Counter() if copies is None else copies
         tasks: list[Task] = []
         dropped: list[str] = []
         skipped = 0  # rows of other servers
         unused: Counter[str] = Counter()  # {field that is not used here: number of rows}
-        first: dict[tuple[str, str], Task] = {}  # {folder and digest: the first task with this row}
+        first: dict[
+            tuple[str, str], Task
+        ] = {}  # {folder and digest: the first task of this problem}
         for row_id, row in rows:
             server = self.find_server(row, row_id, entry.server)
             if server is None:
@@ -174,17 +176,14 @@ class TaskLoader:
             key = name_row(row, copies)
             place = (row_id.rpartition("/")[0], key.partition("-")[0])
             if place in first:
-                same_row = first[place].row if first[place].row == row else row
-                task = replace(first[place], row_id=row_id, row=same_row, server=server, key=key)
-                tasks.append(task)
-                continue
-            task = self.make_task(row, row_id, server, entry)
+                task = replace(first[place], row_id=row_id, row=row, server=server, key=key)
+            else:
+                task = replace(self.make_task(row, row_id, server, entry), key=key)
             unused.update(self.list_unused(task))
             if len(task.prompt_ids) > self.max_prompt_length:
                 dropped.append(f"{row_id} ({len(task.prompt_ids)} tokens)")
                 continue
-            task = replace(task, key=key)
-            first[place] = task
+            first.setdefault(place, task)
             tasks.append(task)
         self.report_unused(unused, entry.name)
         if skipped:
@@ -203,8 +202,9 @@ class TaskLoader:
         copies = len(tasks) - len({id(task.messages) for task in tasks})
         if copies:
             self.report(
-                f"{name}: {copies:,} of {len(tasks):,} rows repeat an earlier row, and each copy "
-                "counts. To use each row once, remove the copies from the file."
+                f"{name}: {copies:,} of {len(tasks):,} rows have the prompt and the answer of "
+                "an earlier row, and each copy counts. To use each row once, remove the copies "
+                "from the file."
             )
 
     def make_task(self, row: Json, row_id: str, server: str, entry: FileEntry) -> Task:
