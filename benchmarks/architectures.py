@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import re
 import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -22,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 from kit.config.recipe import Recipe  # noqa: E402
 from kit.errors import RunError  # noqa: E402
 from tests.helpers.architectures import (  # noqa: E402
+    VARIABLES,
     join_process_group,
     list_shared,
     load_actor,
@@ -86,8 +90,8 @@ def render_table() -> str:
     return "\n".join(lines)
 
 
-def write_table() -> None:
-    """Replace the table of the page."""
+def write_table(_: int) -> None:
+    """Replace the table of the page. Runs in its own process, in which verl finds the CPU."""
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(START)
     after = rest.partition(END)[2]
@@ -95,4 +99,5 @@ def write_table() -> None:
 
 
 if __name__ == "__main__":
-    write_table()
+    os.environ.update(VARIABLES)
+    torch.multiprocessing.spawn(write_table)

@@ -30,7 +30,8 @@ Engine = Any  # of verl, for FSDP or Megatron
 # Above it, the engine samples from different weights.
 MAX_PROBS_DIFF = 0.1
 # With the same weights: the Kullback-Leibler divergence of the trainer from the rollout engine, in
-# nats for each token. SmolLM2-135M in bfloat16 has 0.003.
+# nats for each token. In bfloat16 on GPUs, it was at most 0.0044 without a merged adapter, which
+# step 1 has not (docs/gpu_results.md, "vLLM and the trainer").
 MAX_KL = {True: 1e-4, False: 0.05}  # by whether both compute in float32
 CHECKED_TENSORS = (  # of verl's DataProto, each [B, R]
     "rollout_log_probs",

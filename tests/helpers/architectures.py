@@ -125,7 +125,7 @@ def join_process_group() -> None:
         os.environ[name] = value
     torch.set_num_threads(1)
     importlib.import_module("kit.cpu.platform")
-    importlib.import_module("verl.workers.engine_workers")
+    importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
