@@ -132,6 +132,8 @@ def check_transformers(config: DictConfig) -> Iterator[str]:
     """Rollouts by transformers use one whole model on each GPU."""
     rollout = config.actor_rollout_ref.rollout
     model = config.actor_rollout_ref.model
+    if not model.external_lib:
+        yield f"{ROLLOUT}.name=hf is not in {MODEL}.external_lib. Add --config hf."
     if rollout.tensor_model_parallel_size * rollout.data_parallel_size > 1:
         yield (
             f"{ROLLOUT}.name=hf has the whole model on each GPU. Remove "

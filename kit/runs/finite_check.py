@@ -84,12 +84,12 @@ def raise_if_engines_differ(
     dtypes = {recipe.rollout.dtype, recipe.get(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype")}
     limit = MAX_KL[dtypes <= {"float32", "fp32"}]
     if not divergence <= limit:
-        other = "vllm" if recipe.rollout.name == "hf" else "hf"
+        other = f"{ROLLOUT}.name=vllm" if recipe.rollout.name == "hf" else "--config hf"
         raise RunError(
             "The rollout engine and the trainer have the same weights before the first update, but "
             f"their log-probs differ by {log_ratio.abs().mean():.2g} on average (a KL divergence "
             f"of {divergence:.2g}; rounding explains {limit:g}). One of them computes the model "
-            f"type {model_type} wrongly, or has other weights. Try {ROLLOUT}.name={other}. "
+            f"type {model_type} wrongly, or has other weights. Try {other}. "
             'See docs/guides/diagnosis.md, "7. Rollout engine against trainer".'
         )
 
