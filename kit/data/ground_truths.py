@@ -53,15 +53,6 @@ THOUSANDS = r"-?\d{1,3}(,\d{3})+(\.\d+)?"  # a number with commas
 
 def find_ground_truth(row: Json) -> object:
     """Return the first ground truth of a row that is not empty, otherwise the first one or None."""
-    values = list_values(row)
-    for value in values:
-        if not is_empty(value):
-            return value
-    return values[0] if values else None
-
-
-def list_values(row: Json) -> list[object]:
-    """Return the values of a row that may be its ground truth, the most specific one first."""
     values = []
     reward_model = row.get("reward_model")
     if isinstance(reward_model, dict) and "ground_truth" in reward_model:
@@ -69,7 +60,8 @@ def list_values(row: Json) -> list[object]:
     for fields in (row, row.get("extra_info")):
         if isinstance(fields, dict):
             values += [fields[key] for key in GROUND_TRUTH_KEYS if key in fields]
-    return values
+    usable = [value for value in values if not is_empty(value)]
+    return next(iter([*usable, *values]), None)
 
 
 def is_missing(row: Json) -> bool:
@@ -119,19 +111,14 @@ def read_expected_answers(value: object) -> list[str]:
     if value is None:
         raise make_error(value, f"the row has none in {', '.join(PLACES)}")
     if isinstance(value, str) and value.lstrip().startswith(LIST_STARTS):
-        value = parse_list(value)
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise make_error(value, "it is a list as text, and not JSON") from None
     members = value if isinstance(value, list) else [value]
     if not members:
         raise make_error(value, "it is an empty list")
     return [read_expected_answer(member) for member in members]
-
-
-def parse_list(text: str) -> object:
-    """Return the list of texts in a JSON text. Raises ValueError."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise make_error(text, "it is a list as text, and not JSON") from None
 
 
 def read_expected_answer(value: object) -> str:
@@ -141,12 +128,12 @@ def read_expected_answer(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         kind = "null" if value is None else f"a {type(value).__name__}"
         raise make_error(value, f"it is {kind}, not a text, a number or a list of these")
-    number = Decimal(str(value))
-    if not number.is_finite():  # from a list as text
+    if isinstance(value, int):
+        return str(value)
+    if not math.isfinite(value):  # from a list as text
         raise make_error(value, "it is not a finite number")
-    is_whole = number == number.to_integral_value()
     # without an exponent, which LaTeX does not have
-    return f"{number:.0f}" if is_whole else f"{number:f}"
+    return f"{Decimal(str(value)).normalize():f}"
 
 
 def read_text(text: str) -> str:

@@ -33,7 +33,6 @@ FULL_FORM = "<think>\nI work out the answer.\n</think>\n<answer>{}</answer>"
 # Responses with the expected answer. They are tried in this order, until only the answer earns 1.
 FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", FULL_FORM)
 MAX_ANSWER = 60  # characters of an expected answer that is tried as a response
-MAX_NAMED_ROWS = 3  # in a message
 MAX_SOURCES = 20  # data sources that are tried
 
 
@@ -55,7 +54,9 @@ def try_verifiers(
     lines: list[str] = []
     if not specs:
         return lines
-    required = list_required_components(recipe)
+    required: Sequence[str] = ()  # nothing else adds these
+    if recipe.get("algorithm.adv_estimator") == "gdpo" and not recipe.env.reward:
+        required = list(recipe.algorithm.gdpo_reward_keys)
     with tempfile.TemporaryDirectory() as logs, make_runner() as runner:
         for name, spec in specs.items():
             own_tasks = [task for task in tasks if task.server == name]
@@ -90,12 +91,17 @@ def try_servers(tasks: Sequence[Task], recipe: Recipe, scales: Scales | None = N
 
 async def try_server(router: VerifierRouter, task: Task, scales: Scales | None) -> str:
     """Open sessions for a row, and verify responses. Returns a line. Raises ConfigError."""
-    verify = functools.partial(call_server, router, task)
+
+    async def verify(response: str) -> float | None:
+        async with router.session(task.server, task.row) as session:
+            if session.kind == "step":
+                return None
+            parsed = ParsedResponse.of_text(response)
+            return (await session.verify(gym_client.message_response(response), parsed)).reward
+
     try:
-        if await router.kind(task.server) == "step":
-            await verify(RESPONSE)
-            return f"tried on row {task.row_id}: a session opens"
-        return await try_row(task, verify, "verify", scales)
+        kind = await router.kind(task.server)
+        line = await try_row(task, verify, kind, scales)
     except GymError as error:
         if error.reason == "masked" or error.reason.startswith("http_5"):  # maybe by this text
             return f"tried on row {task.row_id}: {error}"
@@ -103,23 +109,7 @@ async def try_server(router: VerifierRouter, task: Task, scales: Scales | None) 
             f"gym.servers.{task.server} cannot verify row {task.row_id}: {error}. Correct the "
             "server, the row, or gym.servers."
         ) from None
-
-
-async def call_server(router: VerifierRouter, task: Task, response: str) -> float | None:
-    """Open a session and verify a response -> the reward, if it has one. Raises GymError."""
-    async with router.session(task.server, task.row) as session:
-        if session.kind == "step":
-            return None
-        parsed = ParsedResponse.of_text(response)
-        return (await session.verify(gym_client.message_response(response), parsed)).reward
-
-
-def list_required_components(recipe: Recipe) -> list[str]:
-    """List the reward components that the verifier must return, since nothing else adds them."""
-    estimator = recipe.get("algorithm.adv_estimator")
-    if estimator != "gdpo" or recipe.env.reward:
-        return []
-    return list(recipe.algorithm.gdpo_reward_keys)
+    return f"tried on row {task.row_id}: a session opens" if kind == "step" else line
 
 
 def select_tasks(tasks: Sequence[Task]) -> list[Task]:
@@ -159,7 +149,10 @@ async def try_verifier(
     if len(selected) > MAX_SOURCES:
         lines.append(f"{len(selected) - MAX_SOURCES:,} more data sources are not tried.")
     if 0 < len(missing) < len(tasks):
-        lines.append(describe_missing(missing, len(tasks)))
+        lines.append(
+            f"{len(missing):,} of {len(tasks):,} rows have no ground truth ({missing[0]}). If the "
+            "verifier needs one, remove these rows."
+        )
     return lines
 
 
@@ -221,19 +214,6 @@ def show(reward: float | None) -> str:
     return "none (masked)" if reward is None else f"{reward:g}"
 
 
-def describe_missing(ids: Sequence[str], count: int) -> str:
-    """Describe the rows without a ground truth. ids: of these rows. count: of all rows.
-
-    >>> describe_missing(["a:2", "a:3"], 4)
-    '2 of 4 rows have no ground truth (a:2, a:3). If the verifier needs one, remove these rows.'
-    """
-    names = ", ".join(ids[:MAX_NAMED_ROWS]) + (", ..." if len(ids) > MAX_NAMED_ROWS else "")
-    return (
-        f"{len(ids):,} of {count:,} rows have no ground truth ({names}). If the verifier needs "
-        "one, remove these rows."
-    )
-
-
 def list_responses(task: Task) -> dict[str, str]:
     """Return {response with the row's ground truth: the same one with a wrong answer}."""
     try:
@@ -243,31 +223,19 @@ def list_responses(task: Task) -> dict[str, str]:
     if len(answer) > MAX_ANSWER:
         return {}
     wrong = "8" if answer == "7" else "7"
-    return {form.format(answer): form.format(wrong) for form in list_forms(task)}
+    return {form.format(answer): form.format(wrong) for form in list_forms(str(task.messages))}
 
 
-def list_forms(task: Task) -> list[str]:
-    """Return the tags of the prompt with the answer in the last one, if it has tags, then FORMS.
+def list_forms(prompt: str) -> list[str]:
+    """Return the tags of a prompt with the answer in the last one, if it has tags, then FORMS.
 
     Rewards for accuracy and for a format are often added, and only the tags earn both.
     """
-    tags = list(dict.fromkeys(re.findall(r"</(\w+)>", str(task.messages))))
+    tags = list(dict.fromkeys(re.findall(r"</(\w+)>", prompt)))
     if not tags:
         return list(FORMS)
     parts = [f"<{tag}>\nI work out the answer.\n</{tag}>\n" for tag in tags[:-1]]
     return [f"{''.join(parts)}<{tags[-1]}>\n{{}}\n</{tags[-1]}>", *FORMS]
-
-
-def check_components(pool: Pool, task: Task, result: VerifyResult, required: Sequence[str]) -> None:
-    """Raise UserFunctionError if a result lacks one of the required reward components."""
-    for name in required:
-        if name not in result.components:
-            names = ", ".join(sorted(result.components)) or "none"
-            raise UserFunctionError(
-                f"algorithm.gdpo_reward_keys has {name}, but {pool.spec.key} returned the reward "
-                f"components {names} (tried on row {task.row_id}). Let it return {name} each time, "
-                "or change the key."
-            )
 
 
 async def call_function(
@@ -289,5 +257,12 @@ async def call_function(
         trial = f"(tried on row {task.row_id} with the response {response!r})"
         raise UserFunctionError(f"{pool.spec.key}={error} {trial}") from None
     if isinstance(result, VerifyResult):
-        check_components(pool, task, result, required)
+        missing = [name for name in required if name not in result.components]
+        if missing:
+            names = ", ".join(sorted(result.components)) or "none"
+            raise UserFunctionError(
+                f"algorithm.gdpo_reward_keys has {missing[0]}, but {pool.spec.key} returned the "
+                f"reward components {names} (tried on row {task.row_id}). Let it return "
+                f"{missing[0]} each time, or change the key."
+            )
     return result.reward

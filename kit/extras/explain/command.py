@@ -14,42 +14,41 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
+from pydantic import TypeAdapter
 
 from env import Json
 from kit.data.episode import Episode
+from kit.data.importance import measure_shift
 from kit.errors import ConfigError, NonFiniteStep, SkippedStep
 from kit.extras.explain.explanation import (
-    BLAMED_SHOWN,
     Explanation,
-    Part,
+    Gradient,
     describe_tokens,
     explain_episode,
     find_bad,
+    find_causes,
     find_outlier_group,
     list_bad_numbers,
     list_rewards,
-    measure_importance,
-    measure_noise,
-    sum_shares,
+    measure_signal,
 )
 from kit.runs import checkpoints, files
 from kit.runs.cli import plan
 from kit.runs.console import say
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from verl import DataProto
 
     from algorithm import Trainer
     from kit.extras.explain.gradients import GradientMeter
     from kit.runs.cli import Plan
 
-GROUPS_SHOWN = 5
+SHOWN = 5  # groups, and tokens
+BLAMED_SHOWN = 8
 MAX_LOG_RATIO = 5.0  # of a token, between the present policy and the recorded one
 
 
@@ -68,13 +67,9 @@ def main(arguments: Sequence[str]) -> None:
     check_step(folder, args.step)
     if not args.config:
         raise ConfigError("explain needs the recipe of the run. Add --config, as in its command.")
-    name = f"trainer.experiment_name={folder.name}_explain"
-    changes = [
-        "trainer.replay_min_ess=0",
-        "trainer.logger=[]",
-        name,
-        *find_start(folder, args.step),
-    ]
+    changes = ["trainer.replay_min_ess=0", "trainer.logger=[]"]
+    changes.append(f"trainer.experiment_name={folder.name}_explain")
+    changes += find_start(folder, args.step)
     rollouts = str(rollouts_of(folder, args.step))
     planned = plan(args.config, [*args.words, *changes], "train", rollouts)
     check_recipe(planned)
@@ -101,16 +96,12 @@ def rollouts_of(folder: Path, step: int) -> Path:
 
 def check_step(folder: Path, step: int) -> None:
     """Check that a run has the episodes of a step. Raises ConfigError."""
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(
-            f"explain {folder}: no run, since it has no config.yaml. Name its folder."
-        )
-    if not rollouts_of(folder, step).is_file():
-        steps = sorted(int(path.stem[5:]) for path in folder.glob("rollouts/step_*.jsonl"))
-        raise ConfigError(
-            f"explain: {rollouts_of(folder, step)} does not exist, so the episodes of the step are "
-            f"not known. Choose one of the steps {describe_steps(steps)}."
-        )
+    for path in (folder / "config.yaml", rollouts_of(folder, step)):
+        if not path.is_file():
+            raise ConfigError(
+                f"explain: {path} does not exist. Name the folder of a run, and a step whose "
+                "episodes it has."
+            )
 
 
 def check_recipe(planned: Plan) -> None:
@@ -135,21 +126,12 @@ def find_start(folder: Path, step: int) -> list[str]:
     candidates = [each / f"global_step_{step - 1}" for each in folders]
     checkpoint = next((path for path in candidates if path.is_dir()), candidates[-1])
     if checkpoints.find_damage(checkpoint):
-        found = checkpoints.list_checkpoints(checkpoint.parent)
-        complete = [path for path in found if not checkpoints.find_damage(path)]
-        known = {1, *(checkpoints.step_of(path) + 1 for path in complete)}
-        steps = [number for number in sorted(known) if rollouts_of(folder, number).is_file()]
         raise ConfigError(
             f"explain: step {step} starts from the weights of step {step - 1}, and {folder} has no "
-            f"checkpoint of it. Choose one of the steps {describe_steps(steps)}, or train with "
+            "complete checkpoint of it. Choose step 1 or one after a checkpoint, or train with "
             "trainer.save_freq=1."
         )
     return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
-
-
-def describe_steps(steps: Sequence[int]) -> str:
-    """List the numbers of steps as text."""
-    return ", ".join(map(str, steps)) or "of another run (this one has none)"
 
 
 # --- the step ------------------------------------------------------------------------------------
@@ -184,17 +166,19 @@ def explain_step(trainer: Trainer) -> Explanation:
         "advantages": batch.batch["advantages"],
     }
     is_sampled = tensors["mask"].bool() & (batch.batch["turn"] >= 0)
-    explanation.importance = measure_importance(log_probs, tensors["behavior"], is_sampled)
+    shift = measure_shift(log_probs, tensors["behavior"], is_sampled)
+    explanation.importance = shift._asdict()
     with measuring(actor, batch, trainer.recipe) as meter:
         blamed = measure_gradients(explanation, episodes, meter)
-    tokenizer = trainer.inputs.tokenizer
+    rows = range(len(episodes))
     if explanation.reason and not blamed:  # the gradient does not read what is not finite
-        rows = range(len(episodes))
         blamed = [row for row in rows if list_bad_numbers(row, episodes[row], tensors)]
     if not blamed:  # the recorded policy was another one there
         ratios = (log_probs - tensors["behavior"]).abs().masked_fill(~is_sampled, 0).amax(dim=1)
         blamed = [row for row in ratios.argsort().tolist()[::-1] if ratios[row] > MAX_LOG_RATIO]
-    explanation.blame = describe_blame(blamed, episodes, tensors, tokenizer)
+    tokenizer = trainer.inputs.tokenizer
+    causes = find_causes(blamed, episodes, tensors)[:BLAMED_SHOWN]
+    explanation.blame = [explain_episode(row, episodes, tensors, tokenizer) for row in causes]
     explanation.tokens = describe_tokens(
         episodes, log_probs, tensors["advantages"], tensors["mask"], tokenizer
     )
@@ -218,7 +202,7 @@ def prepare_batch(trainer: Trainer, batch: DataProto) -> str:
 def measure_gradients(
     explanation: Explanation, episodes: Sequence[Episode], meter: GradientMeter
 ) -> list[int]:
-    """Measure the batch, its groups and its episodes -> the rows that have the blame.
+    """Measure the batch, its groups, and an exploding group's episodes -> the rows with the blame.
 
     If the gradient is not finite, the batch is halved until single episodes are found.
     """
@@ -232,37 +216,25 @@ def measure_gradients(
             return not meter.measure(rows).is_finite
 
         return find_bad(everything, is_bad)
-    parts = [Part(0.0, 0.0)] * len(episodes)
-    sums: dict[str, Part] = {}
-    members = list_members(episodes)
-    for name, rows in members.items():
-        for row in rows:
-            parts[row] = Part(*meter.measure([row]))
-        sums[name] = Part(*meter.take_sum())
-    norms = {name: part.norm for name, part in sums.items()}
-    explanation.noise = measure_noise(list(norms.values()), whole.norm)._asdict()
-    explanation.shares = sum_shares(episodes, parts, whole.norm)
+    members: dict[str, list[int]] = {}
+    for row, episode in enumerate(episodes):
+        members.setdefault(episode.group_id, []).append(row)
+    parts = {name: meter.measure(rows) for name, rows in members.items()}
+    norms = {name: part.norm for name, part in parts.items()}
+    explanation.signal_to_noise = measure_signal(list(norms.values()), whole.norm)
     explanation.groups = [
         describe_group(name, [episodes[row] for row in members[name]], part, whole.norm)
-        for name, part in sums.items()
+        for name, part in parts.items()
     ]
     outlier = find_outlier_group(norms)
     if not outlier:
         return []
-    sizes = [parts[row].norm for row in members[outlier]]
-    return [members[outlier][sizes.index(max(sizes))]]
+    sizes = {row: meter.measure([row]).norm for row in members[outlier]}
+    return [max(sizes, key=sizes.__getitem__)]
 
 
-def list_members(episodes: Sequence[Episode]) -> dict[str, list[int]]:
-    """List the rows of each group, in the order of the batch."""
-    members: dict[str, list[int]] = {}
-    for row, episode in enumerate(episodes):
-        members.setdefault(episode.group_id, []).append(row)
-    return members
-
-
-def describe_group(name: str, episodes: Sequence[Episode], part: Part, batch_norm: float) -> Json:
-    """Describe the gradient of a group."""
+def describe_group(name: str, episodes: Sequence[Episode], part: Gradient, batch: float) -> Json:
+    """Describe the gradient of a group. batch: the norm of the whole gradient."""
     means = {name: math.fsum(rs) / len(rs) for name, rs in list_rewards(episodes).items()}
     return {
         "group": name,
@@ -272,29 +244,9 @@ def describe_group(name: str, episodes: Sequence[Episode], part: Part, batch_nor
         "reward": next(iter(means.values())),  # the one trained on
         "rewards": means,
         "norm": part.norm,
-        "cosine": part.cosine(batch_norm),
-        "share": part.share(batch_norm),
+        "cosine": part.cosine(batch),
+        "share": part.share(batch),
     }
-
-
-def describe_blame(
-    rows: Sequence[int],
-    episodes: Sequence[Episode],
-    tensors: Mapping[str, Tensor],
-    tokenizer: object,
-) -> list[Json]:
-    """Describe the episodes with the blame: first those with bad numbers besides the advantage.
-
-    One bad reward makes the advantages of its whole group bad.
-    """
-    described = [explain_episode(row, episodes, tensors, tokenizer) for row in rows]  # type: ignore[arg-type]
-    causes = [d for d in described if any("advantages" not in r for r in bad_reasons(d))]
-    return (causes or described)[:BLAMED_SHOWN]
-
-
-def bad_reasons(described: Json) -> list[str]:
-    """Return the reasons about NaN and infinity."""
-    return [r for r in described["reasons"] if "NaN" in r or " nan" in r or " inf" in r]
 
 
 # --- results -------------------------------------------------------------------------------------
@@ -304,19 +256,10 @@ def write(explanation: Explanation, folder: Path) -> Path:
     """Write runs/<name>/explain_<step>.json -> its path. NaN becomes null."""
     out = folder / f"explain_{explanation.step}.json"
     with files.replace_atomically(out) as partial:
-        partial.write_text(json.dumps(make_finite(dataclasses.asdict(explanation)), indent=1))
+        # NaN becomes None
+        content = TypeAdapter(Json).dump_python(dataclasses.asdict(explanation), mode="json")
+        partial.write_text(json.dumps(content, indent=1))
     return out
-
-
-def make_finite(value: object) -> object:
-    """Copy plain data, with null for NaN and infinity."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: make_finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [make_finite(item) for item in value]
-    return value
 
 
 def print_explanation(explanation: Explanation) -> None:
@@ -330,33 +273,24 @@ def print_explanation(explanation: Explanation) -> None:
     if explanation.reason and not explanation.blame:
         say("  blame: no single episode. Read the reason")
     importance = explanation.importance
-    say(f"  gradient norm {explanation.gradient_norm:.3g}, {describe_noise(explanation.noise)}")
+    signal = explanation.signal_to_noise
+    known = "unknown" if signal is None else f"{signal:.2f}"
+    say(f"  gradient norm {explanation.gradient_norm:.3g}, signal-to-noise {known}")
     say(
         f"  policy against the sampler: KL {importance['kl']:.3g}, effective sample size "
         f"{importance['ess']:.3f} of the episodes, {importance['token_ess']:.3f} of the tokens"
     )
-    for kind, shares in explanation.shares.items():
-        say(f"  share by {kind}: " + ", ".join(f"{k}: {v:.0%}" for k, v in shares))
-    order = np.argsort([-abs(group["share"]) for group in explanation.groups], kind="stable")
-    for group in (explanation.groups[place] for place in order[:GROUPS_SHOWN]):
+    groups = sorted(explanation.groups, key=lambda group: -abs(group["share"]))
+    for group in groups[:SHOWN]:
         cosine = "none" if group["cosine"] is None else f"{group['cosine']:+.2f}"
         rewards = ", ".join(f"{name} {mean:.3g}" for name, mean in group["rewards"].items())
         say(
             f"  group {group['group']}: share {group['share']:.0%}, norm {group['norm']:.3g}, "
             f"cosine {cosine}, {rewards}  {group['prompt'][:50]!r}"
         )
-    for token in explanation.tokens[:GROUPS_SHOWN]:
+    for token in explanation.tokens[:SHOWN]:
         direction = "up" if token["advantage"] > 0 else "down"
         say(
             f"  token {token['token']!r} {direction}, p {token['probability']:.2g}, after "
             f"{token['before']!r} ({token['row']})"
         )
-
-
-def describe_noise(noise: Json) -> str:
-    """Describe the signal-to-noise ratio."""
-    if not noise or noise["signal_to_noise"] is None:
-        return "no signal-to-noise ratio"
-    scale = noise["noise_scale"]
-    groups = "unknown, the signal is lost in it" if scale is None else f"{scale:.3g} groups"
-    return f"signal-to-noise {noise['signal_to_noise']:.2f} (noise scale: {groups})"

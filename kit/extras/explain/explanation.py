@@ -1,4 +1,4 @@
-"""Measure a step: which episodes it came from, how noisy it is, and which episode broke it."""
+"""Measure a step: which groups it came from, how noisy it is, and which episode broke it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from torch import Tensor
 
 from env import Json
 from kit.data.episode import Episode
-from kit.data.importance import measure_shift
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROUNDING = 1e-6  # relative
 OUTLIER = 10.0  # a group explodes if its gradient norm is this many times the median of the others
 TOKENS_SHOWN = 20
-BLAMED_SHOWN = 8
 CONTEXT = 5  # tokens before and after a token
+NAMES = {"behavior": "recorded log-probs", "log_probs": "log-probs", "advantages": "advantages"}
 
 
-class Part(NamedTuple):
-    """The gradient of an episode or a group, as a part of the batch's gradient G."""
+class Gradient(NamedTuple):
+    """A gradient g, and G, the gradient of the whole batch."""
 
-    norm: float
-    dot: float  # <g, G>
+    norm: float  # |g|
+    dot: float  # <g, G>; NaN before G is known
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no number of the gradient is NaN or infinite."""
+        return math.isfinite(self.norm)
 
     def cosine(self, batch_norm: float) -> float | None:
         """Return the cosine with G, None if one of them is 0."""
@@ -41,25 +44,17 @@ class Part(NamedTuple):
         return self.dot / batch_norm**2 if batch_norm else 0.0
 
 
-class Noise(NamedTuple):
-    """How much of the batch's gradient is signal."""
-
-    signal_to_noise: float | None  # |G| / standard error of G; None: fewer than two groups
-    noise_scale: float | None  # groups; None: the signal is lost in the noise
-
-
 @dataclasses.dataclass
 class Explanation:
-    """What a step did. `dataclasses.asdict` gives the content of explain_<N>.json."""
+    """What a step did: the content of explain_<N>.json."""
 
     step: int
     checkpoint: str  # the weights that the step started from
     reason: str = ""  # why the step cannot be used; empty: it can
     gradient_norm: float = math.nan
-    noise: Json = dataclasses.field(default_factory=dict)
+    signal_to_noise: float | None = None
     importance: Json = dataclasses.field(default_factory=dict)
     groups: list[Json] = dataclasses.field(default_factory=list)
-    shares: dict[str, list[tuple[str, float]]] = dataclasses.field(default_factory=dict)
     tokens: list[Json] = dataclasses.field(default_factory=list)
     blame: list[Json] = dataclasses.field(default_factory=list)
 
@@ -67,25 +62,19 @@ class Explanation:
 # --- the gradient --------------------------------------------------------------------------------
 
 
-def measure_noise(norms: Sequence[float], batch_norm: float) -> Noise:
-    """Measure the signal-to-noise ratio of G, the sum of n group gradients g_i.
+def measure_signal(norms: Sequence[float], batch_norm: float) -> float | None:
+    """Return |G| / the standard error of G, the sum of n group gradients g_i; None if unknown.
 
     n g_i is an estimate of G from one group. With S = sum |n g_i - G|^2 / (n - 1), the trace of
-    their covariance, the standard error of G is sqrt(S / n). The simple noise scale is S / |G|^2,
-    where |G|^2 is estimated without bias, as |G|^2 - S / n: the number of groups at which signal
-    and noise are equal. Source: McCandlish et al. 2018, arXiv:1812.06162, equation 2.9 and
-    appendix A.1.
+    their covariance, the standard error of G is sqrt(S / n). Source: McCandlish et al. 2018,
+    arXiv:1812.06162, appendix A.1.
     """
     n = len(norms)
     if n < 2:
-        return Noise(None, None)
+        return None
     squares = math.fsum(norm**2 for norm in norms)
-    trace = max(0.0, (n**2 * squares - n * batch_norm**2) / (n - 1))
-    if not trace:
-        return Noise(None, 0.0 if batch_norm else None)
-    signal = batch_norm**2 - trace / n
-    is_known = signal > ROUNDING * batch_norm**2  # one group alone has the signal 0, up to rounding
-    return Noise(batch_norm / math.sqrt(trace / n), trace / signal if is_known else None)
+    trace = (n**2 * squares - n * batch_norm**2) / (n - 1)
+    return batch_norm / math.sqrt(trace / n) if trace > 0 else None
 
 
 def find_bad(rows: Sequence[int], is_bad: Callable[[Sequence[int]], bool]) -> list[int]:
@@ -115,25 +104,7 @@ def find_outlier_group(norms: Mapping[str, float]) -> str:
     return largest if is_outlier else ""
 
 
-# --- shares --------------------------------------------------------------------------------------
-
-
-def sum_shares(
-    episodes: Sequence[Episode], parts: Sequence[Part], batch_norm: float
-) -> dict[str, list[tuple[str, float]]]:
-    """Sum the shares of the update by server, by quartile of the response length, and by reward.
-
-    Each of these is in ascending order. The names of rewards are those of `list_rewards`.
-    """
-    servers = [episode.server for episode in episodes]
-    lengths = [len(episode.response_ids) for episode in episodes]
-    shares = {
-        "server": sum_by_label(servers, servers, parts, batch_norm),
-        "length": sum_by_label(lengths, label_quartiles(lengths, " tokens"), parts, batch_norm),
-    }
-    for name, rewards in list_rewards(episodes).items():
-        shares[name] = sum_by_label(rewards, label_values(rewards), parts, batch_norm)
-    return shares
+# --- tokens and episodes -------------------------------------------------------------------------
 
 
 def list_rewards(episodes: Sequence[Episode]) -> dict[str, list[float]]:
@@ -143,44 +114,6 @@ def list_rewards(episodes: Sequence[Episode]) -> dict[str, list[float]]:
     if trained == verified:
         return {"reward": trained}
     return {"reward trained on": trained, "verifier's reward": verified}
-
-
-def sum_by_label(
-    values: Sequence[str] | Sequence[float],
-    labels: Sequence[str],
-    parts: Sequence[Part],
-    batch_norm: float,
-) -> list[tuple[str, float]]:
-    """Sum the shares of the parts with the same label, in the order of the values."""
-    sums: dict[str, float] = {}
-    for _, place in sorted(zip(values, range(len(values)), strict=True)):
-        sums[labels[place]] = sums.get(labels[place], 0.0) + parts[place].share(batch_norm)
-    return list(sums.items())
-
-
-def label_quartiles(values: Sequence[float], unit: str = "") -> list[str]:
-    """Label each value with the range of its quartile. Equal values have the same label."""
-    edges = np.unique(np.quantile(values, [0.25, 0.5, 0.75], method="higher"))
-    numbers = np.searchsorted(edges, values, side="left").tolist()
-    labels = {}
-    for number in set(numbers):
-        members = [value for value, k in zip(values, numbers, strict=True) if k == number]
-        low = min(members)
-        high = max(members)
-        interval = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-        labels[number] = f"{interval}{unit}"
-    return [labels[number] for number in numbers]
-
-
-def label_values(values: Sequence[float]) -> list[str]:
-    """Label each value with itself, or with its quartile if there are more than four."""
-    labels = [f"{value:g}" for value in values]
-    if len(set(labels)) <= 4:
-        return labels
-    return label_quartiles(values)
-
-
-# --- tokens and episodes -------------------------------------------------------------------------
 
 
 def describe_tokens(
@@ -235,11 +168,6 @@ def name_token(episode: Episode, position: int, tokenizer: PreTrainedTokenizerBa
     }
 
 
-def measure_importance(log_probs: Tensor, behavior: Tensor, is_sampled: Tensor) -> Json:
-    """Measure the importance weights of the present policy: see measure_shift."""
-    return measure_shift(log_probs, behavior, is_sampled)._asdict()
-
-
 def explain_episode(
     row: int,
     episodes: Sequence[Episode],
@@ -256,12 +184,8 @@ def explain_episode(
     for name, rewards in list_rewards(episodes).items():
         usual = float(np.nanmedian(rewards))
         reasons.append(f"its {name} is {rewards[row]:g}, the median {usual:g}")
-    lengths = float(np.median([len(other.response_ids) for other in episodes]))
-    reasons.append(f"it has {len(episode.response_ids)} tokens, the median {lengths:g}")
-    described = name_episode(episode) | {"reward": episode.trained_reward}
     ratios = (tensors["log_probs"][row] - tensors["behavior"][row]).abs()  # [R]
-    ratios = ratios.nan_to_num(math.inf, math.inf, math.inf) * tensors["mask"][row]
-    ratios = ratios.nan_to_num(0.0, math.inf)  # infinity * 0 of padding
+    ratios = ratios.nan_to_num(math.inf, math.inf).masked_fill(~tensors["mask"][row].bool(), 0.0)
     position = int(ratios.argmax())
     token = name_token(episode, position, tokenizer)
     recorded = float(tensors["behavior"][row, position])
@@ -270,19 +194,30 @@ def explain_episode(
         f"the log-prob of token {position} ({token['token']!r}) is {present:.3g}, recorded as "
         f"{recorded:.3g}"
     )
-    return described | token | {"tokens": len(episode.response_ids), "reasons": reasons}
+    return name_episode(episode) | token | {"reasons": reasons}
 
 
 def list_bad_numbers(row: int, episode: Episode, tensors: Mapping[str, Tensor]) -> list[str]:
-    """List what is NaN or infinite in an episode."""
+    """List what is NaN or infinite in an episode. tensors: mask, and some of NAMES."""
     reasons = []
     reward = episode.trained_reward
     if reward is None or not math.isfinite(reward):
         reasons.append(f"its reward is {reward}")
     mask = tensors["mask"][row].bool()
-    names = {"behavior": "recorded log-probs", "log_probs": "log-probs", "advantages": "advantages"}
-    for key, name in names.items():
+    for key in [key for key in NAMES if key in tensors]:
         count = int((~tensors[key][row][mask].isfinite()).sum())
         if count:
-            reasons.append(f"{count} of its {name} are NaN or infinite")
+            reasons.append(f"{count} of its {NAMES[key]} are NaN or infinite")
     return reasons
+
+
+def find_causes(
+    rows: Sequence[int], episodes: Sequence[Episode], tensors: Mapping[str, Tensor]
+) -> list[int]:
+    """Return the rows that have NaN or infinity besides the advantage, otherwise all of them.
+
+    One bad reward makes the advantages of its whole group bad.
+    """
+    sources = {key: tensor for key, tensor in tensors.items() if key != "advantages"}
+    causes = [row for row in rows if list_bad_numbers(row, episodes[row], sources)]
+    return causes or list(rows)

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -22,24 +22,13 @@ from torch.distributed.tensor import DTensor
 
 import training
 from kit.config.recipe import Recipe
+from kit.extras.explain.explanation import Gradient
 
 if TYPE_CHECKING:
     from verl import DataProto
 
 NAME = "actor"  # of the worker group
 RECORDER = "_gradient_recorder"  # attribute of a worker while it measures
-
-
-class Measured(NamedTuple):
-    """A gradient g, and G, the gradient of the whole batch."""
-
-    norm: float  # |g|
-    dot: float  # <g, G>; NaN before G is known
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether no number of the gradient is NaN or infinite."""
-        return math.isfinite(self.norm)
 
 
 # --- in the driver -------------------------------------------------------------------------------
@@ -53,11 +42,11 @@ class GradientMeter:
         self.batch = batch
         self.recipe = recipe
 
-    def measure(self, rows: Sequence[int]) -> Measured:
+    def measure(self, rows: Sequence[int]) -> Gradient:
         """Measure the gradient of some rows. The first finite one becomes G."""
         part = self.batch.select_idxs(torch.tensor(rows))
         if not part.batch["response_mask"].any():
-            return Measured(0.0, 0.0)
+            return Gradient(0.0, 0.0)
         settings = self.recipe.actor
         is_on_policy = self.recipe.is_on_policy
         data = training.make_update_data(
@@ -74,10 +63,6 @@ class GradientMeter:
         )
         training.wait_for_output(self.actor.update_actor(data))
         return call_workers(self.actor, take_last)
-
-    def take_sum(self) -> Measured:
-        """Measure the sum of the gradients since the last call, and start a new sum."""
-        return call_workers(self.actor, take_sum)
 
 
 @contextlib.contextmanager
@@ -103,28 +88,21 @@ def call_workers(actor: training.WorkerGroup, function: Any, *arguments: float) 
 
 
 class Recorder:
-    """Measures the gradient in place of the optimizer step. Holds two copies of the gradient."""
+    """Measures the gradient in place of the optimizer step. Holds a copy of the first one."""
 
     def __init__(self, engine: Any, device: str):  # an engine of verl
         self.engine = engine
         self.device = device
         self.batch: list[Tensor] = []  # G, this rank's shards
-        self.sum: list[Tensor] = []
-        self.last = Measured(math.nan, math.nan)
+        self.last = Gradient(math.nan, math.nan)
 
     def step(self) -> float:
-        """Measure the gradient, and add it to the sum -> its norm. Replaces optimizer_step."""
+        """Measure the gradient -> its norm. Replaces optimizer_step."""
         shards = self.list_shards()
         self.last = self.compare(shards)
         if not self.batch and self.last.is_finite:
             self.batch = [shard.clone() for shard in shards]
             self.last = self.compare(shards)
-        else:
-            self.sum = (
-                [a + b for a, b in zip(self.sum, shards, strict=True)]
-                if self.sum
-                else [shard.clone() for shard in shards]
-            )
         return self.last.norm
 
     def list_shards(self) -> list[Tensor]:
@@ -147,7 +125,7 @@ class Recorder:
             shards.append(gradient.detach().float() / math.sqrt(copies))
         return shards
 
-    def compare(self, shards: Sequence[Tensor]) -> Measured:
+    def compare(self, shards: Sequence[Tensor]) -> Gradient:
         """Measure a gradient, with a sum over the ranks."""
         squares = sum(float(shard.double().square().sum()) for shard in shards)
         dot = 0.0 if self.batch else math.nan
@@ -156,7 +134,7 @@ class Recorder:
             dot = sum(float((a.double() * b.double()).sum()) for a, b in pairs)
         totals = torch.tensor([squares, dot], dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(totals)
-        return Measured(math.sqrt(float(totals[0])), float(totals[1]))
+        return Gradient(math.sqrt(float(totals[0])), float(totals[1]))
 
 
 def find_trainer(worker: Any) -> Any:
@@ -183,18 +161,10 @@ def uninstall(worker: Any) -> None:
     delattr(trainer, RECORDER)
 
 
-def take_last(worker: Any) -> Measured:
+def take_last(worker: Any) -> Gradient:
     """Return the last measurement."""
-    last: Measured = getattr(find_trainer(worker), RECORDER).last
+    last: Gradient = getattr(find_trainer(worker), RECORDER).last
     return last
-
-
-def take_sum(worker: Any) -> Measured:
-    """Measure the sum of gradients, and start a new one."""
-    recorder = getattr(find_trainer(worker), RECORDER)
-    measured: Measured = recorder.compare(recorder.sum)
-    recorder.sum = []
-    return measured
 
 
 def divide_by_batch(

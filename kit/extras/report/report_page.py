@@ -38,7 +38,7 @@ EPISODES_PER_CHUNK = 100  # unpacked together when one of them is opened
 
 
 # the keys of explain_<N>.json that the page reads
-EXPLAINED = {"step", "reason", "importance", "noise", "groups", "shares", "tokens", "blame"}
+EXPLAINED = {"step", "reason", "importance", "signal_to_noise", "groups", "tokens", "blame"}
 
 
 class Chart(NamedTuple):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kit.extras.explain import command
-from kit.extras.explain.gradients import Measured, call_workers, find_trainer, measuring
+from kit.extras.explain.gradients import call_workers, find_trainer, measuring
 from kit.runs import checkpoints, replay
 from tests.helpers.recipes import metrics_of
 from tests.helpers.runs import assert_same
@@ -99,11 +99,9 @@ def test_the_parts_add_up_to_the_gradient_of_the_recorded_update(stack, recorded
     update = next(m for m in metrics_of(recorded) if "actor/grad_norm" in m)
     assert explanation.gradient_norm == pytest.approx(update["actor/grad_norm"], rel=1e-4)
     assert sum(group["share"] for group in explanation.groups) == pytest.approx(1.0, abs=1e-4)
-    for shares in explanation.shares.values():
-        assert sum(share for _, share in shares) == pytest.approx(1.0, abs=1e-4)
     cosines = [g["cosine"] for g in explanation.groups if g["cosine"] is not None]
     assert len(cosines) > 2 and all(-1 <= cosine <= 1 for cosine in cosines)
-    assert explanation.noise["signal_to_noise"] > 0
+    assert explanation.signal_to_noise > 0
     assert explanation.importance["ess"] > 0.999
     assert explanation.tokens[0]["size"] >= explanation.tokens[-1]["size"] > 0
     model = "model_world_size_1_rank_0.pt"
@@ -145,12 +143,9 @@ def test_two_halves_have_the_sum_of_the_batch(stack, recorded):
         with measuring(trainer.workers.actor, batch, trainer.recipe) as meter:
             whole = meter.measure(range(len(episodes)))
             halves = [meter.measure(range(24)), meter.measure(range(24, len(episodes)))]
-            total = meter.take_sum()
     assert whole.dot == pytest.approx(whole.norm**2, rel=1e-6)
-    assert total.norm == pytest.approx(whole.norm, rel=1e-4)
     assert sum(half.dot for half in halves) == pytest.approx(whole.dot, rel=1e-4)
-    assert total.dot == pytest.approx(whole.norm * total.norm, rel=1e-4)  # the same direction
-    assert isinstance(whole, Measured) and halves[0].norm > 0
+    assert whole.is_finite and halves[0].norm > 0
 
 
 def list_attributes(worker) -> list[str]:

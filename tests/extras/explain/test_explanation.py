@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from pathlib import Path
@@ -18,14 +17,14 @@ from hypothesis import strategies as st
 from kit.errors import ConfigError
 from kit.extras.explain import command
 from kit.extras.explain.explanation import (
-    Part,
+    Explanation,
+    Gradient,
     describe_tokens,
     explain_episode,
     find_bad,
+    find_causes,
     find_outlier_group,
-    label_quartiles,
-    measure_noise,
-    sum_shares,
+    measure_signal,
 )
 from kit.runs import checkpoints
 from tests.helpers.workers import make_episode
@@ -49,57 +48,23 @@ def test_the_noise_is_that_of_the_groups_covariance(n, seed):
     """From the norms only. The direct computation uses the vectors."""
     gradients = np.random.default_rng(seed).normal(0.3, 1.0, (n, 6))  # of the groups
     total = gradients.sum(axis=0)
-    noise = measure_noise(np.linalg.norm(gradients, axis=1).tolist(), np.linalg.norm(total))
+    norms = np.linalg.norm(gradients, axis=1).tolist()
     trace = np.cov(n * gradients.T).trace()
     expected = np.linalg.norm(total) / np.sqrt(trace / n)
-    assert noise.signal_to_noise == pytest.approx(expected, rel=1e-6)
-    signal = total @ total - trace / n
-    if signal > 1e-3 * (total @ total):
-        assert noise.noise_scale == pytest.approx(trace / signal, rel=1e-4)
-    elif signal < -1e-3 * (total @ total):
-        assert noise.noise_scale is None
+    assert measure_signal(norms, np.linalg.norm(total)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_one_group_has_no_noise():
-    assert measure_noise([2.0], 2.0) == (None, None)
-    alone = measure_noise([1.63, 0.0, 0.0, 0.0], 1.63 * (1 + 1e-9))
-    assert alone.signal_to_noise == pytest.approx(1.0) and alone.noise_scale is None
+    assert measure_signal([2.0], 2.0) is None
+    assert measure_signal([1.63, 0.0, 0.0, 0.0], 1.63 * (1 + 1e-9)) == pytest.approx(1.0)
 
 
 def test_cosines_and_shares_of_parts():
     g = np.array([3.0, 4.0])
-    parts = [Part(float(np.linalg.norm(v)), float(v @ g)) for v in np.diag(g)]
+    parts = [Gradient(float(np.linalg.norm(v)), float(v @ g)) for v in np.diag(g)]
     assert sum(part.share(5.0) for part in parts) == pytest.approx(1.0)
     assert parts[0].cosine(5.0) == pytest.approx(0.6)
-    assert Part(0.0, 0.0).cosine(5.0) is None and Part(1.0, 0.0).share(0.0) == 0.0
-
-
-def test_shares_are_summed_by_server_length_and_reward():
-    episodes = [make_episode([5], [7] * length) for length in (1, 2, 2, 9)]
-    for episode, reward, server in zip(episodes, (0, 1, 0, 1), "aabb", strict=True):
-        episode.reward = float(reward)
-        episode.server = server
-    shares = sum_shares(episodes, [Part(1.0, d) for d in (0.1, 0.2, 0.3, 0.4)], 1.0)
-    assert shares["server"] == [("a", pytest.approx(0.3)), ("b", pytest.approx(0.7))]
-    assert shares["reward"] == [("0", pytest.approx(0.4)), ("1", pytest.approx(0.6))]
-    assert shares["length"] == [
-        ("1 to 2 tokens", pytest.approx(0.6)),
-        ("9 tokens", pytest.approx(0.4)),
-    ]
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
-def test_quartiles_are_ranges_that_do_not_overlap(lengths):
-    labels = label_quartiles(lengths, " tokens")
-    ranges = {}
-    for length, label in zip(lengths, labels, strict=True):
-        bounds = [int(word) for word in label.split() if word.isdecimal()]
-        low, high = min(bounds), max(bounds)
-        assert low <= length <= high
-        ranges[label] = (low, high)
-    ordered = sorted(ranges.values())
-    assert all(a[1] < b[0] for a, b in itertools.pairwise(ordered))
-    assert len(ordered) <= 4
+    assert Gradient(0.0, 0.0).cosine(5.0) is None and Gradient(1.0, 0.0).share(0.0) == 0.0
 
 
 def test_an_outlier_is_ten_times_the_median_of_the_other_groups():
@@ -143,6 +108,9 @@ def test_the_blame_names_what_is_not_finite_or_far_off():
     assert described["token"] == "c" and "recorded as -40" in described["reasons"][-1]
     bad = explain_episode(2, episodes, tensors, Letters())
     assert bad["reasons"][0] == "1 of its recorded log-probs are NaN or infinite"
+    tensors["advantages"][0] = math.nan  # by the bad number of another one of its group
+    assert find_causes([0, 2], episodes, tensors) == [2]
+    assert find_causes([0], episodes, tensors) == [0]
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -163,10 +131,10 @@ def make_run(folder: Path, steps=(1, 2, 3), saved=(2,)) -> Path:
 @pytest.mark.parametrize(
     ("name", "step", "message"),
     [
-        ("nothing", 1, "no run, since it has no config.yaml. Name its folder"),
-        ("run", 9, r"step_9.jsonl does not exist, .* Choose one of the steps 1, 2, 3\."),
+        ("nothing", 1, r"config.yaml does not exist. Name the folder of a run"),
+        ("run", 9, r"step_9.jsonl does not exist. .* and a step whose episodes it has\."),
         ("run", 3, "explain needs the recipe of the run. Add --config"),
-        ("run", 2, r"no checkpoint of it. Choose one of the steps 1, 3, or train with .*save_freq"),
+        ("run", 2, r"no complete checkpoint of it. Choose step 1 .*, or train with .*save_freq"),
     ],
 )
 def test_a_step_that_cannot_be_explained_is_an_error_of_one_line(tmp_path, name, step, message):
@@ -197,7 +165,8 @@ def test_another_recipe_is_named_and_megatron_is_refused(capsys):
         command.check_recipe(make_plan("megatron", []))
 
 
-def test_numbers_that_are_not_finite_become_null():
-    content = {"a": [math.nan, {"b": math.inf}], "c": 1.5, "d": "nan"}
-    text = json.dumps(command.make_finite(content), allow_nan=False)
-    assert json.loads(text) == {"a": [None, {"b": None}], "c": 1.5, "d": "nan"}
+def test_numbers_that_are_not_finite_become_null(tmp_path):
+    explanation = Explanation(3, "", groups=[{"norm": math.inf}], importance={"kl": 1.5})
+    content = json.loads(command.write(explanation, tmp_path).read_text())
+    assert (content["gradient_norm"], content["groups"]) == (None, [{"norm": None}])
+    assert content["importance"] == {"kl": 1.5}

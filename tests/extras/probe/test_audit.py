@@ -11,6 +11,7 @@ import pytest
 from kit.errors import ConfigError, RunError
 from kit.extras.convert import check
 from kit.extras.probe import command
+from kit.extras.probe.audit import BROKEN, find_weaknesses
 from kit.gym.network import GymStartError
 from tests.helpers.recipes import CPU, RECIPE, tiny, write_rows
 
@@ -65,7 +66,7 @@ def fails(data_source, solution_str, ground_truth, extra_info):
 def always_fails(data_source, solution_str, ground_truth, extra_info):
     with open("calls.txt", "a") as calls:
         calls.write("x")
-    if os.path.getsize("calls.txt") > 2:  # the first two are of the check before the probe
+    if os.path.getsize("calls.txt") > 7:  # the first ones are of the check before the probe
         raise ValueError("the judge is down")
     return 1.0
 
@@ -105,22 +106,28 @@ def model(workspace):
 
 @pytest.fixture
 def probe(workspace, model, tmp_path, monkeypatch, capsys):
-    """A function that probes a verifier of SOURCE -> (exit status, results, console)."""
+    """A function that probes a verifier of SOURCE -> (exit status, weaknesses, console)."""
     monkeypatch.chdir(tmp_path)
+    found = []
+
+    def find(*arguments):
+        found[:] = find_weaknesses(*arguments)
+        return found
+
+    monkeypatch.setattr(command, "find_weaknesses", find)
     (tmp_path / "my.py").write_text(SOURCE)
     write_rows(tmp_path / "rows.jsonl", ROWS)
 
     def run(verifier, *arguments, words=()):
         own = ("env.train_files=[rows.jsonl]", f"env.verifier=my.py:{verifier}")
         words = tiny(workspace, *own, f"actor_rollout_ref.model.path={model}", *words)
-        files = ["--config", str(CPU), "--config", str(RECIPE), "--json", "out.json"]
+        files = ["--config", str(CPU), "--config", str(RECIPE)]
         status = 0
         try:
             command.main([*files, *arguments, *words, "env.verifier_pool.processes=1"])
         except SystemExit as error:
             status = error.code
-        (result,) = json.loads((tmp_path / "out.json").read_text())
-        return status, result, " ".join(capsys.readouterr().out.split())
+        return status, found, " ".join(capsys.readouterr().out.split())
 
     return run
 
@@ -129,15 +136,15 @@ def read_rows(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def list_kinds(result, *expects):
-    return {each["kind"] for each in result["weaknesses"] if each["expects"] in expects}
+def list_kinds(weaknesses, *expects):
+    return {each.kind for each in weaknesses if each.expects in expects}
 
 
 def test_a_verifier_without_a_planted_weakness_passes(probe):
-    status, result, console = probe("strict")
-    assert (status, result["weaknesses"]) == (0, [])
-    assert result["rows_with_a_rewarded_truth"] == 3
-    assert "no weakness found" in console
+    status, weaknesses, console = probe("strict")
+    assert (status, weaknesses) == (0, [])
+    assert "the truth earns the full reward as X, for 3 rows" in console
+    assert "0 kinds of weakness in 1 verifier" in console
 
 
 def test_a_verifier_that_searches_for_the_answer_is_fooled(probe):
@@ -149,7 +156,7 @@ def test_a_verifier_that_searches_for_the_answer_is_fooled(probe):
     assert "deserves nothing" in console
     assert check("exploits.jsonl")  # env.py accepts the file
     rows = read_rows("exploits.jsonl")
-    assert len(rows) == sum(each["weak"] for each in result["weaknesses"])
+    assert len(rows) == sum(len(each.weak) for each in result)
     assert all(row["probe"]["reward"] == 1.0 for row in rows if row["probe"]["expects"] == "wrong")
 
 
@@ -160,9 +167,7 @@ def test_recorded_exploits_are_sent_again(probe, tmp_path):
     write_rows(tmp_path / "rows.jsonl", exploits[:1])
     _, result, _ = probe("pays_empty")
     assert f"recorded: {exploits[0]['probe']['kind']}" in list_kinds(result, "wrong")
-    status, result, _ = probe("strict")
-    assert (status, result["weaknesses"]) == (0, [])
-    assert any(kind.startswith("recorded") for kind in result["probes"])
+    assert probe("strict")[:2] == (0, [])
 
 
 def test_a_verifier_that_rejects_what_a_person_accepts(probe):
@@ -171,40 +176,32 @@ def test_a_verifier_that_rejects_what_a_person_accepts(probe):
     assert not list_kinds(result, "wrong", "leak")
 
 
-def test_a_truth_that_earns_nothing_is_said_first(probe):
-    status, result, console = probe("unreachable")
-    assert status == 3 and len(result["rows_with_an_unrewarded_truth"]) == 3
-    assert console.partition("unreachable The")[2].startswith(" verifier cannot be satisfied")
-    assert not result["weaknesses"]
-    assert "0 kinds of weakness in 1 verifier, 3 rows whose truth earns nothing (" in console
-
-
-def test_two_rewards_for_one_response_are_a_weakness(probe):
-    status, result, console = probe("alternates")
-    assert status == 3 and result["changed_rewards"] > 0
-    assert "got another reward the second time" in console
-    assert f"{result['changed_rewards']} responses with two rewards (" in console
+@pytest.mark.parametrize(
+    ("verifier", "kind", "shown"),
+    [
+        ("unreachable", "the truth, in any of 11 forms", "3 of 3 0 '1234'"),
+        ("fails_on_truth", "fails on the truth", "2 of 3 raised"),
+        ("alternates", "sent a second time", "3 of 3 "),
+    ],
+)
+def test_a_verifier_that_no_response_can_satisfy_is_broken(probe, verifier, kind, shown):
+    """--ignore does not remove that."""
+    ignored = ("--ignore", "leak", "--ignore", "wrong", "--ignore", "right")
+    status, weaknesses, console = probe(verifier, *ignored)
+    assert (status, list_kinds(weaknesses, BROKEN)) == (3, {kind})
+    assert f"{kind} {shown}" in console and "1 kind of weakness in 1 verifier" in console
 
 
 def test_a_failure_is_no_finding(probe):
     status, result, console = probe("fails")
-    assert result["failures"] > 0 and "got no reward, and count as neither" in console
-    assert not list_kinds(result, "wrong", "leak", "right")
-    assert status == 0
+    assert "got no reward, and count as neither" in console
+    assert (status, result) == (0, [])
 
 
 def test_nothing_is_no_half_of_the_full_reward_where_others_get_a_penalty(probe):
     status, result, console = probe("penalizes")
-    assert (status, result["weaknesses"]) == (0, [])
+    assert (status, result) == (0, [])
     assert "rewards from -1 to 1" in console
-
-
-def test_a_verifier_that_fails_on_the_truth_is_named(probe):
-    status, result, console = probe("fails_on_truth")
-    assert status == 3 and len(result["rows_with_a_failing_truth"]) == 2
-    assert "The verifier fails on the truth of 2 of 3 rows in all forms, such as" in console
-    assert "no such file" in console and "no weakness found" not in console
-    assert ", 2 rows on whose truth the verifier fails (" in console
 
 
 def test_a_server_that_is_down_is_one_line(probe):
@@ -229,12 +226,10 @@ def test_ignored_kinds_do_not_count(probe):
 
 
 def test_bad_arguments_and_lost_verifiers_are_one_line(probe):
-    with pytest.raises(ConfigError, match=r"^--rows 0 is no number of rows\. Set 1 or more\.$"):
+    with pytest.raises(ConfigError, match=r"^No verifier of this recipe can be probed\."):
         probe("strict", "--rows", "0")
     with pytest.raises(ConfigError, match=r"^--threshold 2 is no share\. Set a number up to 1\.$"):
         probe("strict", "--threshold", "2")
-    with pytest.raises(ConfigError, match="--ignore negatd is none of wrong, leak, right, "):
-        probe("contains", "--ignore", "negatd")
     with pytest.raises(RunError) as error:
         probe("always_fails")
     assert str(error.value).startswith("The verifier always_fails gave no reward to any of ")

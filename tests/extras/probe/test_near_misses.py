@@ -13,7 +13,7 @@ import pytest
 from env import Task
 from kit.data.reward_scale import RewardScale
 from kit.extras.probe import truths
-from kit.extras.probe.audit import Reply, audit_server, find_unsatisfied, find_weaknesses
+from kit.extras.probe.audit import BROKEN, Reply, RowAudit, audit_verifier, find_weaknesses
 from kit.extras.probe.command import list_others
 from kit.extras.probe.responses import RIGHT, WRONG, Case
 
@@ -51,16 +51,16 @@ def audit(verify, rows):
     """Probe a verifier with {prompt: truth}."""
     tasks = []
     for number, (prompt, answer) in enumerate(rows.items()):
-        row = {"answer": answer} if answer else {}
-        row |= {"answer": answer}
-        tasks.append(Task(f"a:{number}", row, "s", [{"role": "user", "content": prompt}], []))
-
-    def make_case(task):
+        message = {"role": "user", "content": prompt}
+        tasks.append(Task(f"a:{number}", {"answer": answer}, "s", [message], []))
+    audits = []
+    for task in tasks:
         prompt = truths.read_prompt(task)
         answers = truths.list_truths(task.row)
-        return Case(prompt, others=list_others(task, tasks), answers=answers)
-
-    return asyncio.run(audit_server("s", "s", tasks, FakeSender(verify), make_case))
+        case = Case(prompt, others=list_others(task, tasks), answers=answers)
+        audits.append(RowAudit(task, case))
+    asyncio.run(audit_verifier(audits, FakeSender(verify)))
+    return audits
 
 
 def find(verify, rows, *expects):
@@ -179,8 +179,8 @@ def test_the_scale_of_a_verifier_changes_no_finding(scale):
         return lambda text, truth: full if verify(text, truth) else nothing
 
     honest = audit(pay(read_answer), SUMS)
-    assert not find_weaknesses(honest, 0.5) and not find_unsatisfied(honest)
-    assert {row.scale for row in honest.rows} == {RewardScale(nothing, full)}
+    assert not find_weaknesses(honest, 0.5)
+    assert {row.scale for row in honest} == {RewardScale(nothing, full)}
     assert find(pay(lambda text, truth: text.endswith(truth)), SUMS)
 
 
@@ -194,7 +194,7 @@ def test_forms_that_the_prompt_rules_out_are_not_sent_as_right():
     free = {prompt.partition("Reply")[0]: truth for prompt, truth in rows.items()}
     assert {"with a zero after the point", "with a thousands separator"} <= find(exact, free, RIGHT)
     roots = {"Find all x with x^2 = 5x - 6. Solve for x.": "[2, 3]", "Solve for y: 2y = 8.": "4"}
-    assert {"as an equation", "items in another order"} <= find(exact, roots, RIGHT)
+    assert "items in another order" in find(exact, roots, RIGHT)
 
 
 def test_close_values_are_not_wrong_if_the_prompt_asks_for_about_the_value():
@@ -222,4 +222,4 @@ def test_a_truth_with_quotation_marks_is_written_as_json():
             return False
 
     rows = {'Answer as {"answer": ...}': 'say "hello" 10', 'Reply as {"answer": ...}': 'a "b"\\c 2'}
-    assert not find_unsatisfied(audit(reads_json, rows))
+    assert not find(reads_json, rows, BROKEN)

@@ -53,7 +53,7 @@ def test_a_prompt_that_demands_a_format_makes_other_formats_wrong():
     assert texts(boxed, "not in the format of the prompt") == ("7", "The answer is 7.")
     assert "not in the format of the prompt" not in kinds(Case("Add.", "7"), LEAK)
     both = "Use \\boxed{} or ####."
-    assert truths.find_demanded_format(both) == ""
+    assert truths.find_demanded_form(both) == ""
 
 
 def test_reasoning_is_not_right_if_the_prompt_wants_only_the_answer():
@@ -70,18 +70,3 @@ def test_truths_are_found_where_gym_and_verl_have_them():
     assert truths.list_truths({"expected_answer": '["a", "b"]'})[:2] == ["a, b", "[a, b]"]
     assert truths.list_truths({"answer": "They sell 9.\n#### 9"})[0] == "9"
     assert truths.list_truths({"question": "?"}) == []
-
-
-def test_placeholders_follow_the_schema_and_have_no_information():
-    schema = (
-        '{"type": "object", "required": ["name", "kind", "tags"], "properties": '
-        '{"name": {"type": "string", "minLength": 3}, "kind": {"enum": ["a", "b"]}, '
-        '"tags": {"type": "array", "minItems": 2, "items": {"type": "integer", "minimum": 4}}, '
-        '"more": {"type": "string"}}}'
-    )
-    filled = truths.fill_schema({"schema_str": schema, "schema_type": "json"})
-    assert filled == '{"name": "xxx", "kind": "a", "tags": [4, 4]}'
-    assert truths.fill_schema({"schema_str": schema, "schema_type": "xml"}) == ""
-    assert truths.fill_schema({"schema_str": "no"}) == ""
-    anything = '{"type": "object", "required": ["x"], "properties": {"x": true}}'
-    assert truths.fill_schema({"schema_str": anything, "schema_type": "json"}) == '{"x": "x"}'

@@ -157,10 +157,7 @@ NO_PROBLEM = {
         "val/loss": [None] * STEPS,
         "val-core/s/acc/mean@1": [None] * STEPS,
     },
-    "small KL": {"actor/kl_loss": geometric(0.001, 0.2)},
     "small difference of probabilities": {"training/rollout_probs_diff_mean": [0.01] * STEPS},
-    "difference that varies": {"training/rollout_probs_diff_mean": [0.01, 0.005, 0.015] * 8},
-    "difference that falls": {"training/rollout_probs_diff_mean": geometric(0.02, 0.001)},
     "an engine that logs no loss": {"actor/loss": [None] * STEPS},
 }
 NO_PROBLEM_WITH_RECIPE = {
@@ -168,14 +165,6 @@ NO_PROBLEM_WITH_RECIPE = {
     "an advantage that does not compare a group": (
         {"rollout/zero_variance_groups": [8.0] * STEPS},
         {"algorithm": {"adv_estimator": "gae"}},
-    ),
-    "an engine with older weights": (
-        {"training/rollout_probs_diff_mean": geometric(0.002, 0.04)},
-        {"trainer": {"one_step_off": 1}},
-    ),
-    "an engine with a penalty": (
-        {"training/rollout_probs_diff_mean": geometric(0.002, 0.04)},
-        {"actor_rollout_ref": {"rollout": {"n": 8, "repetition_penalty": 1.1}}},
     ),
 }
 PROBLEMS = {
@@ -191,21 +180,9 @@ PROBLEMS = {
         {"rollout/zero_variance_groups": [8.0] * STEPS},
         "100% of the groups all responses earn the same reward",
     ),
-    "far from the reference": (
-        {"actor/kl_loss": geometric(0.01, 3.0)},
-        r"The KL divergence from the reference is too large: 0.\d+ -> [12].\d+ nats",
-    ),
-    "far from the sampling policy": (
-        {"actor/ppo_kl": [0.2] * STEPS},
-        "The KL divergence from the sampling policy is too large",
-    ),
     "rollout engine": (
         {"training/rollout_probs_diff_mean": [0.2] * STEPS},
         "Rollout engine and trainer disagree by 0.2",
-    ),
-    "rollout engine that drifts": (
-        {"training/rollout_probs_diff_mean": geometric(0.001, 0.03)},
-        r"The difference between rollout engine and trainer grows: 0.0013 -> 0.022 in the",
     ),
     "flat reward": (
         {**FLAT_REWARD, "actor/entropy": [1.0] * STEPS},
@@ -214,13 +191,6 @@ PROBLEMS = {
     "rising entropy": (
         {**FLAT_REWARD, "actor/entropy": geometric(0.2, 4.0)},
         "Policy collapse: entropy 0.2",
-    ),
-    "low entropy": (
-        {
-            "rollout/reward/mean": [0.1 + 0.01 * i for i in range(STEPS)],
-            "actor/entropy": geometric(1.0, 0.001),
-        },
-        "hardly vary",
     ),
     "non-finite numbers": (
         {"training/skipped_nonfinite_steps": [0.0] * 23 + [1.0]},
@@ -237,10 +207,6 @@ PROBLEMS = {
             "rollout/zero_variance_groups": [0.0] * 14 + [8.0] * 10,
         },
         "of the groups all responses earn the same reward",
-    ),
-    "held-out reward": (
-        {"val-core/s/reward/mean@1": geometric(0.9, 0.2)},
-        "Held-out reward fell from 0.9",
     ),
 }
 
@@ -295,8 +261,8 @@ def test_a_task_with_unsolved_groups_is_not_reported_as_solved(tmp_path):
     [finding] = diagnosis.find_zero_variance_groups(run)
     assert finding.problem == (
         "In 100% of the groups all responses earn the same reward, mostly 1: no advantage, nothing "
-        "to learn. But in 25% of these groups all responses earn less, and the entropy went from "
-        "0.8 to 0.15 nats: each time, the policy gives nearly the same response."
+        "to learn. But in 25% of these groups all responses earn less: each time, the policy gives "
+        "nearly the same response."
     )
     assert "entropy_coeff" in finding.next_step
     for episode in episodes:
@@ -312,11 +278,7 @@ SECTIONS = {  # {case of PROBLEMS: the section of docs/guides/diagnosis.md}
     "zero variance": "3. A flat reward, and zero-variance groups",
     "flat reward": "3. A flat reward, and zero-variance groups",
     "rising entropy": "5. Entropy",
-    "low entropy": "5. Entropy",
-    "far from the reference": "6. KL divergence",
-    "far from the sampling policy": "6. KL divergence",
     "rollout engine": "7. Rollout engine against trainer",
-    "held-out reward": "10. Held-out rows against training rows",
 }
 
 
@@ -373,21 +335,3 @@ def test_the_next_step_names_a_parameter_that_changes_the_engines_probabilities(
     [finding] = [f for f in diagnose(tmp_path, changes, recipe) if "disagree" in f.problem]
     assert finding.next_step.startswith("the recipe sets rollout.top_k, rollout.repetition_penalty")
     assert "bug" not in finding.next_step
-
-
-def test_the_held_out_reward_of_a_data_source_is_compared_with_its_own_episodes(tmp_path):
-    """The other data source of the same function has rewards that vary more."""
-    rewards = {"openai/gsm8k": [0.5] * 8, "noisy": [0.0, 9.0] * 4}
-    episodes = []
-    for source, values in rewards.items():
-        for i, reward in enumerate(values):
-            data = row("say 7") | {"data_source": source}
-            name = f"{source}:{i}"
-            episodes.append(Episode(name, name, "f", [5], row=data, reward=reward, ended="stop"))
-    run = write_run(tmp_path, {}, {"rollout/episodes": [8.0]}, episodes)
-    frame = run.episodes
-    file = frame.file.iloc[0]
-    frame["file"] = "val_1"
-    assert file and set(frame.test_set) == set(rewards)
-    assert diagnosis.estimate_held_out_error(run, "val-core/openai/gsm8k/reward/mean@1", 1) == 0.0
-    assert diagnosis.estimate_held_out_error(run, "val-core/noisy/reward/mean@1", 1) > 1.0

@@ -179,9 +179,8 @@ def test_an_explained_step_is_a_section_with_its_blame(chromium, model, tmp_path
         "reason": "",
         "gradient_norm": None,
         "importance": {"kl": 0.01, "ess": 0.75},
-        "noise": {},
+        "signal_to_noise": None,
         "groups": [group | {"norm": 2.0, "cosine": None, "share": 1.0}],
-        "shares": {"server": {SCRIPT: 1.0}},
         "tokens": [token | {"row": "a:1"}],
         "blame": [{"row": "a:1", "episode": 3, "reasons": ["its reward is nan"]}],
     }
