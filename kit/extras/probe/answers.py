@@ -30,6 +30,13 @@ ONLY = re.compile(
     re.IGNORECASE,
 )
 COMPUTED = re.compile(r"\d *[-+*/^] *\d|comput|calculat|evaluate|solve|value of", re.IGNORECASE)
+VARIABLE = re.compile(r"\b(?:for|find|of|is) \$?([b-hj-z])\$?(?![a-z'])")
+COUNTED = re.compile(  # the noun after `how many`
+    r"\bhow many (?!(?:are|can|did|does|do|different|had|has|have|is|more|of|other|the|times|total|"
+    r"was|were|will|would)\b)([a-z]{3,})",
+    re.IGNORECASE,
+)
+SHARES = re.compile(r"probab|chance|percent|fraction|%", re.IGNORECASE)
 UNORDERED = re.compile(r"\b(set|solutions|roots|all (the )?[a-z]+|any order)\b", re.IGNORECASE)
 ORDERED = re.compile(
     r"\b(order(s|ed)?|sort(ed)?|(as|des)cending|sequence|rank(ed|ing)?|steps?|coordinates?|point|"
@@ -52,6 +59,7 @@ def rewrite_answer(truth: str, prompt: str, choices: Mapping[str, str]) -> dict[
     texts = rewrite_number(truth, prompt)
     if truth in choices and choices[truth] != truth:
         texts["in parentheses"] = f"({truth})"
+        texts["with the text of the choice"] = f"{truth}. {choices[truth]}"
     if NAME.fullmatch(truth) and len(truth) > 1:
         texts["lower case"] = truth.lower()
     items = split_list(truth)
@@ -71,6 +79,14 @@ def rewrite_number(truth: str, prompt: str) -> dict[str, str]:
     if value is None:
         return {}
     texts = {"in dollar signs": f"${truth}$"}
+    variable = VARIABLE.search(prompt)
+    if variable and "=" in prompt:
+        texts["as an equation"] = f"{variable[1]} = {truth}"
+    counted = COUNTED.search(prompt)
+    if counted and value.denominator == 1:
+        texts["with its unit"] = f"{truth} {counted[1].lower()}"
+    if 0 < value < 1 and 10_000 % value.denominator == 0 and SHARES.search(prompt):
+        texts["as a percentage"] = f"{float(value * 100):g}%"
     if INTEGER.fullmatch(truth):
         if abs(value) >= 1000:
             texts["with a thousands separator"] = f"{int(truth):,}"
@@ -80,6 +96,11 @@ def rewrite_number(truth: str, prompt: str) -> dict[str, str]:
         texts["without thousands separators"] = truth.replace(",", "")
     elif value.denominator <= 100 and not FRACTION.fullmatch(truth):
         texts["as a fraction"] = str(value)
+    if 1 < value.denominator <= 100:
+        sign = "-" if value < 0 else ""
+        texts["as a LaTeX fraction"] = (
+            f"{sign}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
+        )
     if FRACTION.fullmatch(truth) and 10_000 % value.denominator == 0:
         texts["as a decimal number"] = f"{Decimal(value.numerator) / value.denominator:f}"
     return {kind: text for kind, text in texts.items() if text != truth}

@@ -39,6 +39,7 @@ def test_a_rewritten_number_has_the_same_value(numerator, denominator):
         ("0.5", "as a fraction", "1/2"),
         ("1/2", "as a decimal number", "0.5"),
         ("-0.75", "as a fraction", "-3/4"),
+        ("-3/4", "as a LaTeX fraction", "-\\frac{3}{4}"),
         ("Paris", "lower case", "paris"),
         ("[1, 2]", "other spaces in a list", "[1,2]"),
     ],
@@ -47,10 +48,20 @@ def test_each_kind_of_rewrite(truth, kind, text):
     assert rewrites(truth)[kind] == text
 
 
+def test_units_percentages_and_equations_need_a_prompt_that_asks_for_them():
+    assert rewrites("7", "How many apples are left?")["with its unit"] == "7 apples"
+    for question in ("Compute 3 + 4.", "How many are left?", "How many did he eat?"):
+        assert "with its unit" not in rewrites("7", question)
+    assert rewrites("0.25", "What is the probability?")["as a percentage"] == "25%"
+    assert "as a percentage" not in rewrites("0.25", "What is the length?")
+    assert rewrites("58", "Solve 2x = 116 for x.")["as an equation"] == "x = 58"
+
+
 def test_the_case_of_a_formula_or_of_code_is_not_changed():
     for truth in ("CCO", "xY", "node_1", "McDonald"):
         assert "lower case" not in rewrites(truth), truth
 
 
-def test_a_choice_may_be_in_parentheses():
-    assert rewrites("B", "", A="one", B="two") == {"in parentheses": "(B)"}
+def test_a_choice_may_be_in_parentheses_or_with_its_text():
+    found = rewrites("B", "", A="one", B="two")
+    assert found == {"in parentheses": "(B)", "with the text of the choice": "B. two"}
