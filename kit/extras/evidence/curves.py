@@ -282,15 +282,10 @@ def tabulate(evaluations: Sequence[Evaluation], test_set: str, score: str) -> Ta
     shared = [row for row in tables[0] if row in in_all and all(table[row] for table in tables)]
     if len(shared) < 2:
         folders = sorted({str(evaluation.path.parent.parent) for evaluation in evaluations})
-        cause = (
-            "Set the same env.val_files in both recipes. Rows of a function must not depend on "
-            "data.seed."
-        )
-        if len(in_all) > 1:
-            cause = "In the others, some run has no verified response: repeat its evaluation."
         raise ConfigError(
-            f"{', '.join(folders)} share {len(in_all)} rows of {test_set}, {len(shared)} of them "
-            f"with a reward in each run, and a comparison needs two. {cause}"
+            f"{', '.join(folders)} share {len(shared)} rows of {test_set} with a reward in each "
+            "run, and a comparison needs two. Set the same env.val_files in both recipes, or "
+            "repeat an evaluation whose episodes failed."
         )
     means = [[np.mean([one[score] for one in table[row]]) for row in shared] for table in tables]
     return Table(np.array(means, dtype=np.float64), total)

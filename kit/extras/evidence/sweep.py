@@ -37,19 +37,11 @@ TRACKERS = ("WANDB_RUN_ID", "SWANLAB_RUN_ID", "TENSORBOARD_DIR", "VERL_FILE_LOGG
 SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed")
 
 
-class Variant(NamedTuple):
-    """A combination of the values of --vary. configs: recipes that it adds."""
-
-    name: str
-    configs: tuple[str, ...]
-    changes: tuple[str, ...]  # key=value
-
-
 class SweepRun(NamedTuple):
-    """A run of a sweep. configs, words: of its command line."""
+    """A run of a sweep, or a variant without a seed. configs, words: of its command line."""
 
     name: str
-    variant: str
+    variant: str  # a combination of the values of --vary
     configs: tuple[str, ...]
     words: tuple[str, ...]
 
@@ -57,14 +49,13 @@ class SweepRun(NamedTuple):
 def main(arguments: Sequence[str]) -> None:
     """Run the command. Raises ConfigError if the sweep cannot start, or if runs failed."""
     args = parse_arguments(arguments)
-    variants = list_variants(args.vary)
-    configs = (*args.config, *variants[0].configs)
-    words = (*args.words, *variants[0].changes, "trainer.resume_mode=disable")
-    first = cli.plan(configs, words, is_dry_run=True).recipe
+    variants = list_variants(args.vary, args.config, args.words)
+    words = (*variants[0].words, "trainer.resume_mode=disable")
+    first = cli.plan(variants[0].configs, words, is_dry_run=True).recipe
     name = first.trainer.experiment_name
     folder = str(first.verl.trainer._get_node("default_local_dir"))  # before it is resolved
     runs = [
-        make_run(args, f"{name}/{variant.name}-seed{seed}", folder, variant, seed)
+        make_run(variant, name, folder, seed)
         for seed, variant in itertools.product(list_seeds(args.seeds), variants)
     ]
     left = [run for run in runs if not is_finished(run)]
@@ -120,25 +111,30 @@ def list_seeds(text: str) -> list[int]:
     return list(dict.fromkeys(numbers)) if len(numbers) > 1 else list(range(1, numbers[0] + 1))
 
 
-def list_variants(vary: Sequence[str]) -> list[Variant]:
-    """Return each combination of the values of --vary. Raises ConfigError."""
+def list_variants(
+    vary: Sequence[str], configs: Sequence[str], words: Sequence[str]
+) -> list[SweepRun]:
+    """Return each combination of the values of --vary. Raises ConfigError.
+
+    configs, words: of all runs.
+    """
     choices: list[list[tuple[str, str]]] = []
     for text in vary:
         key, _, values = text.partition("=")
         choices.append([(expand_key(key), value) for value in split_values(values)])
         if not key or not choices[-1]:
             raise ConfigError(f"--vary {text} is not KEY=A,B. Give a key and its values.")
-    variants: dict[str, Variant] = {}
+    variants: dict[str, SweepRun] = {}
     for chosen in itertools.product(*choices):
         name = "-".join(name_value(key, value) for key, value in chosen) or "base"
-        configs = [value for key, value in chosen if key == "config" and value != "base"]
+        files = [value for key, value in chosen if key == "config" and value != "base"]
         changes = [f"{key}={value}" for key, value in chosen if key != "config"]
         if name in variants:
             raise ConfigError(
                 f"Two variants would have the folder {name}. Rename the recipes or values of "
                 f"--vary: {', '.join(vary)}."
             )
-        variants[name] = Variant(name, tuple(configs), tuple(changes))
+        variants[name] = SweepRun(name, name, (*configs, *files), (*words, *changes))
     return list(variants.values())
 
 
@@ -160,15 +156,13 @@ def split_values(text: str) -> list[str]:
     return re.findall(r"""(?:\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""", text)
 
 
-def make_run(
-    args: argparse.Namespace, name: str, folder: str, variant: Variant, seed: int
-) -> SweepRun:
+def make_run(variant: SweepRun, sweep: str, folder: str, seed: int) -> SweepRun:
     """Return a run of a variant. folder: of checkpoints, as the recipe has it."""
-    words = [*args.words, *variant.changes]
+    name = f"{sweep}/{variant.name}-seed{seed}"
+    words = [*variant.words, *(f"{key}={seed}" for key in SEED_KEYS)]
     if "experiment_name}" not in folder:  # all runs would share it
         words.append(f"trainer.default_local_dir={folder}/{name}")
-    words += [*(f"{key}={seed}" for key in SEED_KEYS), f"trainer.experiment_name={name}"]
-    return SweepRun(name, variant.name, (*args.config, *variant.configs), tuple(words))
+    return variant._replace(name=name, words=(*words, f"trainer.experiment_name={name}"))
 
 
 def is_finished(run: SweepRun) -> bool:

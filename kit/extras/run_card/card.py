@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
-from omegaconf import OmegaConf
 
 from env import Json
 from kit.config.keys import ROOT, diff, find_changes, flatten, is_below, is_kit_key, to_plain
@@ -207,12 +206,7 @@ def list_digests(folder: Path) -> Iterator[list[str]]:
 def select_recipe(recipe: Recipe) -> Json:
     """Return {key: value} of the changed keys of SHOWN, without secrets."""
     shown = redacted(recipe.verl)
-    changed = {key: value for key, (value, _) in find_changes(shown, recipe.defaults).items()}
-    of_kit = {
-        key: value for key, (value, _) in diff(shown, recipe.defaults).items() if is_kit_key(key)
-    }
-    return {
-        key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        for key, value in (changed | of_kit).items()
-        if is_below(key, *SHOWN) and (recipe.has_critic or not is_below(key, "critic"))
-    }
+    changed = find_changes(shown, recipe.defaults)
+    changed |= {key: pair for key, pair in diff(shown, recipe.defaults).items() if is_kit_key(key)}
+    allowed = [key for key in SHOWN if key != "critic" or recipe.has_critic]
+    return {key: value for key, (value, _) in changed.items() if is_below(key, *allowed)}

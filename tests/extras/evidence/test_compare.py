@@ -360,7 +360,7 @@ def test_a_run_that_is_named_twice_counts_once(tmp_path, capsys):
         (("none*", "b*"), "matches no run"),
         (("a*", "a*"), "is in both sets"),
         (("a*", "empty"), "has no evaluation of its own weights"),
-        (("a*", "other"), "share 0 rows of s, 0 of them"),
+        (("a*", "other"), "share 0 rows of s with a reward"),
         (("a*", "third"), "no test set in common, only s, t"),
     ],
 )

@@ -202,11 +202,12 @@ def test_a_run_that_is_invalid_is_named(place, monkeypatch):
 
 
 def test_several_vary_give_all_combinations():
-    variants = sweep.list_variants(["config=base,dapo", "rollout.n=4,8"])
+    variants = sweep.list_variants(["config=base,dapo", "rollout.n=4,8"], ["math"], ["x=1"])
     assert [one.name for one in variants] == ["base-n=4", "base-n=8", "dapo-n=4", "dapo-n=8"]
-    assert variants[2].configs == ("dapo",)
-    assert variants[2].changes == ("actor_rollout_ref.rollout.n=4",)
-    assert [one.name for one in sweep.list_variants(["config=v1.5,v1.6.yaml"])] == ["v1.5", "v1.6"]
+    assert variants[2].configs == ("math", "dapo")
+    assert variants[2].words == ("x=1", "actor_rollout_ref.rollout.n=4")
+    versions = sweep.list_variants(["config=v1.5,v1.6.yaml"], [], [])
+    assert [one.name for one in versions] == ["v1.5", "v1.6"]
 
 
 @given(st.lists(st.sampled_from(["1e-5", "[a,b]", "{x: 1, y: 2}", "'a,b'", "null"]), min_size=1))
