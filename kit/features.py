@@ -440,7 +440,7 @@ TOOLS: Mapping[str, str] = {
     "sweep": "kit.extras.evidence.sweep",
     "explain": "kit.extras.explain.command",
     "probe": "kit.extras.probe.command",
-    "price": "kit.extras.run_price.command",
+    "price": "kit.extras.run_price.price",
 }
 
 

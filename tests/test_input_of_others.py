@@ -26,7 +26,7 @@ from kit.data.episode import Episode
 from kit.errors import ConfigError, RunError, UserFunctionError
 from kit.extras.judges.judge_proxy import JudgeError
 from kit.extras.policy_programs.sandbox import sandbox_command
-from kit.extras.run_price import estimate
+from kit.extras.run_price import price
 from kit.gym import network, servers
 from kit.gym.network import FetchError, GymStartError, discover_servers
 from kit.rollout import openai_server
@@ -96,7 +96,7 @@ def test_nothing_in_the_config_of_a_run_folder_is_resolved(tmp_path):
     path.write_text(f"trainer: {{default_local_dir: '{VARIABLE}', experiment_name: '{VARIABLE}'}}")
     assert read_saved(path)["trainer"]["experiment_name"] == VARIABLE
     assert checkpoints.list_checkpoint_folders(tmp_path)[0].name == VARIABLE
-    assert estimate.read_config(tmp_path).trainer.experiment_name == VARIABLE
+    assert price.read_config(tmp_path).trainer.experiment_name == VARIABLE
 
 
 @pytest.mark.parametrize(

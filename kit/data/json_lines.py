@@ -57,3 +57,11 @@ def read_metrics(path: Path) -> list[Json]:
             kept.pop()
         kept.append(line)
     return kept
+
+
+def read_steps(path: Path) -> dict[int, Json]:
+    """Return {step: its metrics} of metrics.jsonl, in order. The last value of a metric counts."""
+    steps: dict[int, Json] = {}
+    for line in read_metrics(path):
+        steps[line["step"]] = steps.get(line["step"], {}) | line
+    return steps

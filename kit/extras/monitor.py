@@ -7,51 +7,43 @@ writes the scrape file for vLLM's pages. This module adds the page of the run to
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import prometheus_client
 import ray
 import yaml
 from omegaconf import DictConfig
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from kit.config.keys import ROOT
 from kit.config.load import ROLLOUT
-from kit.errors import RunError
 from kit.features import Feature
 from kit.gym.network import HOST as LOCAL
 from kit.gym.network import FetchError, fetch
+from kit.runs import files
 from kit.runs.console import say
 
 if TYPE_CHECKING:
     from kit.runs.launch import Launch
     from kit.runs.run import Run
 
-
-class Label(NamedTuple):
-    """A Prometheus metric with a label: its name, and the name of the label."""
-
-    metric: str
-    name: str
-
-
-# If a metric's name begins with one of these prefixes, the rest of the name becomes a label. Other
-# metrics keep their names, with _ for each /.
+# {beginning of a metric's name: Prometheus' name and the label that has the rest}. Other metrics
+# keep their names, with _ for each /.
 LABELS = {
-    "timing_s/": Label("stage_seconds", "stage"),
-    "verify/concurrency/": Label("verify_concurrency", "server"),
+    "timing_s/": ("kit_stage_seconds", "stage"),
+    "verify/concurrency/": ("kit_verify_concurrency", "server"),
 }
 FAILED = "rollout/failed/"
-DRAFT_COUNTERS = {
-    "vllm:spec_decode_num_draft_tokens_total": "draft",
-    "vllm:spec_decode_num_accepted_tokens_total": "accepted",
-}
+DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 ALERTS = ROOT / "docs" / "monitoring" / "alerts.yml"
 PAGE_TIMEOUT_S = 5.0  # for one page
 
@@ -86,8 +78,8 @@ class Monitor(Feature):
             serve_metrics(launch.run, ray.util.get_node_ip_address(), pages, launch.stack)
 
 
-class RunCollector:
-    """Collects the run's metrics for prometheus_client.
+class RunPage:
+    """The run's metrics for prometheus_client.
 
     These are the last value of each metric, the failures since the process started, and the
     progress of the current stage.
@@ -95,69 +87,50 @@ class RunCollector:
 
     def __init__(self, run: Run):
         self.run = run
-        self.latest: dict[str, float] = {}
-        self.failures: dict[str, float] = {}  # by reason
+        self.registry = CollectorRegistry()
+        self.gauges: dict[str, Gauge] = {}
+        self.failures = prometheus_client.Counter(
+            "kit_failures", "failed episodes by reason", ["reason"], registry=self.registry
+        )
+        self.registry.register(self)
         run.log.readers.append(self.record)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one line of metrics.jsonl."""
-        for name, value in metrics.items():
-            if name.startswith(FAILED):
-                reason = name.removeprefix(FAILED)
-                self.failures[reason] = self.failures.get(reason, 0.0) + value
-            else:
-                self.latest[name] = value
-        self.latest["step"] = step
-
-    def collect(self) -> Iterator[Any]:
-        """Yield all metrics. prometheus_client calls this in its own thread."""
-        failures = dict(self.failures)
-        yield make_family(
-            CounterMetricFamily, "failures", "failed episodes by reason", "reason", failures
-        )
-        stage = self.run.stages.current_stage or "none"
-        seconds = time.monotonic() - self.run.stages.last_progress_at
-        yield make_family(
-            GaugeMetricFamily,
-            "stage_running_seconds",
-            "seconds since the current stage made progress",
-            "stage",
-            {stage: seconds},
-        )
-        yield GaugeMetricFamily(
-            "kit_nonfinite_steps",
-            "consecutive steps skipped for non-finite numbers",
-            self.run.files.nonfinite_steps,
-        )
-        yield GaugeMetricFamily(
-            "kit_episodes_open",
-            "unfinished episodes of the current batch",
-            self.run.stages.open_episodes,
-        )
-        yield from self._collect_latest()
-
-    def _collect_latest(self) -> Iterator[Any]:
-        """Yield the last value of each metric of metrics.jsonl."""
-        labeled: dict[str, dict[str, float]] = {prefix: {} for prefix in LABELS}
-        for name, value in self.latest.copy().items():
+        for name, value in {**metrics, "step": step}.items():
             prefix = next((prefix for prefix in LABELS if name.startswith(prefix)), None)
-            if prefix:
-                labeled[prefix][name.removeprefix(prefix)] = value
+            if name.startswith(FAILED):
+                self.failures.labels(name.removeprefix(FAILED)).inc(value)
+            elif prefix:
+                metric, label = LABELS[prefix]
+                gauge = self._get_gauge(metric, f"{prefix}*", [label])
+                gauge.labels(name.removeprefix(prefix)).set(value)
             else:
-                yield GaugeMetricFamily(f"kit_{re.sub('[^a-zA-Z0-9_]', '_', name)}", name, value)
-        for prefix, values in labeled.items():
-            metric, label = LABELS[prefix]
-            yield make_family(GaugeMetricFamily, metric, f"{prefix}*", label, values)
+                metric = f"kit_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
+                self._get_gauge(metric, name).set(value)
 
+    def _get_gauge(self, metric: str, name: str, labels: Sequence[str] = ()) -> Gauge:
+        """Return the gauge of a metric. Make it if there is none."""
+        if metric not in self.gauges:
+            self.gauges[metric] = Gauge(metric, name, labels, registry=self.registry)
+        return self.gauges[metric]
 
-def make_family(
-    kind: Any, name: str, description: str, label: str, values: Mapping[str, float]
-) -> Any:
-    """Make a Prometheus metric with one value for each value of a label."""
-    family = kind(f"kit_{name}", description, labels=[label])
-    for label_value, value in values.items():
-        family.add_metric([label_value], value)
-    return family
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield what changes between two lines. prometheus_client calls this in its own thread."""
+        stages = self.run.stages
+        running = GaugeMetricFamily(
+            "kit_stage_running_seconds",
+            "seconds since the current stage made progress",
+            labels=["stage"],
+        )
+        seconds = time.monotonic() - stages.last_progress_at
+        running.add_metric([stages.current_stage or "none"], seconds)
+        yield running
+        for name, text, value in (
+            ("nonfinite_steps", "consecutive non-finite steps", self.run.files.nonfinite_steps),
+            ("episodes_open", "unfinished episodes of the batch", stages.open_episodes),
+        ):
+            yield GaugeMetricFamily(f"kit_{name}", text, value)
 
 
 def serve_metrics(run: Run, host: str, servers: Sequence[str], stack: contextlib.ExitStack) -> None:
@@ -169,9 +142,7 @@ def serve_metrics(run: Run, host: str, servers: Sequence[str], stack: contextlib
     Raises RunError if the file cannot be written.
     """
     settings = run.recipe.rollout.prometheus
-    registry = CollectorRegistry()
-    registry.register(RunCollector(run))
-    server, thread = start_http_server(0, host, registry)
+    server, thread = start_http_server(0, host, RunPage(run).registry)
     stack.callback(thread.join)
     stack.callback(server.server_close)
     stack.callback(server.shutdown)
@@ -183,28 +154,23 @@ def serve_metrics(run: Run, host: str, servers: Sequence[str], stack: contextlib
 
 def write_scrape_file(file: Path, run_name: str, address: str, servers: Sequence[str]) -> None:
     """Write Prometheus' configuration for one run. Raises RunError if that fails."""
-    jobs = [scrape_job("kit", [address], run_name)]
-    if servers:
-        jobs.append(scrape_job("rollout", list(servers), run_name))
+    pages = {"kit": [address], "rollout": list(servers)}
+    jobs = [
+        {
+            "job_name": name,
+            "static_configs": [{"targets": addresses, "labels": {"run": run_name}}],
+        }
+        for name, addresses in pages.items()
+        if addresses
+    ]
     configuration = {
         "global": {"scrape_interval": "10s", "evaluation_interval": "10s"},  # verl's intervals
         "rule_files": [str(ALERTS)],
         "scrape_configs": jobs,
     }
-    try:
+    with files.explain_write_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(yaml.safe_dump(configuration, sort_keys=False))
-    except OSError as error:
-        raise RunError(
-            f"actor_rollout_ref.rollout.prometheus.file={file} cannot be written: "
-            f"{error.strerror}. Set another file."
-        ) from None
-
-
-def scrape_job(name: str, addresses: list[str], run_name: str) -> dict[str, Any]:
-    """Make a job of the scrape file."""
-    targets = {"targets": addresses, "labels": {"run": run_name}}
-    return {"job_name": name, "static_configs": [targets]}
 
 
 def reload_prometheus(settings: Any, file: Path) -> str:
@@ -236,35 +202,28 @@ def track_draft_acceptance(servers: Sequence[str]) -> Callable[[], dict[str, flo
     The function returns the metric `rollout/drafts_accepted_frac`. It returns no metric if there
     were no draft tokens, or if a page of vLLM does not answer.
     """
-    last = {"draft": 0.0, "accepted": 0.0}
+    last: Counter[str] = Counter()
 
     def measure_acceptance() -> dict[str, float]:
         try:
             now = count_drafts(servers)
         except FetchError:
             return {}
-        drafted = now["draft"] - last["draft"]
-        accepted = now["accepted"] - last["accepted"]
-        last.update(now)
-        return {"rollout/drafts_accepted_frac": accepted / drafted} if drafted else {}
+        new = now - last
+        last.update(new)
+        return (
+            {"rollout/drafts_accepted_frac": new[ACCEPTED] / new[DRAFTED]} if new[DRAFTED] else {}
+        )
 
     return measure_acceptance
 
 
 def count_drafts(servers: Sequence[str]) -> Counter[str]:
     """Sum the draft tokens and the accepted ones over the pages of vLLM. Raises FetchError."""
-    counts = Counter(draft=0, accepted=0)
-    for server in servers:
-        page = fetch_page(f"http://{server}/metrics")
-        for family in text_string_to_metric_families(page):
-            counts.update(sum_drafts(family.samples))
-    return counts
-
-
-def sum_drafts(samples: Sequence[Any]) -> Counter[str]:
-    """Sum the counters of draft tokens among the samples of a metric."""
     counts: Counter[str] = Counter()
-    for sample in samples:
-        if sample.name in DRAFT_COUNTERS:
-            counts[DRAFT_COUNTERS[sample.name]] += sample.value
+    for server in servers:
+        families = text_string_to_metric_families(fetch_page(f"http://{server}/metrics"))
+        for sample in itertools.chain.from_iterable(family.samples for family in families):
+            if sample.name in (DRAFTED, ACCEPTED):
+                counts[sample.name] += int(sample.value)
     return counts

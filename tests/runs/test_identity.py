@@ -54,8 +54,8 @@ def test_a_resume_names_edited_rows_and_functions(workspace, here):
     )
     with Run(recipe, checkpoint, after):
         pass
-    lines = [line for line in card.describe_scores(recipe, Path("runs/tiny")) if "resumed" in line]
-    assert len(lines) == 1 and "After step 1" in lines[0] and "1 added, 1 removed" in lines[0]
+    [line] = card.list_resume_changes(Path("runs/tiny"))
+    assert "After step 1" in line and "1 added, 1 removed" in line
 
 
 def find(folder: str, name: str, **trainer):

@@ -14,7 +14,7 @@ import numpy as np
 from env import Json
 from kit.data.fingerprint import Fingerprint, drop_nulls, hash_contents, hash_json
 from kit.data.ground_truths import find_ground_truth, is_empty
-from kit.data.json_lines import read_metrics
+from kit.data.json_lines import read_steps
 from kit.data.metrics import ALL_TOKENS, name_test_set
 from kit.data.rollout_files import read_records, read_scale
 from kit.errors import ConfigError
@@ -78,23 +78,23 @@ def read_curve(folder: Path) -> RunCurve:
     evaluations: list[Evaluation] = []
     tokens = seconds = 0.0
     spent = {0: (0.0, 0.0)}
-    for line in read_metrics(folder / "metrics.jsonl"):
+    for step, line in read_steps(folder / "metrics.jsonl").items():
         nulls = [name for name in (ALL_TOKENS, STEP, SAVE) if line.get(name, 0.0) is None]
         if nulls:
-            say(f"WARNING     {folder}: {', '.join(nulls)} of step {line['step']} is not known")
+            say(f"WARNING     {folder}: {', '.join(nulls)} of step {step} is not known")
             line |= dict.fromkeys(nulls, math.nan)
         if "rollout/episodes" in line:  # NaN for a run before this metric existed
             tokens += line.get(ALL_TOKENS, math.nan)
         seconds += np.maximum(0.0, line.get(STEP, 0.0) - line.get(SAVE, 0.0))  # NaN stays
-        spent[line["step"]] = (tokens, seconds)
+        spent[step] = (tokens, seconds)
     for path in sorted((folder / "rollouts").glob("val_*.jsonl")):
         number = path.stem.removeprefix("val_")
         if number.isdigit() and int(number) in spent:
             evaluations.append(Evaluation(int(number), *spent[int(number)], path))
     path = folder / "evaluation.jsonl"
-    step = read_scored_step(folder, path) if path.is_file() else None
-    if step is not None:
-        evaluations.append(Evaluation(step, *spent.get(step, (math.nan, math.nan)), path))
+    scored = read_scored_step(folder, path) if path.is_file() else None
+    if scored is not None:
+        evaluations.append(Evaluation(scored, *spent.get(scored, (math.nan, math.nan)), path))
     if not evaluations:
         raise ConfigError(
             f"{folder} has no evaluation of its own weights. Set env.val_files and "
@@ -131,7 +131,7 @@ def read_scored_step(folder: Path, path: Path) -> int | None:
 
 
 def read_settings(path: Path) -> Fingerprint:
-    """Return the settings of an evaluation, as `evaluate` wrote them; none if it wrote none."""
+    """Return the settings of an evaluation, as `evaluate` wrote them; empty if it wrote none."""
     return identity.read_fingerprint(path.with_suffix(".settings.json"))
 
 
@@ -282,15 +282,10 @@ def tabulate(evaluations: Sequence[Evaluation], test_set: str, score: str) -> Ta
     shared = [row for row in tables[0] if row in in_all and all(table[row] for table in tables)]
     if len(shared) < 2:
         folders = sorted({str(evaluation.path.parent.parent) for evaluation in evaluations})
-        cause = (
-            "Set the same env.val_files in both recipes. Rows of a function must not depend on "
-            "data.seed."
-        )
-        if len(in_all) > 1:
-            cause = "In the others, some run has no verified response: repeat its evaluation."
         raise ConfigError(
-            f"{', '.join(folders)} share {len(in_all)} rows of {test_set}, {len(shared)} of them "
-            f"with a reward in each run, and a comparison needs two. {cause}"
+            f"{', '.join(folders)} share {len(shared)} rows of {test_set} with a reward in each "
+            "run, and a comparison needs two. Set the same env.val_files in both recipes, or "
+            "repeat an evaluation whose episodes failed."
         )
     means = [[np.mean([one[score] for one in table[row]]) for row in shared] for table in tables]
     return Table(np.array(means, dtype=np.float64), total)

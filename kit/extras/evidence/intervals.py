@@ -12,9 +12,8 @@ there.
 
 from __future__ import annotations
 
-import itertools
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,20 +25,23 @@ Scores = NDArray[np.float64]  # [runs, rows]: the mean score of a run on a row
 LEVEL = 0.95
 POWER = 0.8  # for needed_seeds
 MAX_SEEDS = 1000
-MAX_FLIPS = 2**16
 ROUNDING = 1e-9  # of sums of scores, relative
 
 
-class Interval(NamedTuple):
-    """An estimate with its interval. df: degrees of freedom of the t distribution."""
+Parts = list[tuple[float, float]]  # (variance, degrees of freedom) of each source of an estimate
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its interval."""
 
     estimate: float
     low: float
     high: float
-    df: float
 
 
-class Difference(NamedTuple):
+@dataclass(frozen=True)
+class Difference:
     """The difference of the mean scores of two variants.
 
     interval, p_value: None if a variant has one run. Then nothing can be said about other seeds.
@@ -57,29 +59,32 @@ class Difference(NamedTuple):
     rows: int
 
 
-class Parts(NamedTuple):
-    """The variance of the mean of a table of scores, by its source."""
+def split_variance(scores: Scores) -> tuple[float, float]:
+    """Return the variance of the mean of [runs, rows] scores by runs, and that of single scores.
 
-    seeds: float  # of the means of the runs
-    residual: float  # of single scores, which is in the variance of runs and of rows
-
-
-def split_variance(scores: Scores) -> Parts:
-    """Split the variance of the mean of [runs, rows] scores. Needs two runs and two rows."""
+    The latter is in the variance of runs and of rows. Needs two runs and two rows.
+    """
     runs, rows = scores.shape
     by_run = scores.mean(axis=1)
     residuals = scores - by_run[:, None] - scores.mean(axis=0)[None, :] + scores.mean()
     mean_square = float((residuals**2).sum()) / ((runs - 1) * (rows - 1))
-    return Parts(compute_variance(by_run) / runs, mean_square / (runs * rows))
+    return compute_variance(by_run) / runs, mean_square / (runs * rows)
 
 
-def compute_interval(estimate: float, parts: list[tuple[float, float]]) -> Interval:
-    """The t interval of an estimate. parts: (variance, degrees of freedom) of each source."""
+def compute_t(parts: Parts) -> tuple[float, float, float]:
+    """Return the standard error, its degrees of freedom, and the quantile of the t interval."""
     variance = sum(part for part, _ in parts)
     squares = sum(part**2 / df for part, df in parts)
     df = variance**2 / squares if squares > 0 else math.inf
-    half = float(stats.t.ppf((1 + LEVEL) / 2, df)) * math.sqrt(variance)
-    return Interval(estimate, estimate - half, estimate + half, df)
+    return math.sqrt(variance), df, float(stats.t.ppf((1 + LEVEL) / 2, df))
+
+
+def compute_interval(estimate: float, parts: Parts, are_fractions: bool) -> Interval:
+    """The t interval of a difference. That of fractions is between -1 and 1."""
+    error, _, quantile = compute_t(parts)
+    limit = 1.0 if are_fractions else math.inf
+    low = max(estimate - error * quantile, -limit)
+    return Interval(estimate, low, min(estimate + error * quantile, limit))
 
 
 def compare_scores(some: Scores, others: Scores) -> Difference:
@@ -91,37 +96,33 @@ def compare_scores(some: Scores, others: Scores) -> Difference:
     estimate = float(some.mean() - others.mean())
     by_row = some.mean(axis=0) - others.mean(axis=0)
     row_variance = compute_variance(by_row) / rows
-    over_rows = compute_interval(estimate, [(row_variance, rows - 1)])
     are_fractions = is_fraction(some) and is_fraction(others)
-    if are_fractions:
-        over_rows = limit(over_rows)
+    over_rows = compute_interval(estimate, [(row_variance, rows - 1)], are_fractions)
     if are_fractions and row_variance == 0:
         over_rows = widen(estimate, rows)
     if min(len(some), len(others)) < 2:
         return Difference(None, None, over_rows, 0.0, row_variance, rows)
-    first = split_variance(some)
-    second = split_variance(others)
-    pure_row_variance = max(row_variance - first.residual - second.residual, 0.0)
-    if first.seeds + second.seeds + pure_row_variance <= ROUNDING * row_variance:
+    some_seeds, some_residual = split_variance(some)
+    other_seeds, other_residual = split_variance(others)
+    pure_row_variance = max(row_variance - some_residual - other_residual, 0.0)
+    if some_seeds + other_seeds + pure_row_variance <= ROUNDING * row_variance:
         pure_row_variance = row_variance  # too few scores to split it
-    if first.seeds + second.seeds + pure_row_variance == 0:
+    if some_seeds + other_seeds + pure_row_variance == 0:
         return Difference(over_rows, None, over_rows, 0.0, 0.0, rows)
     parts = [
-        (first.seeds, len(some) - 1),
-        (second.seeds, len(others) - 1),
+        (some_seeds, len(some) - 1),
+        (other_seeds, len(others) - 1),
         (pure_row_variance, rows - 1),
     ]
-    interval = compute_interval(estimate, parts)
-    seed_variance = (len(some) * first.seeds + len(others) * second.seeds) / 2
-    p_value = compute_p_value(interval)
-    if are_fractions:
-        interval = limit(interval)
-    return Difference(interval, p_value, over_rows, seed_variance, pure_row_variance, rows)
-
-
-def limit(interval: Interval) -> Interval:
-    """The part of an interval that a difference of fractions can have."""
-    return interval._replace(low=max(interval.low, -1.0), high=min(interval.high, 1.0))
+    error, df, _ = compute_t(parts)
+    return Difference(
+        interval=compute_interval(estimate, parts, are_fractions),
+        p_value=float(2 * stats.t.sf(abs(estimate) / error, df)),
+        over_rows=over_rows,
+        seed_variance=(len(some) * some_seeds + len(others) * other_seeds) / 2,
+        row_variance=pure_row_variance,
+        rows=rows,
+    )
 
 
 def widen(estimate: float, rows: int) -> Interval:
@@ -131,7 +132,7 @@ def widen(estimate: float, rows: int) -> Interval:
     none.
     """
     _, margin = compute_wilson_interval(0.0, 0.0, rows, float(stats.norm.ppf((1 + LEVEL) / 2)))
-    return limit(Interval(estimate, estimate - margin, estimate + margin, math.inf))
+    return Interval(estimate, max(estimate - margin, -1.0), min(estimate + margin, 1.0))
 
 
 def compute_variance(values: NDArray[np.float64], ddof: int = 1) -> float:
@@ -144,31 +145,6 @@ def compute_variance(values: NDArray[np.float64], ddof: int = 1) -> float:
 def is_fraction(scores: Scores) -> bool:
     """Whether all scores are between 0 and 1, as those of most verifiers are."""
     return bool(scores.min() >= 0 and scores.max() <= 1)
-
-
-def compute_p_value(interval: Interval) -> float:
-    """The two-sided p-value of no difference: 1 - LEVEL where the interval just touches 0."""
-    half = (interval.high - interval.low) / 2
-    error = half / float(stats.t.ppf((1 + LEVEL) / 2, interval.df))
-    return float(2 * stats.t.sf(abs(interval.estimate) / error, interval.df))
-
-
-def flip_signs(differences: NDArray[np.float64]) -> tuple[float, float]:
-    """(the p-value of no difference, the smallest that so many differences can give).
-
-    differences: [pairs], one for each seed that both variants have. Under no difference, its sign
-    could as well be the other. The p-value is the share of all signs whose mean is at least as far
-    from 0. It assumes nothing about the distribution, but n pairs give no less than 2 / 2**n.
-    """
-    observed = abs(float(differences.sum()))
-    count = len(differences)
-    if 2**count <= MAX_FLIPS:
-        signs = np.array(list(itertools.product((-1, 1), repeat=count)))
-    else:
-        drawn = np.random.default_rng(0).choice((-1, 1), (MAX_FLIPS - 1, count))
-        signs = np.concatenate([np.ones((1, count), int), drawn])
-    sums = np.abs(signs @ differences)
-    return float((sums >= observed - 1e-12).mean()), 2 / min(2**count, MAX_FLIPS)
 
 
 def find_needed_seeds(difference: Difference) -> int | None:
@@ -201,13 +177,9 @@ def compute_mean_interval(scores: Scores) -> Interval:
     row_variance = compute_variance(scores.mean(axis=0), ddof=0) / rows
     parts = [(row_variance, math.inf)]
     if runs > 1 and rows > 1:
-        split = split_variance(scores)
-        pure_row_variance = max(row_variance - split.residual, 0.0)
-        parts = [(split.seeds, runs - 1), (pure_row_variance, rows - 1)]
-    interval = compute_interval(estimate, parts)
+        seeds, residual = split_variance(scores)
+        parts = [(seeds, runs - 1), (max(row_variance - residual, 0.0), rows - 1)]
+    error, _, quantile = compute_t(parts)
     if not is_fraction(scores):
-        return interval
-    variance = sum(part for part, _ in parts)
-    quantile = float(stats.t.ppf((1 + LEVEL) / 2, interval.df))
-    low, high = compute_wilson_interval(estimate, variance, rows, quantile)
-    return Interval(estimate, low, high, interval.df)
+        return Interval(estimate, estimate - error * quantile, estimate + error * quantile)
+    return Interval(estimate, *compute_wilson_interval(estimate, error**2, rows, quantile))

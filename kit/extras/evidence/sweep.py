@@ -15,12 +15,10 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kit.config import resources
 from kit.config.keys import ROOT
 from kit.errors import ConfigError
 from kit.extras.evidence import compare
@@ -39,58 +37,34 @@ TRACKERS = ("WANDB_RUN_ID", "SWANLAB_RUN_ID", "TENSORBOARD_DIR", "VERL_FILE_LOGG
 SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed")
 
 
-class Variant(NamedTuple):
-    """A combination of the values of --vary. configs: recipes that it adds."""
-
-    name: str
-    configs: tuple[str, ...]
-    changes: tuple[str, ...]  # key=value
-
-
 class SweepRun(NamedTuple):
-    """A run of a sweep, which is called in a folder.
-
-    configs, words: of its command line. planned: its variant, with other seeds and another name.
-    """
+    """A run of a sweep, or a variant without a seed. configs, words: of its command line."""
 
     name: str
-    variant: str
-    planned: cli.Plan
+    variant: str  # a combination of the values of --vary
     configs: tuple[str, ...]
     words: tuple[str, ...]
-    folder: Path
-
-    @property
-    def command(self) -> list[str]:
-        """The command line."""
-        options = itertools.chain.from_iterable(("--config", file) for file in self.configs)
-        return [sys.executable, str(ALGORITHM), "--quiet", *options, *self.words]
-
-
-class Ended(NamedTuple):
-    """How a run ended."""
-
-    status: int  # 0: finished
-    minutes: float
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the command. Raises ConfigError if the sweep cannot start, or if runs failed."""
     args = parse_arguments(arguments)
-    variants = list_variants(args.vary)
-    plans = check_variants(args, variants)
-    name = plans[0].recipe.trainer.experiment_name
-    runs = list(list_runs(name, args, variants, plans))
-    for run in runs:
-        check_run(run)
+    variants = list_variants(args.vary, args.config, args.words)
+    words = (*variants[0].words, "trainer.resume_mode=disable")
+    first = cli.plan(variants[0].configs, words, is_dry_run=True).recipe
+    name = first.trainer.experiment_name
+    folder = str(first.verl.trainer._get_node("default_local_dir"))  # before it is resolved
+    runs = [
+        make_run(variant, name, folder, seed)
+        for seed, variant in itertools.product(list_seeds(args.seeds), variants)
+    ]
     left = [run for run in runs if not is_finished(run)]
     say(f"{len(runs)} runs in runs/{name}, {len(runs) - len(left)} of them finished")
     for run in left:
         say(f"    {run.name}")
     if args.dry_run:
         return
-    statuses = run_through_ray(left) if args.parallel else run_in_turn(left)
-    failed = [run.name for run, status in zip(left, statuses, strict=True) if status]
+    failed = [run.name for run in left if start(run)]
     if failed:
         raise ConfigError(
             f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}. Read runs/<name>.log "
@@ -100,7 +74,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. Raises ConfigError if --seeds is no number of seeds."""
+    """Parse the command line. Raises ConfigError if --seeds or a key cannot be used."""
     parser = argparse.ArgumentParser(
         prog="python algorithm.py sweep",
         description="Run a recipe with several seeds and variants, then compare the variants with "
@@ -118,17 +92,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="values to compare. config=A,B compares recipes; base stands for none. Several "
         "--vary give all combinations",
     )
-    parser.add_argument(
-        "--parallel", action="store_true", help="as many runs at the same time as GPUs are free"
-    )
     parser.add_argument("--dry-run", action="store_true", help="list the runs; start nothing")
     parser.add_argument("words", nargs="*", metavar="key=value", help="for all runs")
     args = parser.parse_intermixed_args(list(arguments))
-    is_list = re.fullmatch(r"[1-9]\d*|\d+(,\d+)+", args.seeds)
-    if not is_list or len(set(list_seeds(args.seeds))) < len(list_seeds(args.seeds)):
+    if not re.fullmatch(r"[1-9]\d*|\d+(,\d+)+", args.seeds):
         raise ConfigError(
-            f"--seeds {args.seeds} is no number of seeds, and no list of different ones such as "
-            "4,5,6. Change it."
+            f"--seeds {args.seeds} is no number of seeds, and no list such as 4,5,6. Change it."
         )
     for text in (*args.words, *args.vary):
         if expand_key(text.partition("=")[0].lstrip("+")) in SEED_KEYS:
@@ -139,34 +108,34 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def list_seeds(text: str) -> list[int]:
     """Return the seeds that --seeds names: 1 to a number, or a list."""
     numbers = [int(number) for number in text.split(",")]
-    return numbers if len(numbers) > 1 else list(range(1, numbers[0] + 1))
+    return list(dict.fromkeys(numbers)) if len(numbers) > 1 else list(range(1, numbers[0] + 1))
 
 
-def list_variants(vary: Sequence[str]) -> list[Variant]:
-    """Return each combination of the values of --vary. Raises ConfigError."""
-    choices: list[list[Variant]] = []
+def list_variants(
+    vary: Sequence[str], configs: Sequence[str], words: Sequence[str]
+) -> list[SweepRun]:
+    """Return each combination of the values of --vary. Raises ConfigError.
+
+    configs, words: of all runs.
+    """
+    choices: list[list[tuple[str, str]]] = []
     for text in vary:
         key, _, values = text.partition("=")
-        split = split_values(values)
-        if not key or not all(split) or len(set(split)) < len(split):
+        choices.append([(expand_key(key), value) for value in split_values(values)])
+        if not key or not choices[-1]:
+            raise ConfigError(f"--vary {text} is not KEY=A,B. Give a key and its values.")
+    variants: dict[str, SweepRun] = {}
+    for chosen in itertools.product(*choices):
+        name = "-".join(name_value(key, value) for key, value in chosen) or "base"
+        files = [value for key, value in chosen if key == "config" and value != "base"]
+        changes = [f"{key}={value}" for key, value in chosen if key != "config"]
+        if name in variants:
             raise ConfigError(
-                f"--vary {text} is not KEY=A,B with different values. Give a key and its values."
+                f"Two variants would have the folder {name}. Rename the recipes or values of "
+                f"--vary: {', '.join(vary)}."
             )
-        choices.append([make_variant(expand_key(key), value) for value in split])
-    variants = []
-    for combination in itertools.product(*choices):
-        name = "-".join(one.name for one in combination) or "base"
-        configs = itertools.chain.from_iterable(one.configs for one in combination)
-        changes = itertools.chain.from_iterable(one.changes for one in combination)
-        variants.append(Variant(name, tuple(configs), tuple(changes)))
-    names = [one.name for one in variants]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(
-            f"Two variants would have the folder {twice[0]}. Rename the recipes or values of "
-            f"--vary: {', '.join(vary)}."
-        )
-    return variants
+        variants[name] = SweepRun(name, name, (*configs, *files), (*words, *changes))
+    return list(variants.values())
 
 
 def expand_key(key: str) -> str:
@@ -175,121 +144,64 @@ def expand_key(key: str) -> str:
     return f"{SHORT.get(section, section)}{dot}{rest}"
 
 
-def make_variant(key: str, value: str) -> Variant:
-    """Return the variant with one value. Its name can be the name of a folder."""
+def name_value(key: str, value: str) -> str:
+    """Return the part of a variant's name, and of its folder's, for a value of --vary."""
     if key == "config":
-        name = re.sub(r"\.ya?ml$", "", Path(value).name)
-        return Variant(name, () if value == "base" else (value,), ())
-    name = f"{key.rpartition('.')[2]}={value}"
-    return Variant(re.sub(r"[^\w.=+-]+", "_", name), (), (f"{key}={value}",))
+        return re.sub(r"\.ya?ml$", "", Path(value).name)
+    return re.sub(r"[^\w.=+-]+", "_", f"{key.rpartition('.')[2]}={value}")
 
 
 def split_values(text: str) -> list[str]:
     """Split A,B at its commas, except those in brackets, braces and quotes."""
-    return re.findall(r"""(?:\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""", text) or [""]
+    return re.findall(r"""(?:\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""", text)
 
 
-def check_variants(args: argparse.Namespace, variants: Sequence[Variant]) -> list[cli.Plan]:
-    """Check the recipe of each variant, and return all of them. Raises EXPECTED_ERRORS."""
-    plans = []
-    for variant in variants:
-        files = [*args.config, *variant.configs]
-        words = [*args.words, *variant.changes, "trainer.resume_mode=disable"]
-        try:
-            planned = cli.plan(files, words, is_dry_run=True)
-        except ConfigError as error:
-            raise ConfigError(f"variant {variant.name}: {error}") from error
-        if not planned.inputs.validation:
-            raise ConfigError(
-                f"variant {variant.name} has no held-out rows to compare. Set env.val_files."
-            )
-        plans.append(planned)
-    return plans
-
-
-def list_runs(
-    name: str, args: argparse.Namespace, variants: Sequence[Variant], plans: Sequence[cli.Plan]
-) -> Iterator[SweepRun]:
-    """Yield the runs of a sweep: all variants of the first seed, then of the next.
-
-    plans: of the variants. Each run has its own folder of checkpoints.
-    """
-    pairs = list(zip(variants, plans, strict=True))
-    for seed, (variant, planned) in itertools.product(list_seeds(args.seeds), pairs):
-        run_name = f"{name}/{variant.name}-seed{seed}"
-        configs = (*args.config, *variant.configs)
-        seeds = (f"{key}={seed}" for key in SEED_KEYS)
-        name_word = f"trainer.experiment_name={run_name}"
-        others = [*args.words, *variant.changes]
-        folder = str(planned.recipe.verl.trainer._get_node("default_local_dir"))
-        if "experiment_name}" not in folder:  # all runs would share it
-            others.append(f"trainer.default_local_dir={folder}/{run_name}")
-        words = (*others, *seeds, name_word)
-        yield SweepRun(run_name, variant.name, planned, configs, words, Path.cwd())
-
-
-def check_run(run: SweepRun) -> None:
-    """Raise ConfigError if the folder of a run has one of another recipe, or on other rows."""
-    folder = Path("runs") / run.name
-    if not (folder / "config.yaml").is_file():
-        return
-    before = identity.read_run(folder)
-    now = run.planned.fingerprint
-    if not set(checkpoints.list_changes(before, now)) <= set(SEED_KEYS):
-        planned = cli.plan(run.configs, run.words, is_dry_run=True)  # values may have name and seed
-        now = planned.fingerprint
-    changes = checkpoints.list_changes(before, now)
-    texts = [text for key, text in changes.items() if key not in SEED_KEYS]
-    texts += now.list_row_changes(before)
-    if texts:
-        shown = ", ".join(texts[:CHANGES_SHOWN])
-        more = f", and {len(texts) - CHANGES_SHOWN} more" if len(texts) > CHANGES_SHOWN else ""
-        raise ConfigError(
-            f"{folder} is a run of another recipe: {shown}{more}. Set another "
-            "trainer.experiment_name."
-        )
+def make_run(variant: SweepRun, sweep: str, folder: str, seed: int) -> SweepRun:
+    """Return a run of a variant. folder: of checkpoints, as the recipe has it."""
+    name = f"{sweep}/{variant.name}-seed{seed}"
+    words = [*variant.words, *(f"{key}={seed}" for key in SEED_KEYS)]
+    if "experiment_name}" not in folder:  # all runs would share it
+        words.append(f"trainer.default_local_dir={folder}/{name}")
+    return variant._replace(name=name, words=(*words, f"trainer.experiment_name={name}"))
 
 
 def is_finished(run: SweepRun) -> bool:
-    """Whether a run has its export."""
-    return checkpoints.is_exported(run.name, run.planned.recipe.trainer.total_training_steps)
+    """Check the recipe of a run -> whether it has its export.
+
+    Raises ConfigError if the folder has a run of another recipe, or on other rows.
+    """
+    try:
+        planned = cli.plan(run.configs, run.words, is_dry_run=True)
+    except ConfigError as error:
+        raise ConfigError(f"{run.name}: {error}") from error
+    if not planned.inputs.validation:
+        raise ConfigError(f"{run.name} has no held-out rows to compare. Set env.val_files.")
+    folder = Path("runs") / run.name
+    before = identity.read_run(folder)
+    texts = [*checkpoints.list_changes(before, planned.fingerprint).values()]
+    texts += planned.fingerprint.list_row_changes(before)
+    if texts and before.values:  # it has a run
+        shown = ", ".join(texts[:CHANGES_SHOWN])
+        raise ConfigError(
+            f"{folder} is a run of another recipe: {shown}, {len(texts)} changes in all. Set "
+            "another trainer.experiment_name."
+        )
+    return checkpoints.is_exported(run.name, planned.recipe.trainer.total_training_steps)
 
 
-def run_in_turn(runs: Sequence[SweepRun]) -> list[int]:
-    """Run one run after the other, and return their exit statuses."""
-    statuses = []
-    for run in runs:
-        ended = start(run.command, run.name, run.folder)
-        tell_end(run, ended)
-        statuses.append(ended.status)
-    return statuses
-
-
-def tell_end(run: SweepRun, ended: Ended) -> None:
-    """Print how a run has ended."""
-    how = "finished" if ended.status == 0 else f"status {ended.status}"
-    say(f"{run.name}: {how} after {ended.minutes:.1f} min")
-
-
-def start(command: Sequence[str], name: str, folder: Path) -> Ended:
-    """Run one run to its end. Its output is in runs/<name>.log.
+def start(run: SweepRun) -> int:
+    """Run one run to its end, and return its exit status. Its output is in runs/<name>.log.
 
     If the sweep is stopped, so is the run: it gets the time to save.
     """
-    log = folder / "runs" / f"{name}.log"
+    options = itertools.chain.from_iterable(("--config", file) for file in run.configs)
+    log = Path("runs") / f"{run.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    # with RAY_*, the run would join the Ray of the sweep; with the others, all runs would share one
-    # log of a tracker
+    # they would name one log of a tracker, or one Ray, for all runs
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", *TRACKERS))}
-    begin = time.monotonic()
     with log.open("ab") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env=environment,
-        )
+        command = [sys.executable, str(ALGORITHM), "--quiet", *options, *run.words]
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
         try:
             status = process.wait()
         except BaseException as error:
@@ -297,74 +209,8 @@ def start(command: Sequence[str], name: str, folder: Path) -> Ended:
                 process.terminate()
             process.wait()
             raise
-    return Ended(status, (time.monotonic() - begin) / 60)
-
-
-def run_through_ray(runs: Sequence[SweepRun]) -> list[int]:
-    """Run as many runs at the same time as GPUs are free, and return their exit statuses.
-
-    Ray queues them, on the cluster of ray_kwargs.ray_init.address or on this machine. A run starts
-    a Ray of its node with the GPUs that it got. Raises ConfigError if a run needs several nodes, or
-    more GPUs than a node has.
-    """
-    import ray
-
-    if not runs:
-        return []
-    recipes = [run.planned.recipe for run in runs]
-    nodes = max(recipe.trainer.nnodes for recipe in recipes)
-    if nodes > 1:
-        raise ConfigError(
-            f"--parallel is for runs on one node, and trainer.nnodes={nodes}. Remove --parallel."
-        )
-    is_cpu = recipes[0].trainer.device == "cpu"
-    gpus = 0 if is_cpu else max(resources.all_gpus(one.verl, one.command) for one in recipes)
-    address = recipes[0].get("ray_kwargs.ray_init.address")
-    environment = {"env_vars": {"PYTHONPATH": str(ROOT)}}
-    ray.init(address=address, include_dashboard=False, log_to_driver=False, runtime_env=environment)
-    largest = max(node["Resources"].get("GPU", 0) for node in ray.nodes())
-    if gpus > largest:
-        ray.shutdown()
-        raise ConfigError(
-            f"A run takes {gpus} GPUs, and the largest node has {largest:.0f}. Lower "
-            "trainer.n_gpus_per_node, or remove --parallel."
-        )
-    cpus = ray.cluster_resources().get("CPU", 1.0) / max(len(ray.nodes()), 1)
-    task = ray.remote(start).options(
-        num_gpus=gpus,
-        num_cpus=cpus if is_cpu else 0,  # a run on a CPU uses all cores
-        max_retries=0,
-    )
-    pending: dict[object, int] = {}  # {Ray's reference: the index of the run}
-    try:
-        for index, run in enumerate(runs):
-            words = run.command
-            if address:  # the run's workers start on the node that Ray has chosen
-                words = [*words, "ray_kwargs.ray_init.address=null"]
-            pending[task.remote(words, run.name, run.folder)] = index
-        return wait_for_runs(runs, pending)
-    finally:
-        ray.shutdown()
-
-
-def wait_for_runs(runs: Sequence[SweepRun], pending: dict[object, int]) -> list[int]:
-    """Wait until all runs have ended, and print each end. A run whose worker is lost has failed."""
-    import ray
-
-    statuses = [1] * len(runs)
-    while pending:
-        [reference], _ = ray.wait(list(pending), num_returns=1)
-        index = pending.pop(reference)
-        try:
-            ended = ray.get(reference)
-        except ray.exceptions.RayTaskError as error:
-            say(f"{runs[index].name}: not started: {error.cause!r:.200}")
-        except ray.exceptions.RayError as error:
-            say(f"{runs[index].name}: its worker was lost ({type(error).__name__})")
-        else:
-            tell_end(runs[index], ended)
-            statuses[index] = ended.status
-    return statuses
+    say(f"{run.name}: {'finished' if status == 0 else f'status {status}'}")
+    return status
 
 
 def compare_variants(folder: Path, runs: Sequence[SweepRun]) -> None:

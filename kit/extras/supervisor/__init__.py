@@ -6,14 +6,12 @@ the process's name.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kit.features import Feature
 
 if TYPE_CHECKING:
-    from kit.extras.supervisor.process_monitor import ProcessMonitor
     from kit.runs.launch import Launch
 
 
@@ -28,15 +26,11 @@ class Supervisor(Feature):
         stages = launch.run.stages
         monitor = ProcessMonitor(launch.logs, checkpoints, stages.report_lost)
         stages.monitor = launch.stack.enter_context(monitor)
-        launch.on_ray.append(functools.partial(watch, monitor))
 
+        def register_raylet(pid: int | None) -> None:
+            """Ray ends the driver if its raylet dies. pid: None if the run joined a cluster."""
+            monitor.is_on_cluster = pid is None
+            if pid is not None:
+                monitor.register_process("Ray's raylet", pid)
 
-def watch(monitor: ProcessMonitor, raylet_pid: int | None) -> None:
-    """Watch the raylet of a local Ray, or the processes on the nodes of a cluster."""
-    if raylet_pid is not None:
-        monitor.register_process("Ray's raylet", raylet_pid)
-        return
-    # Import it here: it imports Ray, which reaper.py does not need.
-    from kit.extras.supervisor.node_monitor import NodeMonitors
-
-    monitor.list_remote = NodeMonitors().list_processes
+        launch.on_ray.append(register_raylet)

@@ -4,7 +4,7 @@ A thread checks every 2 s. If it finds a problem, it stops the run with the proc
 state and the tail of its log. Without it, verl waits forever for an engine that died during a
 weight sync, and for a process that is stopped.
 
-If Ray is a cluster that the run joined, node_monitor.py lists the processes on its nodes. If the
+On a cluster that the run joined, it knows the workers of other nodes from Ray's records. If the
 driver is killed, or Ray ends it because its raylet died, reaper.py reports that and cleans up.
 """
 
@@ -21,9 +21,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -41,94 +42,12 @@ RUN_TITLE = re.compile("^(ray|VLLM|sglang)::|raylet$|gcs_server$")
 # those that Ray does not report itself: the engines' processes, and Ray's own GCS
 ENGINE_TITLE = re.compile("^(VLLM|sglang)::|gcs_server$")
 WORKER_LOG = re.compile(r"-(\d+)\.out$")  # of a Ray worker; the number is its pid
-NODE_MONITOR_CLASS = "NodeMonitor"  # an actor of node_monitor.py, which the run can lose
 # files of dead processes, by the names that Python, torch, NCCL and verl choose
 SHARED_MEMORY_NAME = re.compile(
     r"(psm_\w+|sem\.mp-\w+|torch_\d+_\d+_\d+|nccl-\w{6}|verl_weights_\w+)$"
 )
 SOCKET_NAME = re.compile(r"rl-colocate-zmq-[\w-]+\.sock$")
-ProcessKey = tuple[str, int]  # node and pid
 logger = logging.getLogger(__name__)
-
-
-class ProcessInfo(NamedTuple):
-    """A process at one check."""
-
-    node: str  # the node's address; empty: this machine
-    pid: int
-    title: str
-    status: str  # psutil's
-
-    @property
-    def key(self) -> ProcessKey:
-        return self.node, self.pid
-
-
-class RemoteProcesses(NamedTuple):
-    """The latest answers of all nodes."""
-
-    processes: list[ProcessInfo]
-    repeated_nodes: set[str]  # addresses of the nodes without an answer since the last check
-
-
-# Ray's records of a job's actors by id -> processes on its nodes
-ListRemote = Callable[[Mapping[str, Any]], RemoteProcesses]
-
-
-class ProcessTable:
-    """The processes of this machine, or those of the other nodes, from one check to the next."""
-
-    def __init__(self) -> None:
-        self.running: dict[ProcessKey, ProcessInfo] = {}  # at the last check
-        self.engine_processes: dict[ProcessKey, ProcessInfo] = {}
-        # of each engine: consecutive checks without it
-        self.missing_count: dict[ProcessKey, int] = {}
-        self.stopped_since: dict[ProcessKey, float] = {}
-
-    def update(
-        self, processes: Iterable[ProcessInfo], repeated_nodes: Collection[str] = ()
-    ) -> None:
-        """Record a check: all processes that exist now.
-
-        repeated_nodes: nodes whose processes are those of an earlier check. They do not count
-        again.
-        """
-        previous = self.running
-        self.running = {
-            process.key: process
-            for process in processes
-            if process.status != psutil.STATUS_ZOMBIE and RUN_TITLE.search(process.title)
-        }
-        for key, process in self.running.items():
-            if process.status == psutil.STATUS_STOPPED:
-                self.stopped_since.setdefault(key, time.monotonic())
-            else:
-                self.stopped_since.pop(key, None)
-            # A fork has its parent's title for a moment, so count an engine only when seen twice.
-            is_same = key in previous and previous[key].title == process.title
-            is_same = is_same and process.node not in repeated_nodes
-            if is_same and ENGINE_TITLE.search(process.title):
-                self.engine_processes[key] = process
-        for key, engine in self.engine_processes.items():
-            if engine.node in repeated_nodes:
-                continue
-            is_missing = key not in self.running
-            self.missing_count[key] = self.missing_count.get(key, 0) + 1 if is_missing else 0
-
-    def find_stopped(self) -> ProcessInfo | None:
-        """Return a process that has been stopped for too long."""
-        for key, since in self.stopped_since.items():
-            if key in self.running and time.monotonic() - since > MAX_STOPPED_S:
-                return self.running[key]
-        return None
-
-    def find_dead_engine(self) -> ProcessInfo | None:
-        """Return an engine that has been missing for too long. For Ray's GCS, that is one check."""
-        for key, engine in self.engine_processes.items():
-            limit = 1 if engine.title.endswith("gcs_server") else MAX_MISSING_CHECKS
-            if self.missing_count[key] == limit:
-                return engine
-        return None
 
 
 class ProcessMonitor:
@@ -150,9 +69,11 @@ class ProcessMonitor:
         # every descendant so far, orphans too
         self.descendants: dict[int, psutil.Process] = {}
         self.parents: dict[int, int] = {}  # of each descendant; unknown once it is dead
-        self.local = ProcessTable()
-        self.remote = ProcessTable()
-        self.list_remote: ListRemote | None = None  # set if the run joined a cluster
+        self.titles: dict[int, str] = {}  # {pid: title} of RUN_TITLE at the last check
+        self.engines: dict[int, str] = {}  # {pid: title} of ENGINE_TITLE, also of dead ones
+        self.missing: Counter[int] = Counter()  # of each engine: consecutive checks without it
+        self.stopped_since: dict[int, float] = {}
+        self.is_on_cluster = False  # whether the run joined a Ray that has other nodes
         self.live_actors: set[str] = set()  # ids of the job's Ray actors that were once alive
         self.folders: list[str] = []  # of this run only, to delete at the end
         self.is_ending = threading.Event()
@@ -256,87 +177,76 @@ class ProcessMonitor:
 
     def check(self) -> str:
         """Return a message about the first lost process; "" if there is none."""
-        problem = self._find_problem(self.local, self.list_local())
-        if problem:
-            return problem  # do not ask Ray: without its GCS it does not answer
-        actors = self.list_actors()
-        if self.list_remote:
-            try:
-                problem = self._find_problem(self.remote, *self.list_remote(actors))
-            except TimeoutError as error:
-                return str(error)
-        return problem or self._find_dead_actor(actors)
+        before = self.titles
+        self.titles = self._list_titles()
+        # A fork has its parent's title for a moment, so count an engine only when seen twice.
+        engines = {pid: title for pid, title in self.titles.items() if before.get(pid) == title}
+        self.engines |= {pid: name for pid, name in engines.items() if ENGINE_TITLE.search(name)}
+        for pid, title in self.engines.items():
+            self.missing[pid] = 0 if pid in self.titles else self.missing[pid] + 1
+            limit = 1 if title.endswith("gcs_server") else MAX_MISSING_CHECKS
+            if self.missing[pid] == limit:
+                return self._describe(title, pid, "died")
+        for pid, since in self.stopped_since.items():
+            if pid in self.titles and time.monotonic() - since > MAX_STOPPED_S:
+                return self._describe(self.titles[pid], pid, "is stopped (SIGSTOP?)")
+        return self._find_dead_actor(list_actors())  # last: without its GCS, Ray does not answer
 
-    def _find_problem(
-        self,
-        table: ProcessTable,
-        processes: Iterable[ProcessInfo],
-        repeated_nodes: Collection[str] = (),
-    ) -> str:
-        """Record a check in the table. Return a message about a stopped or dead process."""
-        table.update(processes, repeated_nodes)
-        stopped = table.find_stopped()
-        if stopped:
-            return (
-                f"{describe_process(stopped)} is stopped (SIGSTOP?). {self._read_log(*stopped.key)}"
-            )
-        dead = table.find_dead_engine()
-        if dead:
-            return f"{describe_process(dead)} died. {self._read_log(*dead.key)}"
-        return ""
+    def _list_titles(self) -> dict[int, str]:
+        """Return {pid: title} of the run's processes, and remember all descendants."""
+        titles = {}
+        for pid, process in list_descendants(self.excluded).items():
+            with contextlib.suppress(psutil.Error, OSError):  # the process has just ended
+                title = (process.cmdline() or [""])[0]
+                if self.descendants.get(pid) != process:
+                    self.descendants[pid] = process
+                    self.parents[pid] = process.ppid()
+                status = process.status()
+                if status == psutil.STATUS_STOPPED:
+                    self.stopped_since.setdefault(pid, time.monotonic())
+                else:
+                    self.stopped_since.pop(pid, None)
+                if status != psutil.STATUS_ZOMBIE and RUN_TITLE.search(title):
+                    titles[pid] = title
+                # An engine writes to the log of the worker that started it. If the engine is a
+                # fork (kit/cpu/fork_server.py), that worker is not its parent.
+                log = WORKER_LOG.search(os.readlink(f"/proc/{pid}/fd/1"))
+                if log and int(log[1]) != pid:
+                    self.parents[pid] = int(log[1])
+        return titles
+
+    def _describe(self, title: str, pid: int, problem: str, node: str = "") -> str:
+        """Return a message about a process, with the tail of its log.
+
+        `ray::Class.method` is the worker Class, `VLLM::EngineCore` is vLLM's engine.
+        """
+        name = re.sub(r"^ray::(\w+).*", r"the worker \1", title).rpartition("/")[2]
+        name = name.replace("VLLM::", "vLLM's ").replace("sglang::", "SGLang's ")
+        tail = log_files.read_log_tail(self.logs, pid, self.parents)
+        return f"{name} (pid {pid}{node and f' on {node}'}) {problem}. {tail}"
 
     def _find_dead_actor(self, actors: Mapping[str, Mapping[str, Any]]) -> str:
         """Return a message about a Ray actor that died unexpectedly. actors: Ray's records."""
         for actor in actors.values():
             if actor["State"] == "ALIVE":
                 self.live_actors.add(actor["ActorID"])
-                continue
-            if actor["State"] != "DEAD" or actor["ActorID"] not in self.live_actors:
-                continue
-            reason = describe_death(actor["DeathCause"])
-            if reason and actor["ActorClassName"] != NODE_MONITOR_CLASS:
-                node = actor["Address"]["IPAddress"] if self.list_remote else ""
-                place = f" on {node}" if node else ""
-                worker = f"the worker {actor['ActorClassName']} (pid {actor['Pid']}{place})"
-                return f"{worker} died: {reason}. {self._read_log(node, actor['Pid'])}"
+            elif actor["State"] == "DEAD" and actor["ActorID"] in self.live_actors:
+                reason = describe_death(actor["DeathCause"])
+                if reason:
+                    title = f"ray::{actor['ActorClassName']}"
+                    node = actor["Address"]["IPAddress"] if self.is_on_cluster else ""
+                    return self._describe(title, actor["Pid"], f"died: {reason}", node)
         return ""
 
-    def list_local(self) -> list[ProcessInfo]:
-        """Return the driver's descendants. Remember each one and its parent."""
-        processes = []
-        for pid, process in list_descendants(self.excluded).items():
-            with contextlib.suppress(psutil.Error, OSError):  # the process has just ended
-                title = (process.cmdline() or [""])[0]
-                self._remember(process, title)
-                processes.append(ProcessInfo("", pid, title, process.status()))
-        return processes
 
-    def _remember(self, process: psutil.Process, title: str) -> None:
-        """Save a new descendant and its parent. If the parent ends, the child gets another one."""
-        if self.descendants.get(process.pid) != process:
-            self.descendants[process.pid] = process
-            self.parents[process.pid] = process.ppid()
-        elif title.startswith(("VLLM::", "sglang::")):
-            # An engine writes to the log of the worker that started it. If the engine is a fork
-            # (kit/cpu/fork_server.py), that worker is not its parent.
-            log = WORKER_LOG.search(os.readlink(f"/proc/{process.pid}/fd/1"))
-            if log:
-                self.parents[process.pid] = int(log[1])
+def list_actors() -> dict[str, Any]:
+    """Return Ray's records of this job's actors, by id."""
+    import ray
 
-    def list_actors(self) -> dict[str, Any]:
-        """Return Ray's records of this job's actors, by id."""
-        import ray
-
-        if not ray.is_initialized():
-            return {}
-        job = ray.get_runtime_context().get_job_id()
-        return dict(ray._private.state.actors(job_id=ray.JobID.from_hex(job)))
-
-    def _read_log(self, node: str, pid: int) -> str:
-        """Return the tail of a process's log, or where the log is."""
-        if node:
-            return f"Its log is on {node}, in Ray's session folder"
-        return log_files.read_log_tail(self.logs, pid, self.parents)
+    if not ray.is_initialized():
+        return {}
+    job = ray.get_runtime_context().get_job_id()
+    return dict(ray._private.state.actors(job_id=ray.JobID.from_hex(job)))
 
 
 def describe_death(cause: Any) -> str:
@@ -351,18 +261,6 @@ def describe_death(cause: Any) -> str:
         was_lost = died.Reason.Name(died.reason) in ("WORKER_DIED", "NODE_DIED")
         text = died.error_message if was_lost else ""
     return " ".join(text.split())[:300]
-
-
-def describe_process(process: ProcessInfo) -> str:
-    """Return a readable name of a process, with its pid and node.
-
-    `ray::Class.method` is the worker Class, `VLLM::EngineCore` is vLLM's engine.
-    """
-    engine = "vLLM's " if process.title.startswith("VLLM") else "SGLang's "
-    name = re.sub(r"^ray::(\w+).*", r"the worker \1", process.title)
-    name = re.sub("^(VLLM|sglang)::", engine, name)
-    place = f" on {process.node}" if process.node else ""
-    return f"{name.rpartition('/')[2]} (pid {process.pid}{place})"
 
 
 def remove_leftovers(started_at: float) -> None:

@@ -117,10 +117,11 @@ def test_an_interval_is_scipys_where_only_seeds_or_only_rows_differ():
     welch = stats.ttest_ind(by_seed[0, :, 0], by_seed[1, :, 0], equal_var=False)
     assert (interval.low, interval.high) == pytest.approx(tuple(welch.confidence_interval(0.95)))
     by_row = rng.normal(0, 1, (2, 1, 50)) + np.zeros((2, 3, 50))
-    interval = intervals.compare_scores(by_row[0], by_row[1]).interval
+    difference = intervals.compare_scores(by_row[0], by_row[1])
+    interval = difference.interval
     paired = stats.ttest_rel(by_row[0, 0], by_row[1, 0])
     assert (interval.low, interval.high) == pytest.approx(tuple(paired.confidence_interval(0.95)))
-    assert intervals.compute_p_value(interval) == pytest.approx(paired.pvalue)
+    assert difference.p_value == pytest.approx(paired.pvalue)
 
 
 def test_one_run_has_an_interval_over_rows_alone_and_no_p_value():
@@ -129,19 +130,6 @@ def test_one_run_has_an_interval_over_rows_alone_and_no_p_value():
     difference = intervals.compare_scores(some[:1], others)
     assert difference.interval is None and difference.p_value is None
     assert difference.over_rows.low < difference.over_rows.estimate < difference.over_rows.high
-
-
-@pytest.mark.parametrize("pairs", [2, 3, 5, 8])
-def test_sign_flips_count_all_signs(pairs):
-    p_value, smallest = intervals.flip_signs(np.arange(1.0, pairs + 1))
-    assert p_value == smallest == 2 / 2**pairs
-    assert intervals.flip_signs(np.array([1.0, -1.0] * pairs))[0] == 1.0
-
-
-def test_sign_flips_of_many_pairs_are_drawn():
-    differences = np.random.default_rng(0).normal(0, 1, 40)
-    p_value, _ = intervals.flip_signs(differences)
-    assert p_value == pytest.approx(stats.ttest_1samp(differences, 0).pvalue, abs=0.03)
 
 
 def test_the_needed_seeds_find_the_effect_in_four_of_five_cases():
@@ -160,7 +148,7 @@ def test_the_needed_seeds_find_the_effect_in_four_of_five_cases():
 
 
 def needed_seeds(estimate: float, seed_variance: float, row_variance: float) -> int | None:
-    over_rows = intervals.Interval(estimate, 0, 0, 1)
+    over_rows = intervals.Interval(estimate, 0, 0)
     difference = intervals.Difference(None, None, over_rows, seed_variance, row_variance, ROWS)
     return intervals.find_needed_seeds(difference)
 

@@ -12,12 +12,12 @@ import sys
 import time
 from multiprocessing import shared_memory
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
+import pytest
 
-from kit.extras.supervisor import node_monitor, process_monitor
-from kit.extras.supervisor.process_monitor import ProcessInfo, ProcessMonitor, ProcessTable
+from kit.extras.supervisor import process_monitor
+from kit.extras.supervisor.process_monitor import ProcessMonitor
 from kit.runs import isolation
 
 
@@ -37,55 +37,29 @@ def test_the_reason_that_ray_gives_for_the_death_of_an_actor_is_read():
     assert process_monitor.describe_death(common_pb2.ActorDeathCause()) == ""
 
 
-def test_an_engine_is_dead_after_three_checks_and_the_gcs_after_one():
-    engine = ProcessInfo("", 7, "VLLM::EngineCore", psutil.STATUS_SLEEPING)
-    gcs = ProcessInfo("", 8, "/ray/gcs_server", psutil.STATUS_SLEEPING)
-    table = ProcessTable()
-    table.update([engine])
-    table.update([])
-    # It was listed only once, so it may be a fork that still has the title of its parent.
-    assert not table.engine_processes
-    table.update([engine, gcs])
-    table.update([engine, gcs])
-    table.update([gcs._replace(status=psutil.STATUS_ZOMBIE)])
-    assert table.find_dead_engine() == gcs
-    table.update([])
-    assert table.find_dead_engine() is None
-    table.update([])
-    assert table.find_dead_engine() == engine
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """A check of a monitor at which processes with these pids and titles exist."""
+    monitor = ProcessMonitor(tmp_path, tmp_path, print)
+
+    def run(**titles: str) -> str:
+        found = {int(name[1:]): title for name, title in titles.items()}
+        monkeypatch.setattr(monitor, "_list_titles", lambda: found)
+        return monitor.check()
+
+    return run
 
 
-def test_an_answer_of_a_node_counts_once(monkeypatch):
-    """A slow node may answer less often than the monitor checks."""
-    address = {"NodeID": "n", "IPAddress": "10.0.0.7"}
-    actors = {"a": {"State": "ALIVE", "Pid": 1, "Address": address}}
-    engine = ProcessInfo("10.0.0.7", 7, "VLLM::EngineCore", psutil.STATUS_SLEEPING)
-    nodes = node_monitor.NodeMonitors()
-    table = ProcessTable()
-    answers = [[engine], [engine], [], [], []]  # each one arrives at a second check
-    remote = SimpleNamespace(remote=lambda *_: answers.pop(0) if answers else [])
-    monkeypatch.setattr(nodes, "_get_actor", lambda _: SimpleNamespace(list_processes=remote))
-    monkeypatch.setattr(node_monitor.ray, "get", lambda answer: answer)
-    dead_engines = []  # the result of each check
-    for check in range(12):
-        ready = [1] if check % 2 else []
-        monkeypatch.setattr(node_monitor.ray, "wait", lambda *_, ready=ready, **__: (ready, []))
-        table.update(*nodes.list_processes(actors))
-        dead_engines.append(table.find_dead_engine())
-    # Check 0 sends the first request. The answers to checks 1 and 3 have the engine, those to
-    # checks 5, 7 and 9 do not have it.
-    assert dead_engines[:9] == [None] * 9 and dead_engines[9] == engine
-
-
-def test_a_process_that_runs_again_is_not_reported_as_stopped(monkeypatch):
-    monkeypatch.setattr(process_monitor, "MAX_STOPPED_S", 0.0)
-    stopped = ProcessInfo("", 7, "ray::Actor.work", psutil.STATUS_STOPPED)
-    table = ProcessTable()
-    table.update([stopped, stopped._replace(pid=8, title="python")])
-    time.sleep(0.01)
-    assert table.find_stopped() == stopped
-    table.update([stopped._replace(status=psutil.STATUS_RUNNING)])
-    assert table.find_stopped() is None
+def test_an_engine_is_dead_after_three_checks_and_the_gcs_after_one(check):
+    engine = {"p7": "VLLM::EngineCore"}
+    gcs = {"p8": "/ray/gcs_server"}
+    # Listed only once, it may be a fork that still has the title of its parent.
+    assert check(**engine) == ""
+    assert [check() for _ in range(4)] == [""] * 4
+    assert check(**engine, **gcs) == check(**engine, **gcs) == ""
+    assert check().startswith("gcs_server (pid 8) died. ")
+    assert check() == ""
+    assert check().startswith("vLLM's EngineCore (pid 7) died. ")
 
 
 LEAVE_SHARED_MEMORY = """
@@ -168,6 +142,10 @@ def test_the_monitor_names_a_stopped_and_a_dead_process(tmp_path, monkeypatch):
             f"vLLM's EngineCore (pid {engine.pid}) is stopped (SIGSTOP?). Last lines of "
         )
         assert problem.endswith("two | the cause | the end")
+        engine.send_signal(signal.SIGCONT)
+        while psutil.Process(engine.pid).status() == psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        assert monitor.check() == ""
         # vLLM's processes write to the log of their parent
         log.rename(log.with_stem(f"worker-abc-01000000-{os.getpid()}"))
         engine.kill()
@@ -180,24 +158,6 @@ def test_the_monitor_names_a_stopped_and_a_dead_process(tmp_path, monkeypatch):
         assert temporary.is_dir() and os.environ["TMPDIR"] == str(temporary)
     assert not psutil.pid_exists(orphan.pid) or orphan.poll() is not None
     assert not temporary.exists() and os.environ.get("TMPDIR") != str(temporary)
-
-
-def test_a_node_that_does_not_answer_is_reported(monkeypatch, tmp_path):
-    address = {"NodeID": "n", "IPAddress": "10.0.0.7"}
-    actors = {
-        "a": {"ActorID": "a", "ActorClassName": "A", "State": "ALIVE", "Pid": 1, "Address": address}
-    }
-    monkeypatch.setattr(node_monitor.ray, "wait", lambda *_, **__: ([], []))
-    monitor = ProcessMonitor(tmp_path, tmp_path, print)
-    nodes = node_monitor.NodeMonitors()
-    monitor.list_remote = nodes.list_processes
-    monkeypatch.setattr(monitor, "list_actors", lambda: actors)
-    nodes.requests["n"] = node_monitor.Request("an answer", time.monotonic() - 89)
-    assert monitor.check() == ""
-    nodes.requests["n"] = node_monitor.Request("an answer", time.monotonic() - 91)
-    assert monitor.check() == (
-        "the node 10.0.0.7 has not answered for 90 s: it hangs, or its network is down"
-    )
 
 
 def test_a_dead_worker_is_reported_unless_it_never_lived_or_was_stopped(tmp_path):
@@ -213,11 +173,12 @@ def test_a_dead_worker_is_reported_unless_it_never_lived_or_was_stopped(tmp_path
     assert monitor._find_dead_actor({"a": alive}) == ""
     stopped = dead | {"DeathCause": common_pb2.ActorDeathCause()}  # no cause: the run stopped it
     assert monitor._find_dead_actor({"a": stopped}) == ""
-    node_actor = dead | {"ActorClassName": node_monitor.NodeMonitor.__name__}
-    assert monitor._find_dead_actor({"a": node_actor}) == ""
     problem = monitor._find_dead_actor({"a": dead})
     assert problem.startswith("the worker Actor (pid 7) died: ") and "95% used" in problem
     assert problem.endswith(f"See the logs in {tmp_path}")
+    monitor.is_on_cluster = True
+    problem = monitor._find_dead_actor({"a": dead})
+    assert problem.startswith("the worker Actor (pid 7 on 10.0.0.7) died: ")
 
 
 def test_a_kernel_without_pidfds_is_monitored_too(tmp_path, monkeypatch, caplog):
