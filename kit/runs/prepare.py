@@ -132,14 +132,7 @@ def check_recipe(
     functions = user_functions.load_recipe_functions(config)
     raise_all([ConfigError(problem) for problem in checks.check_names(config)])
     recipe = freeze(config, defaults, command, functions, active)
-    late: list[Exception | str] = []
-    if command == "train":
-        late += checks.check_models(recipe)
-    if config.model_engine == FSDP:
-        late += checks.check_strategies(recipe)
-    for feature in active:
-        late += feature.check_workers(recipe)
-    raise_all([as_error(problem) for problem in late])
+    check_late(recipe)
     checks.instantiate_verl_configs(recipe)
     files = model_files.load_model_files(config)
     processor = None
@@ -217,6 +210,18 @@ def check_early(
         )
     raise_all([as_error(error) for error in errors])
     return verifiers
+
+
+def check_late(recipe: Recipe) -> None:
+    """The checks that need verl, and the advantage and the loss that the recipe names."""
+    errors: list[Exception | str] = []
+    if recipe.command == "train":
+        errors += checks.check_models(recipe)
+    if recipe.verl.model_engine == FSDP:
+        errors += checks.check_strategies(recipe)
+    for feature in recipe.features:
+        errors += feature.check_workers(recipe)
+    raise_all([as_error(error) for error in errors])
 
 
 def find_missing_modules(config: DictConfig) -> Iterator[ConfigError]:
@@ -427,7 +432,7 @@ def check_enough_rows(
     size = config.data.train_batch_size
     entries = inputs.verifiers.entries.get(key, ["a file"])
     needed = 0 if command == "train" and all(is_function(entry) for entry in entries) else 1
-    if command in ("train", "sft"):
+    if command not in SAMPLING_COMMANDS:
         needed = max(needed, math.ceil(share * size - 1e-9))  # without the rounding error
     if found < needed:
         dropped = ", ".join(inputs.dropped[:3]) or "none"
