@@ -670,25 +670,21 @@ def encode_messages(
     return images.expand(ids, messages, row_id) if images else ids
 
 
-def begins_answer(messages: Sequence[Json]) -> bool:
-    """Return whether a prompt ends with text of the assistant, which the policy continues."""
+def choose_end(messages: Sequence[Json]) -> dict[str, bool]:
+    """Choose how `apply_chat_template` ends a prompt: it opens an answer, or continues one."""
     last = messages[-1] if messages else {}
-    return last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
+    is_text = last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
+    return {"add_generation_prompt": not is_text, "continue_final_message": is_text}
 
 
 def check_end(messages: Sequence[Json], row_id: str) -> None:
     """Check that a response can follow the last message of a row. Raises DataError."""
-    if messages and messages[-1]["role"] == "assistant" and not begins_answer(messages):
+    opens_answer = choose_end(messages)["add_generation_prompt"]
+    if opens_answer and messages and messages[-1]["role"] == "assistant":
         raise DataError(
             f"{row_id}: the prompt ends with a thought or a call of the assistant, and no text or "
             "output follows. Add it, or remove this message."
         )
-
-
-def choose_end(messages: Sequence[Json]) -> dict[str, bool]:
-    """Choose how `apply_chat_template` ends a prompt: it opens an answer, or continues one."""
-    continues = begins_answer(messages)
-    return {"add_generation_prompt": not continues, "continue_final_message": continues}
 
 
 def has_image(message: Json) -> bool:

@@ -22,7 +22,6 @@ from gym_client import TOKEN_FIELDS, sanitize_json
 
 # Of a message of SFT: 0 or false for one that is context. OpenAI, axolotl, prime-rl, verl, slime.
 TRAINING_FLAGS = ("weight", "train", "training", "loss", "loss_mask", "step_loss_mask")
-MAX_SHOWN = 60  # characters of a value in a message
 SINGLE_TURN = "single_turn_agent"  # verl's agent loop that samples one response
 # Values that mean the same as no field, in each object. So do null, "", [] and {}.
 DEFAULTS: Mapping[str, tuple[object, ...]] = {
@@ -45,8 +44,8 @@ OWN_TOOLS = (
     "verl's agent loops and their tools do not run here. Remove this field to sample one turn, or "
     'write a Gym server. See docs/guides/tools.md, "1. Write the server".'
 )
-PROMPT_ELSEWHERE = "{field} is not supported. The prompt must be in the row. Write it as `input`."
 NOT_SUPPORTED = "{field}={shown} is not supported. "
+PROMPT_ELSEWHERE = NOT_SUPPORTED + "The prompt must be in the row. Write it as `input`."
 CHOICE = NOT_SUPPORTED + "The policy decides which tools it calls. Use auto."
 REPLACED = NOT_SUPPORTED + "OpenAI has replaced it. Use tools."
 NOT_USED = (  # at the top level of a row; peers read them
@@ -66,16 +65,16 @@ class Fields(NamedTuple):
 
 
 ROW = Fields(unused=NOT_USED)  # the top level of any row
+MEDIA_KEYS = dict.fromkeys(("videos", "video", "audios", "audio"), MEDIA)
 PROMPT_ROW = Fields(  # the top level of a row of verl or TRL, which has its prompt there
-    refused=dict.fromkeys(("videos", "video", "audios", "audio"), MEDIA)
-    | {"image": ONE_IMAGE, "agent_name": "{field}={value}: " + OWN_TOOLS},
+    refused={**MEDIA_KEYS, "image": ONE_IMAGE, "agent_name": "{field}={value}: " + OWN_TOOLS},
 )
 TOOL_KEYS = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")
 EXTRA_INFO = Fields("extra_info.", refused=dict.fromkeys(TOOL_KEYS, "{field}: " + OWN_TOOLS))
 FUNCTION_INFO = Fields("extra_info.", unused="row")  # it hides the row that a function gets there
 CHAT_ROW = Fields(  # the top level of a row of `sft`, which has no verifier
     used=f"messages tools {env.TEMPLATE_ARGUMENTS}",
-    refused=dict.fromkeys(("images", "image", "videos", "audios"), MEDIA),
+    refused={**MEDIA_KEYS, "images": MEDIA, "image": MEDIA},
 )
 PARAMS = Fields(
     "responses_create_params.",
@@ -178,8 +177,7 @@ def list_unused(objects: Iterable[tuple[Fields, Json]]) -> set[str]:
 
 def shorten(value: object) -> str:
     """Return the beginning of a value, for a message."""
-    text = repr(sanitize_json(value))
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+    return f"{sanitize_json(value)!r:.60}"
 
 
 def describe_unused(counts: Mapping[str, int], name: str) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from env import Json, Task
+from env import Json, Task, drop_nulls
 from kit.config.keys import ROOT
 from kit.config.python_files import KIT_FILES
 from kit.config.user_functions import is_user_function
@@ -43,16 +43,6 @@ def hash_json(value: object) -> str:
     """Return the digest of plain data."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
-
-
-def drop_nulls(value: object) -> object:
-    """Drop nulls, with which tables fill the cells of rows that have other columns."""
-    if isinstance(value, list):
-        return [drop_nulls(member) for member in value]
-    if not isinstance(value, dict):
-        return value
-    members = {key: drop_nulls(member) for key, member in value.items()}
-    return {key: member for key, member in members.items() if member is not None}
 
 
 def hash_row(row: Json) -> str:

@@ -32,8 +32,8 @@ from kit.data.tasks import (
     RowSource,
     TaskLoader,
     is_function,
-    is_weight,
     make_unique,
+    read_weight,
 )
 from kit.data.verl_rows import parse_row
 from kit.errors import ConfigError, UserFunctionError
@@ -63,15 +63,12 @@ def parse_functions(entries: Sequence[str | Json], key: str) -> list[FunctionEnt
     for entry in entries:
         if not is_function(entry):
             continue
-        weight = entry.get("weight")
-        if not is_weight(weight):
-            raise DataError(f"{key}: {dict(entry)}: a weight must be a number over 0. Change it.")
         name = str(entry["function"])
         settings = {key: value for key, value in entry.items() if key not in ENTRY_KEYS}
         function = user_functions.load_function({"function": name, **settings}, key)
         server = str(entry.get("server") or "")
         file = make_unique(name, used)
-        functions.append(FunctionEntry(file, weight, server, key, function))
+        functions.append(FunctionEntry(file, read_weight(entry), server, key, function))
     return functions
 
 
@@ -100,15 +97,11 @@ class FunctionRows:
         entry = FileEntry(file, self.entry.weight, self.entry.server)
         loaded = self.loader.make_tasks(parsed, entry)
         if loaded.dropped:
-            raise DataError(f"{self.entry.key}: {explain_drop(loaded.dropped[0])}")
+            raise DataError(
+                f"{self.entry.key}: {loaded.dropped[0]} would be dropped, by "
+                "data.max_prompt_length or env.only_servers. Change these, or the function."
+            )
         return loaded.tasks
-
-
-def explain_drop(dropped: str) -> str:
-    """Explain why a generated row is dropped, and how to avoid it."""
-    if dropped.endswith("tokens)"):
-        return f"{dropped}: over data.max_prompt_length. Make shorter prompts, or raise it."
-    return f"{dropped}: env.only_servers excludes them. Add their server to it."
 
 
 def select_pass_rates(file: str, pass_rates: Mapping[str, float]) -> dict[int, dict[int, float]]:
@@ -141,11 +134,13 @@ class MixedRows:
     ) -> list[Task]:
         """Return the tasks of a batch: those of files, then those of each function."""
         quotas = self.compute_quotas(size, start)
-        file_rows = size - self.sum_quotas(quotas)
+        before = self.compute_quotas(start)
+        names = {rows.entry.file for rows in self.functions}
+        of_files = sum(count for name, count in quotas.items() if name not in names)
+        file_start = sum(count for name, count in before.items() if name not in names)
         tasks: list[Task] = []
-        if file_rows:
-            file_start = start - self.sum_quotas(self.compute_quotas(start))
-            tasks = self.files.batch(number, file_rows, file_start, pass_rates)
+        if of_files:
+            tasks = self.files.batch(number, of_files, file_start, pass_rates)
         for rows in self.functions:
             if quotas[rows.entry.file]:
                 tasks += rows.batch(number, quotas[rows.entry.file], pass_rates)
@@ -156,10 +151,6 @@ class MixedRows:
         weights = {source.file: source.weight or 0.0 for source in self.list_sources()}
         functions = sum(weights[rows.entry.file] for rows in self.functions)
         return 1 - functions / sum(weights.values()) if self.files.tasks else 0.0
-
-    def sum_quotas(self, quotas: Mapping[str, int]) -> int:
-        """Sum the quotas of the functions."""
-        return sum(quotas[rows.entry.file] for rows in self.functions)
 
     def compute_quotas(self, size: int, start: int = 0) -> dict[str, int]:
         """Compute how many rows of a batch each file and function gives. Raises DataError."""

@@ -138,33 +138,25 @@ def add_token_fields(episode: Episode) -> list[Json]:
 
 
 def replace_images_by_hash(row: Json) -> Json:
-    """Replace each inline image of a row by its hash, since every episode of the row has a copy.
-
-    Returns the same object if the row has no inline image.
-    """
+    """Replace each inline image of a row by its hash, since every episode of the row has a copy."""
     params = row.get("responses_create_params") or {}
     if not isinstance(params.get("input"), list):
         return row
-    shortened = [shorten_images(item) for item in params["input"]]
-    if shortened == params["input"]:
-        return row
-    return {**row, "responses_create_params": {**params, "input": shortened}}
+    shortened = {**params, "input": shorten_images(params["input"])}
+    return {**row, "responses_create_params": shortened}
 
 
-def shorten_images(item: Json) -> Json:
-    """Replace each inline image of an input item by its hash."""
-    if not isinstance(item.get("content"), list):
-        return item
-    return {**item, "content": [shorten_image(part) for part in item["content"]]}
-
-
-def shorten_image(part: Any) -> object:  # any JSON
-    """Replace the inline image of a content part by its hash. Other parts stay as they are."""
-    url = str(part.get("image_url", "")) if isinstance(part, dict) else ""
-    if not url.startswith("data:"):
-        return part
-    digest = hashlib.sha256(url.encode()).hexdigest()[:16]
-    return {**part, "image_url": f"sha256 {digest}"}
+def shorten_images(value: Any) -> Any:  # any JSON
+    """Replace each inline image in a value by its hash."""
+    if isinstance(value, list):
+        return [shorten_images(member) for member in value]
+    if not isinstance(value, dict):
+        return value
+    url = value.get("image_url")
+    if isinstance(url, str) and url.startswith("data:"):
+        digest = hashlib.sha256(url.encode()).hexdigest()[:16]
+        return {**value, "image_url": f"sha256 {digest}"}
+    return {key: shorten_images(member) for key, member in value.items()}
 
 
 def read_scale(saved: Json) -> RewardScale:

@@ -15,13 +15,15 @@ becomes another number:
 from __future__ import annotations
 
 import base64
+import contextlib
 import csv
 import glob
 import io
+import itertools
 import json
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -34,8 +36,7 @@ import env
 from env import DataError, Json
 
 if TYPE_CHECKING:
-    from pyarrow import DataType, RecordBatch, Schema
-    from pyarrow.parquet import ParquetFile
+    from pyarrow import DataType, RecordBatch
 
 PARQUET_FORMATS = (".parquet", ".pq")
 ARROW_FORMATS = (*PARQUET_FORMATS, ".arrow", ".feather")
@@ -43,13 +44,13 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}  # between the cells of a line
 FORMATS = (".jsonl", ".json", ".ndjson", *SEPARATORS, *ARROW_FORMATS)
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".zip")
 KNOWN = f"{', '.join(FORMATS)}; text may be compressed: {', '.join(COMPRESSIONS)}"
+FORM_OF_ROWS = "Write one JSON object in each line, or a list of them in a .json file."
 # what Hugging Face's datasets writes next to rows
 METADATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 MAX_CELL_CHARS = 2**31 - 1
 BATCH_ROWS = 32  # a row with images may have several MB
 FIRST_REPORT_S = 5.0  # a file that loads faster is loaded silently
 REPORT_S = 30.0
-BOM = "\ufeff"  # some editors and pandas (utf-8-sig) write it at the start of a file
 Item = TypeVar("Item")
 
 
@@ -76,15 +77,12 @@ def find_files(path: str, report: Callable[[str], None] = ignore) -> list[str]:
             "`hf download OWNER/NAME --repo-type dataset --local-dir data`, `aws s3 cp` or `curl`."
         )
     expanded = str(Path(path.removeprefix("file://")).expanduser())
-    if Path(expanded).is_dir():
-        return list_folder(Path(expanded), report)
-    if Path(expanded).is_file() or not glob.has_magic(expanded):
-        return [expanded]
+    is_pattern = glob.has_magic(expanded) and not Path(expanded).exists()
     files: set[str] = set()
-    for match in glob.glob(expanded, recursive=True):
+    for match in glob.glob(expanded, recursive=True) if is_pattern else [expanded]:
         if not Path(match).is_dir():
             files.add(match)
-        elif find_format(match):
+        elif not is_pattern or find_format(match):
             files.update(list_folder(Path(match), report))
     if not files:
         raise DataError(f"{path}: no file matches this pattern. Correct it.")
@@ -153,7 +151,10 @@ def read_raw_rows(path: str | Path, name: str = "") -> Iterator[tuple[str, objec
     """
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"{path}: no such file. Check the path{suggest_command(path)}.")
+        raise DataError(
+            f"{path}: no such file. Check the path. `python env.py --help` lists the commands that "
+            "write rows."
+        )
     try:
         is_arrow = find_format(path.name) in ARROW_FORMATS
         rows = read_table(path) if is_arrow else read_text(path)
@@ -164,19 +165,6 @@ def read_raw_rows(path: str | Path, name: str = "") -> Iterator[tuple[str, objec
         raise DataError(
             f"{path}: cannot be read ({error}). Correct the file or its suffix: {KNOWN}."
         ) from None
-
-
-def suggest_command(path: Path) -> str:
-    """Suggest the command that writes a file of this name, if there is one."""
-    name, _, split = path.stem.rpartition("_")
-    arguments = ""
-    if path.suffix == ".jsonl" and name and split == "examples":
-        arguments = f"examples --server {name}"
-    elif path.suffix == ".jsonl" and name in env.GENERATORS:
-        arguments = name
-    if not arguments:
-        return ""
-    return f", or run `python env.py {arguments} --out {path.parent}`"
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -194,11 +182,7 @@ def read_text(path: Path) -> Iterator[object]:
     with open_text(path) as file:
         is_list = kind == ".json" and file.read(4096).lstrip().startswith("[")
     with open_text(path) as file:
-        if is_list:
-            yield from json.load(file)
-            return
-        for line in file:
-            yield line.removeprefix(BOM)  # a file that was appended to another may have one
+        yield from json.load(file) if is_list else file
 
 
 def open_text(path: Path, newline: str | None = None) -> TextIO:
@@ -220,23 +204,15 @@ def open_text(path: Path, newline: str | None = None) -> TextIO:
 def read_cells(path: Path, separator: str) -> Iterator[dict[str, str]]:
     """Yield the rows of a CSV or TSV file, with each cell as text. Skips blank lines.
 
-    Raises OSError and ValueError.
+    Raises OSError, ValueError and csv.Error.
     """
     csv.field_size_limit(MAX_CELL_CHARS)
     with open_text(path, newline="") as file:
-        reader = csv.reader(file, delimiter=separator, strict=True)
-        try:
-            names = next(reader, [])
-            yield from (name_cells(names, cells) for cells in reader if cells)
-        except csv.Error as error:
-            raise ValueError(f"line {reader.line_num}: {error}") from None
-
-
-def name_cells(names: Sequence[str], cells: Sequence[str]) -> dict[str, str]:
-    """Return {column: cell} of a row. Raises csv.Error."""
-    if len({*names}) != len(cells):
-        raise csv.Error("its number of cells is not that of the names in line 1")
-    return dict(zip(names, cells, strict=True))
+        reader = csv.DictReader(file, delimiter=separator, strict=True)
+        for row in reader:
+            if len(row) != len(reader.fieldnames or ()) or None in row.values():
+                raise ValueError(f"line {reader.line_num} has other cells than the names in line 1")
+            yield row
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -254,24 +230,13 @@ def parse_object(raw: object, row_id: str) -> Json:
         # its escapes may be no UTF-8, and its numbers out of range
         json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError) as error:
-        raise DataError(f"{row_id}: not JSON ({error}). Fix: {describe_row(raw)}") from None
+        raise DataError(f"{row_id}: not JSON ({error}). {FORM_OF_ROWS}") from None
     if not isinstance(row, dict):
-        kind = type(row).__name__
-        raise DataError(f"{row_id}: the row is a {kind}, not an object. Fix: {describe_row(raw)}")
+        raise DataError(f"{row_id}: the row is a {type(row).__name__}. {FORM_OF_ROWS}")
     return row
 
 
-def describe_row(raw: object) -> str:
-    """Describe what an invalid row should be."""
-    text = raw.strip() if isinstance(raw, str) else ""
-    if text.startswith("["):
-        return "A list of rows needs the suffix .json."
-    if text == "{":
-        return "Write each object in one line, or a list of objects in a .json file."
-    return "A row must be one JSON object."
-
-
-def to_plain_value(value: object) -> object:
+def to_plain_value(value: Any) -> object:  # of any library
     """Convert a value of Python, NumPy, pandas or Arrow to one that json can write.
 
     The start of this file has the rules. Raises TypeError.
@@ -280,31 +245,21 @@ def to_plain_value(value: object) -> object:
     import pandas
 
     if isinstance(value, bytes | bytearray):
-        return decode_bytes(value)
-    if isinstance(value, numpy.ndarray) and value.dtype.kind in "mM":
-        return list(value)  # its tolist() has integers
-    if isinstance(value, numpy.datetime64):
-        value = pandas.Timestamp(value)
-    if isinstance(value, numpy.timedelta64 | timedelta):
-        value = pandas.Timedelta(value)
-    if value is pandas.NaT or value is pandas.NA:
-        return None
-    if isinstance(value, Decimal):
-        return str(value) if value.is_finite() else None
-    if isinstance(value, UUID):
-        return str(value)
-    convert = getattr(value, "tolist", None) or getattr(value, "isoformat", None)
-    if convert is None:
-        raise TypeError(f"a {type(value).__name__} cannot be JSON: {value!r:.80}")
-    return convert()
-
-
-def decode_bytes(value: bytes | bytearray) -> str:
-    """Decode bytes as UTF-8, or as base64 if they are not UTF-8."""
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
+        with contextlib.suppress(UnicodeDecodeError):
+            return value.decode()
         return base64.b64encode(value).decode()
+    is_numpy = isinstance(value, numpy.ndarray | numpy.generic)
+    if is_numpy and value.dtype.kind not in "mM":  # times become integers there
+        return value.tolist()
+    if not is_numpy and pandas.isna(value):
+        return None
+    if isinstance(value, timedelta):
+        return pandas.Timedelta(value).isoformat()
+    if isinstance(value, Decimal | UUID):
+        return str(value)
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    raise TypeError(f"a {type(value).__name__} cannot be JSON: {value!r:.80}")
 
 
 # --- Parquet and Arrow ----------------------------------------------------------------------------
@@ -315,8 +270,23 @@ def read_table(path: Path) -> Iterator[object]:
 
     Raises ValueError and Arrow's errors.
     """
-    schema, batches = open_table(path)
-    kinds = {column.name: column.type for column in schema if has_json(column.type)}
+    import pyarrow  # takes a second, which JSON lines need not wait for
+    from pyarrow import feather, ipc, parquet
+
+    if find_format(path.name) in PARQUET_FORMATS:
+        file = parquet.ParquetFile(path)
+        schema = file.schema_arrow
+        # Arrow cannot join the dictionaries of two groups if a struct or list has them
+        groups = (file.iter_batches(BATCH_ROWS, [group]) for group in range(file.num_row_groups))
+        batches: Iterable[RecordBatch] = itertools.chain.from_iterable(groups)
+    else:
+        try:
+            table = feather.read_table(path, memory_map=True)
+        except pyarrow.ArrowInvalid:  # a stream, as Hugging Face's datasets writes
+            table = ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+        schema = table.schema
+        batches = table.to_batches(BATCH_ROWS)
+    kinds = {column.name: column.type for column in schema if "arrow.json" in str(column.type)}
     for batch in batches:
         if schema.names == ["row"]:
             yield from batch.column(0).to_pylist()
@@ -325,15 +295,6 @@ def read_table(path: Path) -> Iterator[object]:
             for name, kind in kinds.items():
                 row[name] = parse_json_values(row[name], kind)
             yield row
-
-
-def has_json(kind: DataType) -> bool:
-    """Whether an Arrow type is Parquet's type JSON, or has it inside."""
-    from pyarrow import JsonType
-
-    if isinstance(kind, JsonType):
-        return True
-    return any(has_json(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def parse_json_values(value: Any, kind: DataType) -> object:  # any value in a table
@@ -355,27 +316,3 @@ def parse_json_values(value: Any, kind: DataType) -> object:  # any value in a t
     if types.is_nested(kind):
         return [parse_json_values(item, kind.value_type) for item in value]
     return value
-
-
-def open_table(path: Path) -> tuple[Schema, Iterator[RecordBatch]]:
-    """Open a Parquet file or an Arrow file of either of its two forms. Raises Arrow's errors."""
-    import pyarrow  # takes a second, which JSON lines need not wait for
-    from pyarrow import feather, ipc, parquet
-
-    if find_format(path.name) in PARQUET_FORMATS:
-        file = parquet.ParquetFile(path)
-        return file.schema_arrow, read_groups(file)
-    try:
-        rows = feather.read_table(path, memory_map=True)
-    except pyarrow.ArrowInvalid:  # a stream, as Hugging Face's datasets writes
-        rows = ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
-    return rows.schema, iter(rows.to_batches(BATCH_ROWS))
-
-
-def read_groups(file: ParquetFile) -> Iterator[RecordBatch]:
-    """Yield the rows of a Parquet file in Arrow batches, none with rows of two row groups.
-
-    Arrow cannot join the dictionaries of two groups if a struct or list has them.
-    """
-    for group in range(file.num_row_groups):
-        yield from file.iter_batches(BATCH_ROWS, [group])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeGuard
@@ -22,20 +22,13 @@ from kit.data.verl_rows import TASK_ID, read_rows
 ENTRY_KEYS = {"path", "weight", "server"}
 
 
-class RowFile(NamedTuple):
-    """A file of an entry."""
-
-    path: str
-    name: str  # in row ids: the path; if earlier entries have the file, with (2), (3), ... added
-
-
 class FileEntry(NamedTuple):
     """An entry of env.train_files or env.val_files. Its rows are one stream."""
 
     name: str  # the path, folder or pattern; if earlier entries have it, with (2), (3), ... added
     weight: float | None = None  # the share of each batch
     server: str = ""  # the server of all its rows; "": the row names it
-    files: tuple[RowFile, ...] = ()
+    files: Mapping[str, str] = {}  # {name of a file in row ids, unique as `name` is: its path}
 
 
 class LoadedTasks(NamedTuple):
@@ -62,16 +55,22 @@ def parse_entries(
             raise DataError(
                 f"{entry}: an entry must be a path, or {{path, weight, server}}. Change it."
             )
-        weight = entry.get("weight")
-        if not is_weight(weight):
-            raise DataError(f"{entry}: a weight must be a number over 0. Change it.")
         path = str(entry["path"])
-        files = []
-        for file in find_files(path, report):
-            files.append(RowFile(file, make_unique(str(Path(file)), file_names)))
+        files = {
+            make_unique(str(Path(file)), file_names): file for file in find_files(path, report)
+        }
         name = make_unique(path, entry_names)
-        parsed.append(FileEntry(name, weight, str(entry.get("server") or ""), tuple(files)))
+        parsed.append(FileEntry(name, read_weight(entry), str(entry.get("server") or ""), files))
     return parsed
+
+
+def read_weight(entry: Json) -> float | None:
+    """Return the weight of an entry, a positive finite number or None. Raises DataError."""
+    weight = entry.get("weight")
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if weight is not None and not (is_number and 0 < weight < float("inf")):
+        raise DataError(f"{entry}: a weight must be a number over 0. Change it.")
+    return weight
 
 
 def make_unique(name: str, used: set[str]) -> str:
@@ -93,15 +92,6 @@ def make_unique(name: str, used: set[str]) -> str:
 def is_function(entry: str | Json) -> TypeGuard[Json]:
     """Whether an entry names a function that generates rows (kit/data/generated_rows.py)."""
     return isinstance(entry, Mapping) and "function" in entry
-
-
-def is_weight(weight: object) -> bool:
-    """Whether a value can be a weight: a positive finite number, or None."""
-    if weight is None:
-        return True
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
-        return False
-    return 0 < weight < float("inf")
 
 
 class PromptEncoder(Protocol):
@@ -137,17 +127,15 @@ class TaskLoader:
         loaded = LoadedTasks([], [])
         copies: Counter[str] = Counter()
         for entry in parse_entries(entries, self.report):
-            rows = itertools.chain.from_iterable(self.read_file(file) for file in entry.files)
-            reported = report_progress(rows, entry.name, self.report)
-            tasks, dropped = self.make_tasks(reported, entry, copies)
+            files = [read_rows(path, self.prompt_key, name) for name, path in entry.files.items()]
+            rows = itertools.chain.from_iterable(files)
+            tasks, dropped = self.make_tasks(
+                report_progress(rows, entry.name, self.report), entry, copies
+            )
             self.report_copies(tasks, entry.name)
             loaded.tasks.extend(tasks)
             loaded.dropped.extend(dropped)
         return loaded
-
-    def read_file(self, file: RowFile) -> Iterator[tuple[str, Json]]:
-        """Yield (row id, Gym row) for each row of a file. Raises DataError."""
-        return read_rows(file.path, self.prompt_key, file.name)
 
     def make_tasks(
         self,
@@ -165,9 +153,7 @@ class TaskLoader:
         dropped: list[str] = []
         skipped = 0  # rows of other servers
         unused: Counter[str] = Counter()  # {field that is not used here: number of rows}
-        first: dict[
-            tuple[str, str], Task
-        ] = {}  # {folder and digest: the first task of this problem}
+        first: dict[tuple[str, str], Task] = {}  # {folder and digest: the first task of a problem}
         for row_id, row in rows:
             server = self.find_server(row, row_id, entry.server)
             if server is None:
@@ -179,23 +165,21 @@ class TaskLoader:
                 task = replace(first[place], row_id=row_id, row=row, server=server, key=key)
             else:
                 task = replace(self.make_task(row, row_id, server, entry), key=key)
-            unused.update(self.list_unused(task))
+            unused.update(fields.list_unused(fields.walk_row(row)))
+            if task.template_arguments:
+                unused.update(self.template.list_unused(task.template_arguments))
             if len(task.prompt_ids) > self.max_prompt_length:
                 dropped.append(f"{row_id} ({len(task.prompt_ids)} tokens)")
                 continue
             first.setdefault(place, task)
             tasks.append(task)
-        self.report_unused(unused, entry.name)
+        new = {f: count for f, count in unused.items() if (entry.name, f) not in self.reported}
+        self.reported.update((entry.name, f) for f in new)
+        if new:
+            self.report(fields.describe_unused(new, entry.name))
         if skipped:
             dropped.append(f"{entry.name}: {skipped} rows of other servers")
         return LoadedTasks(tasks, dropped)
-
-    def report_unused(self, counts: Mapping[str, int], name: str) -> None:
-        """Report each field of an entry that is not used, once. counts: {field: rows}."""
-        new = {f: count for f, count in counts.items() if (name, f) not in self.reported}
-        self.reported.update((name, f) for f in new)
-        if new:
-            self.report(fields.describe_unused(new, name))
 
     def report_copies(self, tasks: Sequence[Task], name: str) -> None:
         """Report how many rows of an entry repeat earlier rows, if any do."""
@@ -212,19 +196,19 @@ class TaskLoader:
         messages, tools = env.render_row(row, row_id)
         env.check_end(messages, row_id)
         arguments = env.read_template_arguments(row, row_id)
-        template = self.template
-        if arguments:
-            template = template.with_arguments(arguments, row_id)
+        template = self.template.with_arguments(arguments, row_id) if arguments else self.template
         ids = template.encode_prompt(messages, tools, row_id) if messages else []
-        task = Task(row_id, row, server, messages, ids, tools, entry.name, entry.weight)
-        return replace(task, template_arguments=arguments)
-
-    def list_unused(self, task: Task) -> set[str]:
-        """List the fields of a row that change nothing here."""
-        names = fields.list_unused(fields.walk_row(task.row))
-        if task.template_arguments:
-            names |= self.template.list_unused(task.template_arguments)
-        return names
+        return Task(
+            row_id,
+            row,
+            server,
+            messages,
+            ids,
+            tools,
+            entry.name,
+            entry.weight,
+            template_arguments=arguments,
+        )
 
     def find_server(self, row: Json, row_id: str, name: str) -> str | None:
         """Find the server of a row, or None if only_servers does not have it. Raises DataError."""

@@ -11,10 +11,8 @@ this row, with its identifiers under TASK_ID. The verifier's fields may be in th
 
 from __future__ import annotations
 
-import base64
-import binascii
-import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,13 +33,6 @@ OBJECTS = (  # fields of a Gym row or of a task that are objects; some tables ho
 )
 VERL_OBJECTS = ("reward_model", "extra_info")  # fields of a row of verl that are objects
 IMAGE_MARK = "<image>"
-MEDIA_TYPES = {  # {first bytes of an image: its type}
-    b"\x89PNG": "png",
-    b"\xff\xd8": "jpeg",
-    b"RIFF": "webp",
-    b"GIF8": "gif",
-    b"BM": "bmp",
-}
 
 
 def read_rows(path: str, prompt_key: str = "prompt", name: str = "") -> Iterator[tuple[str, Json]]:
@@ -59,10 +50,9 @@ def parse_row(raw: object, row_id: str, prompt_key: str = "prompt") -> Json:
     Raises DataError, and UnsupportedRowError for a valid row that the kit cannot use.
     """
     row = parse_object(raw, row_id)
-    has_task = row.get("task_input") is not None
-    if has_task or row.get("responses_create_params") is not None:
+    if row.get("task_input") is not None or row.get("responses_create_params") is not None:
         row = parse_objects(row, row_id, OBJECTS)
-    if has_task and isinstance(row.get("task_id"), dict):
+    if isinstance(row.get("task_id"), dict) and row.get("task_input") is not None:
         row = parse_objects(flatten_task(row, row_id), row_id, OBJECTS)
     if not isinstance(raw, str):  # of a table, whose objects Arrow fills with nulls
         prompts = {prompt_key, "responses_create_params", "tools", env.TEMPLATE_ARGUMENTS}
@@ -179,78 +169,54 @@ def place_images(prompt: str | list[Json], images: object, row_id: str) -> objec
     """
     if not isinstance(images, list):
         raise DataError(f"{row_id}: images must be a list. Correct it.")
-    urls = [find_image_url(image, row_id) for image in images]
-    messages = [{"role": "user", "content": prompt}] if urls and isinstance(prompt, str) else prompt
-    if isinstance(messages, str):
-        return messages
+    if images and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, str):
+        return prompt
+    texts = [m.get("content") for m in prompt if isinstance(m, dict)]
+    marks = sum(text.count(IMAGE_MARK) for text in texts if isinstance(text, str))
+    if images and marks != len(images):
+        raise DataError(
+            f"{row_id}: {len(images)} images, but the prompt has {IMAGE_MARK} {marks} times. Write "
+            f"{IMAGE_MARK} once for each image."
+        )
+    shown = iter([make_image_part(image, row_id) for image in images])
     placed: list[Json] = []
-    used = 0
-    for message in messages:
+    for message in prompt:
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
             message = {**message, "content": [convert_part(part, row_id) for part in content]}
-        elif isinstance(content, str) and urls:
-            count = content.count(IMAGE_MARK)
-            parts = split_content(content, urls[used : used + count])
-            message = {**message, "content": parts} if count else message
-            used += count
+        elif isinstance(content, str) and images and IMAGE_MARK in content:
+            message = {**message, "content": split_content(content, shown)}
         placed.append(message)
-    if used != len(urls):
-        raise DataError(
-            f"{row_id}: {len(urls)} images, but the prompt has {IMAGE_MARK} {used} times. Write "
-            f"{IMAGE_MARK} once for each image."
-        )
     return placed
 
 
-def remove_images(prompt: object) -> tuple[object, list[dict[str, str]]]:
-    """Undo `place_images`: return a prompt with `<image>` in its texts, and the images."""
-    images: list[dict[str, str]] = []
-    messages: list[object] = []
-    for message in prompt if isinstance(prompt, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-            urls = [part["image_url"] for part in content if part.get("image_url")]
-            texts = [IMAGE_MARK if part.get("image_url") else part.get("text") for part in content]
-            message = {**message, "content": "".join(map(str, texts))}
-            images += [{"image": url} for url in urls]
-        messages.append(message)
-    return (messages, images) if images else (prompt, [])
-
-
-def split_content(content: str, urls: Sequence[str]) -> list[dict[str, str]]:
-    """Split a text at each `<image>` into parts, with these images between the texts."""
-    parts: list[dict[str, str]] = []
-    for text, url in itertools.zip_longest(content.split(IMAGE_MARK), urls):
+def split_content(content: str, images: Iterator[Json]) -> list[Json]:
+    """Split a text at each `<image>` into parts, with the next images between the texts."""
+    parts = []
+    for text in re.split(f"({IMAGE_MARK})", content):
         if text:
-            parts.append({"type": "input_text", "text": text})
-        if url:
-            parts.append(make_image_part(url))
+            part = {"type": "input_text", "text": text}
+            parts.append(next(images) if text == IMAGE_MARK else part)
     return parts
 
 
 def convert_part(part: Any, row_id: str) -> object:  # any JSON
     """Convert a part of a content that is an image. Other parts stay. Raises DataError."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "image":
-        return make_image_part(find_image_url(part, row_id))
-    if kind == "image_url":  # of OpenAI's chat format
-        return make_image_part(find_image_url(part.get("image_url"), row_id))
-    return part
+    if kind not in ("image", "image_url"):
+        return part
+    return make_image_part(part if kind == "image" else part.get("image_url"), row_id)
 
 
-def make_image_part(url: str) -> dict[str, str]:
-    """Make the part of a content that shows an image."""
-    return {"type": "input_image", "image_url": url, "detail": "auto"}
-
-
-def find_image_url(image: object, row_id: str) -> str:
-    """Find the address of an image of verl: text, or a dict with its bytes, path or url.
+def make_image_part(image: object, row_id: str) -> Json:
+    """Make the part of a content that shows an image of verl: text, or a dict that names it.
 
     Raises DataError, and UnsupportedRowError for settings of its size: verl's `max_pixels`, or
     OpenAI's `detail`, except for the default "auto".
     """
-    given = {"path": image} if isinstance(image, str) else image
+    given = {"url": image} if isinstance(image, str) else image
     if not isinstance(given, dict):
         raise DataError(f"{row_id}: an image must be text or an object, not {image!r:.40}.")
     given = {key: value for key, value in given.items() if not fields.is_default(key, value)}
@@ -259,21 +225,9 @@ def find_image_url(image: object, row_id: str) -> str:
         raise UnsupportedRowError(
             f"{row_id}: `{others[0]}` of an image is not supported. Resize the image instead."
         )
-    raw = given.get("bytes")
-    address = given.get("image") or given.get("path") or given.get("url")
-    if isinstance(raw, str):
-        return make_data_url(raw)
-    if not isinstance(address, str):
+    url = given.get("image") or given.get("path") or given.get("url")
+    if given.get("bytes"):  # base64; the reader of the image finds its type
+        url = f"data:image/png;base64,{given['bytes']}"
+    if not isinstance(url, str):
         raise DataError(f"{row_id}: an image has neither bytes nor a path. Correct the row.")
-    return address
-
-
-def make_data_url(text: str) -> str:
-    """Make the data URL of an image. text: base64, or the bytes as text if they are UTF-8."""
-    try:
-        raw = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raw = text.encode()
-        text = base64.b64encode(raw).decode()
-    kinds = [kind for start, kind in MEDIA_TYPES.items() if raw.startswith(start)]
-    return f"data:image/{kinds[0] if kinds else 'png'};base64,{text}"
+    return {"type": "input_image", "image_url": url, "detail": "auto"}

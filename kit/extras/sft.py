@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 import env
+from env import Json
 from gym_client import GymError
 from kit.config.recipe import Recipe
 from kit.config.schedule import POSITION
@@ -39,7 +40,7 @@ from kit.data import fields
 from kit.data.episode import Episode
 from kit.data.fingerprint import name_row
 from kit.data.row_files import parse_object, read_raw_rows, report_progress
-from kit.data.tasks import FileEntry, limit_rows, parse_entries
+from kit.data.tasks import limit_rows, parse_entries
 from kit.errors import ConfigError
 from kit.features import OnFeatures, ignore_features
 from kit.rollout.chat_template import ChatTemplate, RenderError
@@ -47,7 +48,7 @@ from kit.rollout.inputs import RunInputs
 from kit.runs import checkpoints
 from kit.runs.checkpoints import LoopState
 from kit.runs.console import format_value, say
-from kit.runs.prepare import Prepared, check_recipe, set_steps
+from kit.runs.prepare import Prepared, check_enough_rows, check_recipe, set_steps
 from kit.runs.run import Run
 
 if TYPE_CHECKING:  # verl takes 7 s to import
@@ -77,7 +78,7 @@ class Example(Episode):
 
 def read_conversations(
     path: str, prompt_key: str = "prompt", name: str = ""
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, Json]]:
     """Yield (`name:line`, row), each with `messages`. Raises env.DataError.
 
     name: the path if it is empty.
@@ -88,36 +89,29 @@ def read_conversations(
         yield row_id, to_conversation(row, row_id, prompt_key)
 
 
-def to_conversation(
-    row: Mapping[str, Any], row_id: str, prompt_key: str = "prompt"
-) -> dict[str, Any]:
+def to_conversation(row: Json, row_id: str, prompt_key: str = "prompt") -> Json:
     """Return a row with `messages`, maybe made from its prompt and response.
 
     Raises env.DataError.
     """
     if row.get("messages") or prompt_key not in row:
         return {**row, "messages": env.read_prompt(row.get("messages"), row_id, "messages")}
-    key = next((key for key in ("response", "completion") if row.get(key)), "response")
-    prompt = read_messages(row[prompt_key], row_id, prompt_key, "user")
-    response = read_messages(row.get(key), row_id, key, "assistant")
-    context = [{**m, "weight": 0} if env.is_answer(m) else m for m in prompt]
+    key = "completion" if row.get("completion") and not row.get("response") else "response"
+    messages = []
+    for name, role in ((prompt_key, "user"), (key, "assistant")):
+        part = env.read_prompt(row.get(name), row_id, name)
+        part = [{"role": role, "content": part}] if part and isinstance(part, str) else part
+        if not part or fields.list_objects(part) != part:
+            raise env.DataError(
+                f"{row_id}: `{name}` must be text or messages, not {part!r:.40}. Correct the row."
+            )
+        is_context = name == prompt_key
+        messages += [{**m, "weight": 0} if is_context and env.is_answer(m) else m for m in part]
     others = {name: value for name, value in row.items() if name not in (prompt_key, key)}
-    return {**others, "messages": [*context, *response]}
+    return {**others, "messages": messages}
 
 
-def read_messages(value: object, row_id: str, key: str, role: str) -> list[dict[str, Any]]:
-    """Return text as a message of a role, or messages. Raises env.DataError."""
-    messages = env.read_prompt(value, row_id, key)
-    if messages and isinstance(messages, str):
-        return [{"role": role, "content": messages}]
-    if not messages or fields.list_objects(messages) != messages:
-        raise env.DataError(
-            f"{row_id}: `{key}` must be text or messages, not {value!r:.40}. Correct the row."
-        )
-    return messages
-
-
-def tokenize(row: Mapping[str, Any], template: ChatTemplate, row_id: str) -> Example:
+def tokenize(row: Json, template: ChatTemplate, row_id: str) -> Example:
     """Turn a conversation into token ids, split where the assistant begins and ends.
 
     The ids are those of an episode of RL with these answers: each assistant message is encoded
@@ -128,20 +122,34 @@ def tokenize(row: Mapping[str, Any], template: ChatTemplate, row_id: str) -> Exa
     fields.check(fields.walk(fields.CHAT_ROW, chat, chat["messages"]), row_id)
     arguments = env.read_object(chat, env.TEMPLATE_ARGUMENTS, row_id)
     template = template.with_arguments(arguments, row_id)
-    messages = check_messages(chat, row_id)
-    flags = read_flags(chat["messages"], row_id)
-    tools = env.render_tools(chat.get("tools") or [], row_id)
+    items = chat["messages"] if isinstance(chat["messages"], list) else []
+    messages = env.render_items(items, row_id)
     starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not starts or starts[0] == 0:
+        raise env.DataError(
+            f"{row_id}: there must be `messages` with an answer of the assistant after another "
+            f"message, or a `prompt` and a `response` or `completion`. It has {', '.join(row)}. "
+            "Correct the row."
+        )
+    flags = read_flags(items, row_id)
+    tools = env.render_tools(chat.get("tools") or [], row_id)
     prompt_ids = template.encode_prompt(messages[: starts[0]], tools, row_id)
     ids: list[int] = []
     mask: list[int] = []
     end = starts[0]  # of the messages that are encoded
     for start, is_trained in zip(starts, flags, strict=True):
-        if ids:
-            context = encode_between(messages[end:start], ids[-1], template, row_id)
-            ids += context
-            mask += [IS_CONTEXT] * len(context)
-        answer = encode_answer(messages, start, template, row_id)
+        try:
+            if ids:
+                between = messages[end:start]
+                context = template.encode_continuation(between, ids[-1], is_trusted=True)
+                ids += context
+                mask += [IS_CONTEXT] * len(context)
+            answer = template.encode_answer(messages[start], messages[start - 1]["role"])
+        except (RenderError, GymError) as error:
+            raise env.DataError(
+                f"{row_id}: the chat template does not take message {start + 1}: {error}. Change "
+                f"the message, or {env.TEMPLATE_HINT}."
+            ) from None
         ids += answer
         mask += [IS_TRAINED if is_trained else IS_CONTEXT] * len(answer)
         end = start + 1
@@ -149,7 +157,7 @@ def tokenize(row: Mapping[str, Any], template: ChatTemplate, row_id: str) -> Exa
     return Example(row_id, "", "", prompt_ids, ids, mask, log_probs=no_log_probs, reward=0.0)
 
 
-def read_flags(items: list[dict[str, Any]], row_id: str) -> list[bool]:
+def read_flags(items: list[Json], row_id: str) -> list[bool]:
     """Read for each answer of a conversation whether it is trained on. Raises env.DataError.
 
     Consecutive messages of the assistant are one answer, and an empty answer is none.
@@ -170,7 +178,7 @@ def read_flags(items: list[dict[str, Any]], row_id: str) -> list[bool]:
     return flags
 
 
-def is_trained(item: dict[str, Any], row_id: str) -> bool:
+def is_trained(item: Json, row_id: str) -> bool:
     """Return whether a message is trained on: unless it has a flag of 0. Raises env.DataError."""
     values = {key: item[key] for key in fields.TRAINING_FLAGS if item.get(key) is not None}
     for key, value in values.items():
@@ -179,47 +187,6 @@ def is_trained(item: dict[str, Any], row_id: str) -> bool:
                 f"{row_id}: `{key}` of a message is {value!r:.40}. Use 0 (context) or 1 (trained)."
             )
     return all(values.values())
-
-
-def encode_answer(
-    messages: list[dict[str, Any]], index: int, template: ChatTemplate, row_id: str
-) -> list[int]:
-    """Encode an assistant message of a conversation as it is sampled. Raises env.DataError."""
-    try:
-        return template.encode_answer(messages[index], messages[index - 1]["role"])
-    except RenderError as error:
-        raise env.DataError(
-            f"{row_id}: the chat template does not take message {index + 1}: {error}. Change the "
-            f"message, or {env.TEMPLATE_HINT}."
-        ) from None
-
-
-def encode_between(
-    messages: list[dict[str, Any]], last_id: int, template: ChatTemplate, row_id: str
-) -> list[int]:
-    """Encode the messages between two answers. Raises env.DataError."""
-    try:
-        return template.encode_continuation(messages, last_id, is_trusted=True)
-    except GymError as error:
-        raise env.DataError(f"{row_id}: {error}") from None
-
-
-def check_messages(row: Mapping[str, Any], row_id: str) -> list[dict[str, Any]]:
-    """Return the messages of a row. Raises env.DataError if there is nothing to train on."""
-    items = row.get("messages")
-    messages = env.render_items(items, row_id) if isinstance(items, list) else []
-    roles = [message["role"] for message in messages]
-    keys = ", ".join(key for key in row if row[key])
-    if "assistant" not in roles:
-        raise env.DataError(
-            f"{row_id}: there are no `messages` with one of the assistant, and no `prompt` and "
-            f"`response` or `completion`. It has {keys}. Add the text to train on."
-        )
-    if roles[0] == "assistant":
-        raise env.DataError(
-            f"{row_id}: nothing comes before the assistant's first message. Add what it answers."
-        )
-    return messages
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -240,21 +207,12 @@ def prepare(
             "`sft` does not support models that read images. Use another model, or train it from "
             "rewards."
         )
-    env_keys = recipe.env
-    examples = load_examples(recipe, inputs, env_keys.train_files)
-    inputs.train = limit_rows(examples, env_keys.max_rows)
-    dropped_count = len(inputs.dropped)  # of the training files
-    examples = load_examples(recipe, inputs, env_keys.val_files)
-    inputs.validation = limit_rows(examples, env_keys.val_max_rows)
-    limits = recipe.data
-    if len(inputs.train) < limits.train_batch_size:
-        raise ConfigError(
-            f"env.train_files have {len(inputs.train)} usable rows, fewer than "
-            f"data.train_batch_size={limits.train_batch_size}. {dropped_count} were over "
-            f"data.max_prompt_length={limits.max_prompt_length}, max_response_length="
-            f"{limits.max_response_length} tokens. Add rows, or change these."
-        )
-    set_steps(config, "sft", len(inputs.train) // limits.train_batch_size)
+    examples = load_examples(recipe, inputs, recipe.env.train_files)
+    inputs.train = limit_rows(examples, recipe.env.max_rows)
+    examples = load_examples(recipe, inputs, recipe.env.val_files)
+    inputs.validation = limit_rows(examples, recipe.env.val_max_rows)
+    check_enough_rows(config, "sft", inputs)
+    set_steps(config, "sft", len(inputs.train) // recipe.data.train_batch_size)
     inputs.per_epoch = len(inputs.train)
     recipe = recipe.with_config(config)
     check_schedule(recipe)
@@ -266,11 +224,17 @@ def load_examples(recipe: Recipe, inputs: RunInputs, entries: Sequence[Any]) -> 
     limits = recipe.data
     examples = []
     copies: Counter[str] = Counter()
-    unused: Counter[str] = Counter()
     for entry in parse_entries([select_keys(entry) for entry in entries], say):
-        for row_id, row in report_progress(read_entry(entry, limits.prompt_key), entry.name, say):
+        unused: Counter[str] = Counter()
+        files = [
+            read_conversations(path, limits.prompt_key, name) for name, path in entry.files.items()
+        ]
+        rows = itertools.chain.from_iterable(files)
+        for row_id, row in report_progress(rows, entry.name, say):
             example = tokenize(row, inputs.template, row_id)
-            unused.update(list_unused(row, inputs.template))
+            unused.update(fields.list_unused(fields.walk(fields.CHAT_ROW, row, row["messages"])))
+            arguments = env.read_object(row, env.TEMPLATE_ARGUMENTS, row_id)
+            unused.update(inputs.template.list_unused(arguments))
             example.file = entry.name
             example.weight = entry.weight
             example.key = name_row(row, copies)
@@ -281,14 +245,7 @@ def load_examples(recipe: Recipe, inputs: RunInputs, entries: Sequence[Any]) -> 
                 inputs.dropped.append(row_id)
         if unused:
             say(fields.describe_unused(unused, entry.name))
-            unused.clear()
     return examples
-
-
-def list_unused(row: dict[str, Any], template: ChatTemplate) -> set[str]:
-    """List the fields of a row that are not used here."""
-    names = fields.list_unused(fields.walk(fields.CHAT_ROW, row, row["messages"]))
-    return names | template.list_unused(env.read_object(row, env.TEMPLATE_ARGUMENTS, ""))
 
 
 def select_keys(entry: Any) -> Any:
@@ -296,12 +253,6 @@ def select_keys(entry: Any) -> Any:
     if not isinstance(entry, Mapping):
         return entry
     return {key: value for key, value in entry.items() if key in ("path", "weight")}
-
-
-def read_entry(entry: FileEntry, prompt_key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (row id, row) of the conversations of an entry. Raises env.DataError."""
-    for file in entry.files:
-        yield from read_conversations(file.path, prompt_key, file.name)
 
 
 def run_command(recipe: Recipe, run: Run, inputs: RunInputs) -> None:

@@ -14,6 +14,7 @@ written only if the shards of every rank are there.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -156,13 +157,12 @@ def find_missing_shards(folder: Path, ranks: int, recipe: Recipe) -> list[str]:
     """List the ranks' files that are missing in `folder` (actor or critic)."""
     section = "actor_rollout_ref.actor" if folder.name == "actor" else "critic"
     contents = recipe.get(f"{section}.checkpoint.save_contents") or list(SHARDS)
-    listed = [feature.checkpoint_files(contents, ranks) for feature in recipe.features]
-    names = features.first(listed)
+    names = features.first(feature.checkpoint_files(contents, ranks) for feature in recipe.features)
     if names is None:
-        prefixes = [prefix for kind, prefix in SHARDS.items() if kind in contents]
-        names = []
-        for prefix in prefixes:
-            names += [f"{prefix}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
+        pairs = itertools.product(
+            [SHARDS[kind] for kind in SHARDS if kind in contents], range(ranks)
+        )
+        names = [f"{prefix}_world_size_{ranks}_rank_{rank}.pt" for prefix, rank in pairs]
     return sorted(name for name in names if not (folder / name).is_file())
 
 
@@ -254,13 +254,22 @@ def find_resume_point(recipe: Recipe) -> tuple[Path | None, list[str]]:
     """(the checkpoint to resume from, lines to print), by verl's trainer.resume_mode.
 
     resume_mode: auto, disable or resume_path. Raises NothingLeftError, and ConfigError if there are
-    checkpoints and none is complete.
+    checkpoints and none is complete, or if the newest in this run's folder is of another run.
     """
-    checkpoint: Path | None = None
-    notes: list[str] = []
-    check_owner(recipe)
+    folder = Path(recipe.trainer.default_local_dir)
+    checkpoint, notes = find_newest(folder)
+    if checkpoint and not is_of_run(checkpoint, recipe):
+        raise ConfigError(
+            f"trainer.default_local_dir={folder} has checkpoints of the run "
+            f"{read_owner(checkpoint)}, and this is {recipe.trainer.experiment_name}. Remove this "
+            "key, or give each run its folder. To start from that checkpoint, set trainer."
+            "resume_mode=resume_path and trainer.resume_from_path, too."
+        )
+    if recipe.trainer.resume_mode == "disable":
+        return None, []
     if recipe.trainer.resume_mode == "resume_path":
         checkpoint = Path(recipe.trainer.resume_from_path or "nowhere")
+        notes = []
         damage = find_damage(checkpoint)
         if damage:
             raise ConfigError(
@@ -268,19 +277,17 @@ def find_resume_point(recipe: Recipe) -> tuple[Path | None, list[str]]:
                 "Give another, or let trainer.resume_mode=auto find the newest. "
                 'See docs/troubleshooting.md, "Resume".'
             )
-    elif recipe.trainer.resume_mode == "auto":
-        folder = Path(recipe.trainer.default_local_dir)
-        checkpoint, notes = find_newest(folder)
-        if notes and not checkpoint and (folder / POINTER).is_file():
-            raise ConfigError(
-                f"{notes[0]}. There is no other. Set trainer.resume_mode=disable to start at step "
-                "0."
-            )
+    elif notes and not checkpoint and (folder / POINTER).is_file():
+        raise ConfigError(
+            f"{notes[0]}. There is no other. Set trainer.resume_mode=disable to start at step 0."
+        )
+    if not checkpoint:
+        return None, notes
     total = recipe.trainer.total_training_steps
-    is_own = not checkpoint or is_of_run(checkpoint, recipe)
-    if checkpoint and not is_own:
+    is_own = is_of_run(checkpoint, recipe)
+    if not is_own:
         notes.append(f"{checkpoint} is of the run {read_owner(checkpoint)}.")
-    if not checkpoint or step_of(checkpoint) < total:
+    if step_of(checkpoint) < total:
         return checkpoint, notes
     is_pending = is_own and not is_exported(recipe.trainer.experiment_name, total)
     if is_pending and step_of(checkpoint) == total:
@@ -290,19 +297,6 @@ def find_resume_point(recipe: Recipe) -> tuple[Path | None, list[str]]:
         f"Nothing is left to train: {checkpoint} is the last of {total} steps. Raise "
         "trainer.total_training_steps, or set another trainer.experiment_name."
     )
-
-
-def check_owner(recipe: Recipe) -> None:
-    """Check that no other run has its checkpoints in this run's folder. Raises ConfigError."""
-    folder = Path(recipe.trainer.default_local_dir)
-    newest, _ = find_newest(folder)
-    if newest and not is_of_run(newest, recipe):
-        raise ConfigError(
-            f"trainer.default_local_dir={folder} has checkpoints of the run {read_owner(newest)}, "
-            f"and this is {recipe.trainer.experiment_name}. Remove this key, or give each run its "
-            "folder. To start from that checkpoint, set trainer.resume_mode=resume_path and "
-            "trainer.resume_from_path, too."
-        )
 
 
 def is_of_run(checkpoint: Path, recipe: Recipe) -> bool:
@@ -361,20 +355,16 @@ def check(checkpoint: Path, recipe: Recipe, fingerprint: Fingerprint | None = No
     refused = find_missing_contents(checkpoint, recipe, before.values)
     changes = list_changes(before, now)
     fixed = find_fixed_keys(recipe, list(changes), before.values, now.values)
-    allowed = [text for key, text in changes.items() if key not in fixed]
-    notes = [f"Changed since {checkpoint}: {', '.join(allowed)}"] if allowed else []
-    notes += [f"WARNING     {text} since {checkpoint}" for text in now.list_row_changes(before)]
     refused += [f"{changes[key]} ({reason})" for key, reason in fixed.items()]
-    needs_critic = recipe.has_critic
-    if needs_critic and not (checkpoint / "critic").is_dir():
+    if recipe.has_critic and not (checkpoint / "critic").is_dir():
         refused.append("a critic, which that run did not have")
     if refused:
-        others = "".join(f" {note}." for note in notes)
         raise RunError(
             f"{checkpoint} cannot be resumed with {'; '.join(refused)}. Set these back, or set "
-            f"another trainer.experiment_name.{others} "
-            'See docs/reliability.md, "Resuming a run".'
+            'another trainer.experiment_name. See docs/reliability.md, "Resuming a run".'
         )
+    notes = [f"Changed since {checkpoint}: {', '.join(changes.values())}"] if changes else []
+    notes += [f"WARNING     {text} since {checkpoint}" for text in now.list_row_changes(before)]
     for path in sorted(checkpoint.glob("*/*.pt")):
         tensors = read(path)
         if path.parent.name == "actor" and path.name.startswith("model_"):
@@ -473,22 +463,19 @@ def check_shapes(path: Path, tensors: Mapping[str, torch.Tensor], model: Path) -
     """
     from safetensors import safe_open
 
-    saved = {
-        re.sub(r"base_model\.model\.|base_layer\.", "", name): tensor
-        for name, tensor in tensors.items()
-    }
-    expected: dict[str, tuple[int, ...]] = {}
+    saved = {}
+    for name, tensor in tensors.items():
+        saved[re.sub(r"base_model\.model\.|base_layer\.", "", name)] = tuple(tensor.shape)
+    expected = {}
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118  (it is no dict)
+            for name in sorted(saved.keys() & {*weights.keys()}):
                 expected[name] = tuple(weights.get_slice(name).get_shape())
-    for name in sorted(saved.keys() & expected.keys()):
-        shape = tuple(saved[name].shape)
-        if expected[name] != shape:
+    for name, shape in expected.items():
+        if shape != saved[name]:
             raise RunError(
-                f"{path} is of another model: its {name} is {shape}, that of {model} is "
-                f"{expected[name]}. Set actor_rollout_ref.model.path to its model, or set another "
-                "trainer.experiment_name."
+                f"{path} is of another model: its {name} is {saved[name]}, that of {model} is "
+                f"{shape}. Set actor_rollout_ref.model.path to its model. Or: {NEW_NAME}."
             )
 
 

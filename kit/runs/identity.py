@@ -122,15 +122,10 @@ def read_run(folder: Path, name: str = "config") -> Fingerprint:
 
 def read_recipe(path: Path) -> Json:
     """Return the values of a saved recipe, under the present names of their keys."""
-    return rename_keys(flatten(read_saved(path)))
-
-
-def rename_keys(recipe: Json) -> Json:
-    """Replace the old names of renamed keys in a saved recipe by the present ones."""
     renamed = {}
-    for key, value in recipe.items():
+    for key, value in flatten(read_saved(path)).items():
         for old, new in KEYS.renamed.items():
-            if key == old or key.startswith(f"{old}."):
+            if is_below(key, old):
                 key = new + key.removeprefix(old)
         renamed[key] = value
     return renamed

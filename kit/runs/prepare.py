@@ -132,10 +132,13 @@ def check_recipe(
     functions = user_functions.load_recipe_functions(config)
     raise_all([ConfigError(problem) for problem in checks.check_names(config)])
     recipe = freeze(config, defaults, command, functions, active)
-    raise_all([as_error(problem) for problem in late_problems(recipe)])
+    check_late(recipe)
     checks.instantiate_verl_configs(recipe)
     files = model_files.load_model_files(config)
-    processor = make_processor(config, files.hf_config, files.tokenizer)
+    processor = None
+    if getattr(files.hf_config, "vision_config", None) is not None:
+        processor = features.make_image_processor(config, files.hf_config, files.tokenizer)
+    processor = processor or TextProcessor(files.tokenizer)
     template = make_template(config, processor, files.stop_ids)
     models = {"policy": files.hf_config, **load_other_models(recipe, files.tokenizer)}
     raise_all([ConfigError(problem) for problem in check_models(recipe, models)])
@@ -160,16 +163,6 @@ def check_recipe(
     return Prepared(recipe, inputs)
 
 
-def make_processor(
-    config: DictConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> TextProcessor:
-    """The processor of a model: for text, or the one for images if the model reads them."""
-    processor = None
-    if getattr(hf_config, "vision_config", None) is not None:
-        processor = features.make_image_processor(config, hf_config, tokenizer)
-    return processor or TextProcessor(tokenizer)
-
-
 def make_template(config: DictConfig, processor: TextProcessor, stop_ids: set[int]) -> ChatTemplate:
     """Make the chat template, and try it. Raises ConfigError if it has no prompts or answers."""
     if not processor.tokenizer.chat_template:
@@ -187,17 +180,48 @@ def make_template(config: DictConfig, processor: TextProcessor, stop_ids: set[in
 def check_early(
     config: DictConfig, command: str, active: Sequence[Feature], problems: Sequence[Exception]
 ) -> PythonVerifiers:
-    """The first group of checks -> the Python verifiers of the recipe, none without episodes."""
+    """The checks that take no time -> the Python verifiers of the recipe, none without episodes."""
+    errors: list[Exception | str] = [
+        *problems,
+        *check_files(config, command),
+        *checks.check_choices(config),
+        *checks.check_run_name(config),
+        *checks.check_sizes(config, command, find_parallelism(config, active).model),
+        *checks.check_algorithm(config),
+        *adapters.check_keys(config),
+        *checks.check_sampling(config, command),
+        *trackers.find_problems(config),
+    ]
+    if command == "train":
+        errors += checks.check_weight_sync(config)
+    for feature in active:
+        errors += feature.check_recipe(config)
     verifiers = PythonVerifiers({}, {})
-    errors = [*problems, *check_files(config, command), *early_problems(config, command, active)]
     try:
         if command in EPISODE_COMMANDS:
             verifiers = read_verifiers(config)
-            check_any_verifier(config, verifiers)
     except (UserFunctionError, ConfigError) as error:
         errors.append(error)
-    raise_all([as_error(problem) for problem in errors])
+    has_server = config.gym.servers or config.gym.head_server or config.env.verifier
+    if command in EPISODE_COMMANDS and not (has_server or verifiers.specs):
+        errors.append(
+            "gym.servers is not set. Name the servers of the rows, as in configs/math.yaml, or set "
+            "gym.head_server, or env.verifier to a function."
+        )
+    raise_all([as_error(error) for error in errors])
     return verifiers
+
+
+def check_late(recipe: Recipe) -> None:
+    """The checks that need verl, and the advantage and the loss that the recipe names."""
+    errors: list[Exception | str] = []
+    if recipe.command == "train":
+        errors += checks.check_models(recipe)
+    if recipe.verl.model_engine == FSDP:
+        errors += checks.check_strategies(recipe)
+    for feature in recipe.features:
+        errors += feature.check_workers(recipe)
+    raise_all([as_error(error) for error in errors])
 
 
 def find_missing_modules(config: DictConfig) -> Iterator[ConfigError]:
@@ -212,33 +236,6 @@ def find_missing_modules(config: DictConfig) -> Iterator[ConfigError]:
 def as_error(problem: Exception | str) -> Exception:
     """A problem as an exception."""
     return problem if isinstance(problem, Exception) else ConfigError(problem)
-
-
-def early_problems(
-    config: DictConfig, command: str, active: Sequence[Feature]
-) -> Iterator[Exception | str]:
-    """The checks that take no time."""
-    yield from checks.check_choices(config)
-    yield from checks.check_run_name(config)
-    yield from checks.check_sizes(config, command, find_parallelism(config, active).model)
-    yield from checks.check_algorithm(config)
-    yield from adapters.check_keys(config)
-    yield from checks.check_sampling(config, command)
-    yield from trackers.find_problems(config)
-    if command == "train":
-        yield from checks.check_weight_sync(config)
-    for feature in active:
-        yield from feature.check_recipe(config)
-
-
-def late_problems(recipe: Recipe) -> Iterator[Exception | str]:
-    """The checks that need verl, and the advantage and the loss that the recipe names."""
-    if recipe.command == "train":
-        yield from checks.check_models(recipe)
-    if recipe.verl.model_engine == FSDP:
-        yield from checks.check_strategies(recipe)
-    for feature in recipe.features:
-        yield from feature.check_workers(recipe)
 
 
 def import_external_library(config: DictConfig) -> None:
@@ -340,15 +337,6 @@ def check_model_path(config: DictConfig, key: str) -> Iterator[Exception]:
         )
 
 
-def check_any_verifier(config: DictConfig, verifiers: PythonVerifiers) -> None:
-    """Check that the recipe has a Gym server or a Python verifier. Raises ConfigError."""
-    if not (config.gym.servers or config.gym.head_server or verifiers.specs):
-        raise ConfigError(
-            "gym.servers is not set. Name the servers of the rows, as in configs/math.yaml, or set "
-            "gym.head_server, or env.verifier to a function."
-        )
-
-
 def check_servers(config: DictConfig) -> Iterator[Exception]:
     """Each Gym server that the run starts can work on this machine."""
     for name, server in to_plain(config.gym.servers).items():
@@ -406,70 +394,53 @@ def load_rows(
         prompt_key=config.data.prompt_key,
         report=say,
     )
-    train_entries = list_entries(inputs.verifiers, command, TRAIN)
-    val_entries = list_entries(inputs.verifiers, command, VAL)
-    train = loader.load_files(list_files(train_entries))
-    validation = loader.load_files(list_files(val_entries))
-    inputs.dropped = [*train.dropped, *validation.dropped]
-    generated = generated_rows.generate_once(config, val_entries, VAL, loader)
-    inputs.validation = limit_rows([*validation.tasks, *generated], config.env.val_max_rows)
-    generated = []
-    if command == "rollout":
-        generated = generated_rows.generate_once(config, train_entries, TRAIN, loader)
-    inputs.train = limit_rows([*train.tasks, *generated], config.env.max_rows)
-    check_any_rows(config, command, inputs)
-
+    entries: dict[str, list[str | Json]] = {TRAIN: [], VAL: []}
+    for key in FILES[command]:
+        entries[key] = list(inputs.verifiers.entries[key])
+    tasks = {}
+    for key, listed in entries.items():
+        loaded = loader.load_files([entry for entry in listed if not is_function(entry)])
+        inputs.dropped += loaded.dropped
+        tasks[key] = loaded.tasks
+        if key == VAL or command == "rollout":
+            tasks[key] += generated_rows.generate_once(config, listed, key, loader)
+    inputs.train = limit_rows(tasks[TRAIN], config.env.max_rows)
+    inputs.validation = limit_rows(tasks[VAL], config.env.val_max_rows)
     inputs.source = FileRows(inputs.train, sampler, config.data.seed, config.data.shuffle)
     if command == "train":
-        inputs.source = generated_rows.make_row_source(config, train_entries, inputs.source, loader)
+        inputs.source = generated_rows.make_row_source(
+            config, entries[TRAIN], inputs.source, loader
+        )
     size = config.data.train_batch_size
     share = inputs.source.file_share()
-    file_rows = math.ceil(share * size - 1e-9)  # without the rounding error
-    check_enough_rows(config, command, inputs, file_rows)
+    check_enough_rows(config, command, inputs, share)
     inputs.generated = inputs.source.generate_first(size)
     if share:
         inputs.per_epoch = len(inputs.train) / share
     set_steps(config, command, len(inputs.train) // size, is_endless=share < 1)
 
 
-def list_entries(verifiers: PythonVerifiers, command: str, key: str) -> list[str | Json]:
-    """List the entries of a key that a command uses, with the server or verifier of each."""
-    return verifiers.entries[key] if key in FILES[command] else []
+def check_enough_rows(
+    config: DictConfig, command: str, inputs: RunInputs, share: float = 1.0
+) -> None:
+    """Check that the files have rows, and those of a batch to train. Raises ConfigError.
 
-
-def list_files(entries: Sequence[str | Json]) -> list[str | Json]:
-    """List the entries that name files."""
-    return [entry for entry in entries if not is_function(entry)]
-
-
-def check_any_rows(config: DictConfig, command: str, inputs: RunInputs) -> None:
-    """Check that the files of a command have rows. Raises ConfigError."""
+    share: of the rows of a batch that come from files.
+    """
     key = FILES[command][0]
-    tasks = inputs.validation if command == "evaluate" else inputs.train
-    entries = list_entries(inputs.verifiers, command, key)
-    only_functions = command == "train" and entries and all(is_function(e) for e in entries)
-    if not tasks and not only_functions:
-        raise ConfigError(
-            f"{key} have no usable rows; {describe_dropped(inputs)}. Add rows, or raise "
-            f"data.max_prompt_length={config.data.max_prompt_length}."
-        )
-
-
-def check_enough_rows(config: DictConfig, command: str, inputs: RunInputs, file_rows: int) -> None:
-    """Check that the files have the rows of one batch. Raises ConfigError."""
-    if command != "train" or len(inputs.train) >= file_rows:
-        return
+    found = len(inputs.validation if command == "evaluate" else inputs.train)
     size = config.data.train_batch_size
-    share = f"their {file_rows} of " if file_rows < size else ""
-    raise ConfigError(
-        f"{TRAIN} have {len(inputs.train)} usable rows, fewer than {share}data.train_batch_size="
-        f"{size}; {describe_dropped(inputs)}. Add rows, or lower data.train_batch_size."
-    )
-
-
-def describe_dropped(inputs: RunInputs) -> str:
-    """Describe the first dropped rows, for messages."""
-    return f"dropped rows: {', '.join(inputs.dropped[:3]) or 'none'}"
+    entries = inputs.verifiers.entries.get(key, ["a file"])
+    needed = 0 if command == "train" and all(is_function(entry) for entry in entries) else 1
+    if command not in SAMPLING_COMMANDS:
+        needed = max(needed, math.ceil(share * size - 1e-9))  # without the rounding error
+    if found < needed:
+        dropped = ", ".join(inputs.dropped[:3]) or "none"
+        raise ConfigError(
+            f"{key} have {found} usable rows, fewer than {needed} (data.train_batch_size={size}); "
+            f"dropped rows: {dropped}. Add rows, lower data.train_batch_size, or raise data."
+            f"max_prompt_length={config.data.max_prompt_length}."
+        )
 
 
 # --- the chat template ---------------------------------------------------------------------------
@@ -488,13 +459,10 @@ def check_turns(config: DictConfig, inputs: RunInputs) -> None:
         needed.append(TURNS)
     for part in needed:
         if part in inputs.template.failures:
-            hint = ""
-            if part != TURNS:
-                hint = (
-                    f" If the calls themselves are the answer, set {ROLLOUT}.multi_turn."
-                    "max_assistant_turns=1."
-                )
-            raise ConfigError(inputs.template.describe_failure(part) + hint)
+            raise ConfigError(
+                f"{inputs.template.describe_failure(part)} If the calls of tools are the answer, "
+                f"set {ROLLOUT}.multi_turn.max_assistant_turns=1."
+            )
 
 
 def set_tool_format(config: DictConfig, template: ChatTemplate) -> None:
@@ -575,7 +543,10 @@ def set_sizes(
     # a Ray process writes this file, and runs in another folder
     rollout.prometheus.file = os.path.abspath(rollout.prometheus.file)
     check_context_length(config, hf_config, longest, command)
-    set_micro_batches(config, longest, find_parallelism(config, active).sequence)
+    # verl packs whole episodes, in parts on the GPUs that share the tokens of one
+    share = math.ceil(longest / find_parallelism(config, active).sequence)
+    for key in MICRO_BATCH_TOKENS:
+        OmegaConf.update(config, key, max(OmegaConf.select(config, key), share))
     set_loss_settings(config)
     if config.trainer.device == "cpu" and rollout.tensor_model_parallel_size > 1:
         # verl's default for this key starts a process for each part of the model
@@ -595,16 +566,6 @@ def check_context_length(
             f"data.max_prompt_length + max_response_length = {longest}, rollout.max_model_len="
             f"{max_model_len}: the model has only {positions} positions. Lower these."
         )
-
-
-def set_micro_batches(config: DictConfig, longest: int, gpus: int) -> None:
-    """Raise the token limits of micro-batches to the longest episode: verl packs whole episodes.
-
-    gpus: that share the tokens of an episode.
-    """
-    share = math.ceil(longest / gpus)  # of each GPU
-    for key in MICRO_BATCH_TOKENS:
-        OmegaConf.update(config, key, max(OmegaConf.select(config, key), share))
 
 
 def set_loss_settings(config: DictConfig) -> None:

@@ -135,34 +135,19 @@ def find_recording(pattern: str) -> Recording:
     The steps must be consecutive. If one were missing, the learning rate and the number of updates
     would not be those of the recorded run.
     """
-    path = str(Path(pattern).expanduser())
-    found = sorted(Path(name) for name in glob.glob(path))
-    if not found:
+    found = sorted(glob.glob(str(Path(pattern).expanduser())))
+    files: dict[int, Path] = {}
+    for name in found:
+        match = re.fullmatch(r"step_(\d+)\.jsonl", Path(name).name)
+        if match:
+            files[int(match[1])] = Path(name)
+    steps = sorted(files)
+    if not steps or len(steps) != len(found) or steps != list(range(steps[0], steps[-1] + 1)):
         raise ConfigError(
-            f"--replay {path}: no such file. Name rollouts of a run, with quotes: "
+            f"--replay {pattern} names {', '.join(found) or 'no file':.200}. A replay trains on "
+            "each step in turn. Name step_<N>.jsonl of consecutive steps of one run, with quotes: "
             "--replay 'runs/<name>/rollouts/step_*.jsonl'."
         )
-    files: dict[int, Path] = {}
-    for file in found:
-        match = re.fullmatch(r"step_(\d+)\.jsonl", file.name)
-        if not match or not file.is_file():
-            raise ConfigError(
-                f"--replay {file} is not a rollouts file of a run. Give "
-                "runs/<name>/rollouts/step_<N>.jsonl."
-            )
-        if int(match[1]) in files:
-            raise ConfigError(
-                f"--replay {path} names step {match[1]} twice: {files[int(match[1])]} and {file}. "
-                "Name the files of one run."
-            )
-        files[int(match[1])] = file
-    steps = sorted(files)
-    for before, step in itertools.pairwise(steps):
-        if step != before + 1:
-            raise ConfigError(
-                f"--replay {path} has step {before} and then {step}. A replay trains on all steps "
-                f"in turn. Name consecutive steps, for example from step {step} on."
-            )
     return Recording({step: files[step] for step in steps})
 
 
@@ -220,8 +205,7 @@ def load(
     for path in recording.files.values():
         batches = load_replay(path, inputs.train)
         episodes = list(itertools.chain.from_iterable(batches))
-        check_vocabulary(path, episodes, inputs)
-        check_tokenizer(path, episodes, inputs)
+        check_tokens(path, episodes, inputs)
     now = fingerprint or Fingerprint(flatten(redacted(recipe.verl)))
     changes = list_changes(recording, recipe, now)
     if start and recipe.trainer.resume_mode == "resume_path" and not is_own(start, recording):
@@ -241,38 +225,30 @@ def is_own(checkpoint: Path, recording: Recording) -> bool:
     return checkpoint.resolve().parent in [folder.resolve() for folder in folders]
 
 
-def check_vocabulary(path: Path, episodes: Sequence[Episode], inputs: RunInputs) -> None:
-    """Check that the model has all token ids of the episodes. Raises ConfigError."""
-    size = inputs.model.vocab_size
-    for episode in episodes:
-        ids = {*episode.prompt_ids, *episode.response_ids}
-        wrong = [token_id for token_id in ids if not 0 <= token_id < size]
-        if wrong:
-            raise ConfigError(
-                f"--replay {path}: {episode.row_id} has the token id {wrong[0]}, and the model has "
-                f"{size} tokens, so another model sampled it. Set actor_rollout_ref.model.path to "
-                "the model of the recorded run."
-            )
-
-
-def check_tokenizer(path: Path, episodes: Sequence[Episode], inputs: RunInputs) -> None:
-    """Check that the sampled ids decode to the recorded text. Raises ConfigError.
+def check_tokens(path: Path, episodes: Sequence[Episode], inputs: RunInputs) -> None:
+    """Check that the model has the ids of the episodes, and decodes them to the recorded texts.
 
     It is an error if no text agrees. A few may differ: a parser removes calls and thoughts from
-    them.
+    them. Raises ConfigError.
     """
-    compared = [e for e in episodes if e.turns and e.response.strip()][:CHECKED_TEXTS]
-    for episode in compared:
-        span = episode.turns[-1]
-        decoded = str(inputs.tokenizer.decode(episode.response_ids[span.start : span.end]))
-        if episode.response.strip() in decoded:
+    size = inputs.model.vocab_size
+    lists = [[*episode.prompt_ids, *episode.response_ids] for episode in episodes]
+    wrong = {token_id for token_id in itertools.chain(*lists) if not 0 <= token_id < size}
+    problem = f"has the token ids {sorted(wrong)[:3]}, and the model has {size} tokens"
+    if not wrong:
+        compared = [e for e in episodes if e.turns and e.response.strip()][:CHECKED_TEXTS]
+        for episode in compared:
+            span = episode.turns[-1]
+            decoded = str(inputs.tokenizer.decode(episode.response_ids[span.start : span.end]))
+            if episode.response.strip() in decoded:
+                return
+            problem = f"has the text {episode.response[:60]!r}, and its ids are {decoded[:60]!r}"
+        if not compared:
             return
-    if compared:
-        raise ConfigError(
-            f"--replay {path}: with this model's tokenizer, the recorded ids are {decoded[:60]!r}, "
-            f"and the recorded text is {episode.response[:60]!r}, so another tokenizer made them. "
-            "Set actor_rollout_ref.model.path to the model of the recorded run."
-        )
+    raise ConfigError(
+        f"--replay {path} {problem}, so another model or tokenizer sampled it. Set "
+        "actor_rollout_ref.model.path to the model of the recorded run."
+    )
 
 
 def list_changes(recording: Recording, recipe: Recipe, fingerprint: Fingerprint) -> list[str]:

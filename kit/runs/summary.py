@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import yaml
 
@@ -75,39 +75,30 @@ def describe_rows(recipe: Recipe, inputs: RunInputs) -> list[str]:
 
 
 def describe_work(recipe: Recipe, inputs: RunInputs) -> list[str]:
-    """The work of one step, and the number of steps."""
+    """The work of one step, and the number of steps and the learning rate."""
     rollout = recipe.rollout
-    longest = describe_length(recipe)
-    if not recipe.has_episodes:
-        prompts = recipe.data.train_batch_size
-        return [
-            f"step        {prompts} conversations of at most {longest}, one optimizer step",
-            describe_training(recipe, inputs),
-        ]
+    longest = f"of at most {describe_length(recipe)}"
     if recipe.command == "rollout":
-        return [f"rollout     {len(inputs.train)} rows x {rollout.n} episodes of at most {longest}"]
+        return [f"rollout     {len(inputs.train)} rows x {rollout.n} episodes {longest}"]
     if recipe.command == "evaluate":
         rows = len(inputs.validation)
-        return [f"evaluate    {rows} rows x {rollout.val_kwargs.n} episodes of at most {longest}"]
-    return [
-        describe_step(recipe),
-        describe_training(recipe, inputs)
-        + f"; {recipe.algorithm.adv_estimator}, "
-        + f"{recipe.actor.policy_loss.loss_mode} loss; micro-batches of "
-        + f"{recipe.actor.ppo_max_token_len_per_gpu} tokens",
-    ]
-
-
-def describe_step(recipe: Recipe) -> str:
-    """The episodes and optimizer steps of one training step."""
+        return [f"evaluate    {rows} rows x {rollout.val_kwargs.n} episodes {longest}"]
     prompts = recipe.data.train_batch_size
-    n = recipe.rollout.n
+    steps = recipe.trainer.total_training_steps
+    epochs = ""
+    if inputs.train:
+        epochs = f" = {steps * prompts / inputs.per_epoch:.2f} epochs"
+    training = f"training    {steps} steps{epochs}; lr {recipe.actor.optim.lr:g}"
+    if not recipe.has_episodes:
+        return [f"step        {prompts} conversations {longest}, one optimizer step", training]
     updates = recipe.optimizer_steps
     plural = "" if updates == 1 else f"s of {recipe.actor.ppo_mini_batch_size} prompts"
-    return (
-        f"step        {prompts} prompts x {n} responses = {prompts * n} episodes of at most "
-        f"{describe_length(recipe)}; {updates} optimizer step{plural}"
-    )
+    return [
+        f"step        {prompts} prompts x {rollout.n} responses = {prompts * rollout.n} episodes "
+        f"{longest}; {updates} optimizer step{plural}",
+        f"{training}; {recipe.algorithm.adv_estimator}, {recipe.actor.policy_loss.loss_mode} loss; "
+        f"micro-batches of {recipe.actor.ppo_max_token_len_per_gpu} tokens",
+    ]
 
 
 def describe_other_models(recipe: Recipe) -> list[str]:
@@ -133,26 +124,26 @@ def describe_training(recipe: Recipe, inputs: RunInputs) -> str:
 
 def describe_functions(recipe: Recipe) -> list[str]:
     """The custom reward, filters and sampler with their settings, on one line."""
+    section = recipe.env
+    functions: dict[str, Sequence[str | Json | None]] = {
+        "reward": [section.reward],
+        "filters": section.filters or [],
+        "sampler": [section.sampler],
+    }
     parts: list[str] = []
-    for key in ("reward", "filters", "sampler"):
-        specs = getattr(recipe.env, key) or []
-        specs = specs if isinstance(specs, list) else [specs]
-        names = [describe_function(spec) for spec in specs]
+    for key, specs in functions.items():
+        names = [describe_function(spec) for spec in specs if spec]
         if names:
-            label = f"{key:11}" if not parts else key
-            parts.append(f"{label} {', '.join(names)}")
+            parts.append(f"{key if parts else key.ljust(11)} {', '.join(names)}")
     return ["; ".join(parts)] if parts else []
 
 
 def describe_function(spec: str | Json) -> str:
     """The name and the settings of a custom function."""
-    if not isinstance(spec, Mapping):
-        return str(spec)
-    settings = dict(spec)
+    settings = {"function": spec} if isinstance(spec, str) else dict(spec)
     name = str(settings.pop("function"))
-    if not settings:
-        return name
-    return f"{name} {yaml.safe_dump(settings, default_flow_style=True, width=1000).strip()}"
+    text = yaml.safe_dump(settings, default_flow_style=True, width=1000).strip()
+    return f"{name} {text}" if settings else name
 
 
 def describe_verifiers(recipe: Recipe, inputs: RunInputs) -> list[str]:
@@ -230,9 +221,8 @@ def list_warnings(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
         settings = ", ".join(f"rollout.{key}={value}" for key, value in distortions.items())
         yield (
             f"{settings}: the rollout engine's log-probs are of the probabilities that this "
-            "changes, the trainer's of the model's. So training/rollout_probs_diff_* grows, no "
-            "step is checked for it, and algorithm.rollout_correction is biased. Remove this "
-            "unless you want that."
+            "changes, the trainer's of the model's. So no step is checked for their difference, "
+            "and algorithm.rollout_correction is biased. Remove this unless you want that."
         )
     yield from warn_of_template(recipe, inputs)
     for name, is_here in find_unsandboxed(recipe.verl, inputs).items():
@@ -241,7 +231,13 @@ def list_warnings(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
             f"{name} RUNS THE MODEL'S CODE {place}, WITHOUT A SANDBOX: it may read keys and "
             "delete your files. Run all of this in a container without them."
         )
-    yield from warn_of_verl_rows(inputs)
+    custom = inputs.verifiers.specs
+    rows = [task for task in inputs.tasks if "reward_model" in task.row]
+    for name in dict.fromkeys(task.server for task in rows if task.server not in custom):
+        yield (
+            f"Rows in verl's format go to the server {name}, which must read "
+            "`reward_model` itself. For verl's reward functions set `verifier: verl` on the file."
+        )
     yield from warn_of_marks(inputs)
     yield from warn_of_overlap(inputs)
 
@@ -313,17 +309,6 @@ def describe_thoughts(template: ChatTemplate) -> str:
         "thoughts    the chat template shows no markers, so thoughts count as answers, except "
         f"between {start} and {end}"
     )
-
-
-def warn_of_verl_rows(inputs: RunInputs) -> Iterator[str]:
-    """Warn of rows in verl's format that go to a Gym server."""
-    custom = inputs.verifiers.specs
-    rows = [task for task in inputs.tasks if "reward_model" in task.row]
-    for name in dict.fromkeys(task.server for task in rows if task.server not in custom):
-        yield (
-            f"Rows in verl's format go to the server {name}, which must read "
-            "`reward_model` itself. For verl's reward functions set `verifier: verl` on the file."
-        )
 
 
 def warn_of_marks(inputs: RunInputs) -> Iterator[str]:

@@ -48,8 +48,11 @@ def chat(**flags) -> dict:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (gym(previous_response_id="r"), "previous_response_id is not supported. The prompt must"),
-        (gym(prompt={"id": "p"}), "responses_create_params.prompt is not supported."),
+        (
+            gym(previous_response_id="r"),
+            "previous_response_id='r' is not supported. The prompt must",
+        ),
+        (gym(prompt={"id": "p"}), "responses_create_params.prompt={'id': 'p'} is not supported."),
         (gym(tool_choice="required"), "tool_choice='required' is not supported. The policy"),
         (gym(tool_choice={"type": "function", "name": "add"}), "tool_choice={'type': "),
         (

@@ -193,11 +193,11 @@ def test_a_function_may_generate_rows_of_verl_and_rows_for_other_commands(folder
         ),
         (
             "{function: my_tasks.py:no_rows}",
-            "my_tasks.py:no_rows#1.7: the row is a list, not an object",
+            "my_tasks.py:no_rows#1.7: the row is a list",
         ),
         (
             "{function: my_tasks.py:long}",
-            r"my_tasks\.py:long#1\.0 \(100 tokens\): over data\.max_prompt_length",
+            r"my_tasks\.py:long#1\.0 \(100 tokens\) would be dropped, by data\.max_prompt",
         ),
         (
             "{function: my_tasks.py:other}",

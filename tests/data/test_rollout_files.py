@@ -132,7 +132,7 @@ def test_an_image_in_a_row_is_written_as_its_hash():
     assert rollout_files.replace_images_by_hash(image_row) == expected
     assert parts[0]["image_url"].startswith("data:")
     for plain in (row(), {"question": "x"}, {"responses_create_params": {"input": "say 7"}}):
-        assert rollout_files.replace_images_by_hash(plain) is plain
+        assert rollout_files.replace_images_by_hash(plain) == plain
 
 
 def test_the_question_is_the_last_input_message_of_the_row():

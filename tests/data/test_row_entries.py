@@ -77,12 +77,12 @@ def test_pass_rates_of_two_entries_of_one_file_are_apart(tmp_path):
 def test_names_of_entries_and_files_are_unique_and_the_first_is_the_path(paths):
     entries = parse_entries(paths)
     names = [entry.name for entry in entries]
-    file_names = [entry.files[0].name for entry in entries]
+    file_names = [name for entry in entries for name in entry.files]
     assert len({*names}) == len({*file_names}) == len(paths)
     for index, path in enumerate(paths):
         if path not in paths[:index] and not names[:index].count(path):
             assert names[index] == path
-        assert entries[index].files[0].path == path.removeprefix("./")
+        assert [*entries[index].files.values()] == [path.removeprefix("./")]
 
 
 def test_validation_rows_of_one_file_twice_have_their_names_and_servers(workspace):

@@ -25,17 +25,10 @@ from tests.helpers.recipes import row
         ),
         (
             "[1]\n",
-            r"rows\.jsonl:1: the row is a list, not an object\. Fix: A list of rows needs the suff",
+            r"rows\.jsonl:1: the row is a list\. Write one JSON object in each line, or a list",
         ),
-        ('[\n{"prompt": "x"}\n]\n', r"rows\.jsonl:1: not JSON .* A list of rows needs the suffix"),
-        (
-            '{\n"prompt": "x"\n}\n',
-            r"rows\.jsonl:1: not JSON .*\. Fix: Write each object in one line",
-        ),
-        (
-            "7\n",
-            r"rows\.jsonl:1: the row is a int, not an object\. Fix: A row must be one JSON object",
-        ),
+        ('[\n{"prompt": "x"}\n]\n', r"rows\.jsonl:1: not JSON .* a list of them in a \.json file"),
+        ("7\n", r"rows\.jsonl:1: the row is a int\. Write one JSON object"),
         ('\n\n{"question": "x"}\n', r"rows\.jsonl:3: it has question, but neither Gym"),
     ],
 )
@@ -45,26 +38,9 @@ def test_the_error_of_a_malformed_line_names_file_and_line(tmp_path, text, messa
         list(read_rows(tmp_path / "rows.jsonl"))
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("gsm8k_train.jsonl", ", or run `python env.py gsm8k --out {}`"),
-        ("arithmetic_validation.jsonl", ", or run `python env.py arithmetic --out {}`"),
-        (
-            "math_with_judge_examples.jsonl",
-            ", or run `python env.py examples --server math_with_judge --out {}`",
-        ),
-        ("gsm8k_train.jsonl.gz", ""),
-        ("gsm8k.jsonl", ""),
-        ("my_task_train.jsonl", ""),
-        ("_examples.jsonl", ""),
-    ],
-)
-def test_the_error_of_a_missing_file_gives_the_command_that_writes_it(tmp_path, name, hint):
-    with pytest.raises(env.DataError) as raised:
-        list(read_rows(tmp_path / name))
-    message = f"{tmp_path}/{name}: no such file. Check the path{hint.format(tmp_path)}."
-    assert str(raised.value) == message
+def test_the_error_of_a_missing_file_names_the_commands(tmp_path):
+    with pytest.raises(env.DataError, match=r"none\.jsonl: no such file\. .*python env\.py --help"):
+        list(read_rows(tmp_path / "none.jsonl"))
 
 
 ROWS = [row("one", metadata={"n": 1}), row("zwei: ü", other=[1, {"x": None}]), row("three")]
@@ -111,9 +87,7 @@ def test_parquet_holds_rows_as_json(tmp_path):
     with pytest.raises(env.DataError, match=r"unclear\.parquet:1: it has n, text, but neither"):
         list(read_rows(unclear))
     null = write_parquet(tmp_path / "null.parquet", row=[texts[0], None])
-    with pytest.raises(
-        env.DataError, match=r"null\.parquet:2: the row is a NoneType, not an object"
-    ):
+    with pytest.raises(env.DataError, match=r"null\.parquet:2: the row is a NoneType"):
         list(read_rows(null))
     only.write_bytes(only.read_bytes()[:100])
     with pytest.raises(env.DataError, match=r"only\.parquet: cannot be read"):

@@ -76,13 +76,13 @@ def test_verl_files_are_read_whichever_library_wrote_them(tmp_path):
         ),
         (gsm8k(0, videos=["x.mp4"]), "x:1: verl's videos are not supported"),
         (gsm8k(0, audios=["x.wav"]), "x:1: verl's audios are not supported"),
-        (gsm8k(0, other={1, 2}), "x:1: not JSON .a set cannot be JSON: {1, 2}.. Fix: A row"),
+        (gsm8k(0, other={1, 2}), "x:1: not JSON .a set cannot be JSON: {1, 2}.. Write"),
         (
             gsm8k(0, extra_info={"gym_row": json.dumps(row("other"))}),
             "x:1: `prompt` differs from that of extra_info.gym_row",
         ),
         (gsm8k(0, extra_info={"gym_row": "{}"}), "x:1: it has no object responses_create_params"),
-        (7, "x:1: the row is a int, not an object"),
+        (7, "x:1: the row is a int. Write"),
     ],
 )
 def test_an_invalid_row_is_an_error_with_its_line(invalid_row, message):

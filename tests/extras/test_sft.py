@@ -43,11 +43,9 @@ def test_only_messages_of_the_assistant_are_trained(tokenizer, template):
     pairs = zip(example.response_ids, example.response_mask, strict=True)
     trained = [token for token, is_trained in pairs if is_trained]
     assert tokenizer.decode(trained) == "7<end>77<end>"
-    for row in ({}, {"messages": messages[:1]}, {"messages": "say 7"}):
-        with pytest.raises(env.DataError, match="f:1: there are no `messages`"):
-            sft.tokenize(row, template, "f:1")
-    with pytest.raises(env.DataError, match="nothing comes before"):
-        sft.tokenize({"messages": messages[1:2]}, template, "f:1")
+    for invalid in ([], messages[:1], "say 7", messages[1:2]):
+        with pytest.raises(env.DataError, match="f:1: there must be `messages` with an answer"):
+            sft.tokenize({"messages": invalid}, template, "f:1")
 
 
 QUESTION = {"role": "user", "content": "say 7"}
@@ -89,7 +87,7 @@ def test_a_completion_of_trl_is_trained_on_and_its_prompt_is_context(tokenizer, 
         example = sft.tokenize(row, template, row_id)
         pairs = zip(example.response_ids, example.response_mask, strict=True)
         assert tokenizer.decode([token for token, mask in pairs if mask]) == "7<end>"
-    with pytest.raises(env.DataError, match=r"x:1: there are no .* It has chosen, rejected\."):
+    with pytest.raises(env.DataError, match=r"x:1: there must be .* It has chosen, rejected\."):
         sft.tokenize({"chosen": answer, "rejected": answer}, template, "x:1")
 
 

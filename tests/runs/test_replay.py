@@ -85,14 +85,10 @@ def test_a_pattern_names_steps_in_the_order_of_their_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("names", "pattern", "message"),
     [
-        ([], "step_*.jsonl", r"no such file. Name rollouts of a run, with quotes"),
-        (["val_3.jsonl"], "val_*.jsonl", r"val_3.jsonl is not a rollouts file of a run. Give"),
-        (
-            ["step_1.jsonl", "step_3.jsonl"],
-            "step_*.jsonl",
-            r"has step 1 and then 3. .* from step 3",
-        ),
-        (["step_1.jsonl", "step_01.jsonl"], "step_*.jsonl", r"names step 1 twice"),
+        ([], "step_*.jsonl", "names no file. A replay trains on each step in turn"),
+        (["val_3.jsonl"], "val_*.jsonl", r"names .*val_3\.jsonl\. "),
+        (["step_1.jsonl", "step_3.jsonl"], "step_*.jsonl", "of consecutive steps of one run"),
+        (["step_1.jsonl", "step_01.jsonl"], "step_*.jsonl", "of consecutive steps of one run"),
     ],
 )
 def test_other_files_are_an_error_of_one_line(tmp_path, names, pattern, message):
@@ -139,10 +135,14 @@ def test_a_recording_of_another_model_or_tokenizer_is_refused(workspace, tmp_pat
     recording = replay.find_recording(f"{tmp_path}/rollouts/step_1.jsonl")
     assert len(replay.load(recording, recipe, inputs).tasks) == len(inputs.train)
     write_step(tmp_path, 1, inputs, token=inputs.model.vocab_size)
-    with pytest.raises(ConfigError, match=r"has the token id \d+, and the model has \d+ tokens"):
+    with pytest.raises(
+        ConfigError, match=r"has the token ids \[\d+\], and the model has \d+ tokens"
+    ):
         replay.load(recording, recipe, inputs)
     write_step(tmp_path, 1, inputs, token=inputs.tokenizer.encode("8", add_special_tokens=False)[0])
-    with pytest.raises(ConfigError, match=r"another tokenizer made them\. Set .*model.path"):
+    with pytest.raises(
+        ConfigError, match=r"another model or tokenizer sampled it\. Set .*model.path"
+    ):
         replay.load(recording, recipe, inputs)
 
 

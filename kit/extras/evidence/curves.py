@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from env import Json
-from kit.data.fingerprint import Fingerprint, drop_nulls, hash_contents, hash_json
+from env import Json, drop_nulls
+from kit.data.fingerprint import Fingerprint, hash_contents, hash_json
 from kit.data.ground_truths import find_ground_truth, is_empty
 from kit.data.json_lines import read_steps
 from kit.data.metrics import ALL_TOKENS, name_test_set
