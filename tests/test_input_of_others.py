@@ -29,6 +29,7 @@ from kit.extras.policy_programs.sandbox import sandbox_command
 from kit.extras.run_price import price
 from kit.gym import network, servers
 from kit.gym.network import FetchError, GymStartError, discover_servers
+from kit.gym.server_process import ProcessSpec
 from kit.rollout import openai_server
 from kit.rollout.sampling import SampleStore
 from kit.runs import checkpoints, files
@@ -353,9 +354,11 @@ def test_arrays_that_would_unpack_to_much_memory_are_not_read(tmp_path, monkeypa
 )
 def test_a_process_of_others_sees_the_variables_of_a_list(monkeypatch, name, is_seen):
     monkeypatch.setenv(name, "x")
-    assert (name in servers.build_environment({})) == is_seen
+    spec = ProcessSpec("s", "127.0.0.1")
+    assert (name in servers.build_environment(spec)) == is_seen
     assert (name in servers.list_public_variables(())) == is_seen
-    assert name in servers.build_environment({"visible_variables": [name]})
+    spec.visible_variables = [name]
+    assert name in servers.build_environment(spec)
 
 
 def test_a_sandbox_has_only_packages_the_kit_and_what_is_named(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
-from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from transformers import AutoConfig, AutoModelForCausalLM
 from verl.trainer.config import CheckpointConfig
@@ -256,10 +255,10 @@ def reference_logits(engine: FSDPEngine) -> torch.Tensor:
 
 
 CONTRADICTIONS = {
-    "lora_rank=8": r"it has 4, and \S+lora_rank=8. Set lora_rank=4",
-    "lora_alpha=16": r"it has 6, and \S+lora_alpha=16. Set lora_alpha=6",
-    "exclude_modules=[k_proj]": r"it excludes None, and \S+exclude_modules=\['k_proj'\]. Remove",
-    "target_modules=[q_proj]": r"its target_modules are \['q_proj', 'v_proj'\], and",
+    "lora_rank=8": r"it has lora_rank=4, and the recipe 8\. Remove",
+    "lora_alpha=16": r"it has lora_alpha=6, and the recipe 16\. Remove",
+    "exclude_modules=[k_proj]": r"exclude_modules=None, and the recipe \['k_proj'\]\. Remove",
+    "target_modules=[q_proj]": r"target_modules=\['q_proj', 'v_proj'\], and the recipe \['q",
 }
 
 
@@ -295,18 +294,11 @@ def test_the_recipe_takes_rank_and_alpha_of_the_adapter(models, tmp_path, alpha)
     check(recipe)
 
 
-def test_an_alpha_without_a_rank_must_not_contradict_the_adapter(models, tmp_path):
-    path = write_adapter(models["tied"], tmp_path / "sft")
-    changes = [f"lora_adapter_path={path}", "lora_rank=0", "lora_alpha=5"]
-    (problem,) = take_adapter(make_recipe(models["tied"], *changes))
-    assert "it has 6, and actor_rollout_ref.model.lora_alpha=5. Set lora_alpha=6." in str(problem)
-
-
 def test_all_contradictions_are_in_one_error(models, tmp_path):
     path = write_adapter(models["tied"], tmp_path / "sft")
     changes = [f"lora_adapter_path={path}", "lora_rank=8", "lora_alpha=5"]
     (problem,) = take_adapter(make_recipe(models["tied"], *changes))
-    assert "Set lora_rank=4. it has 6" in str(problem) and "\n" not in str(problem)
+    assert "lora_rank. it has lora_alpha=6" in str(problem) and "\n" not in str(problem)
 
 
 UNREAD = {
@@ -329,7 +321,7 @@ def test_an_adapter_with_features_that_would_be_lost_is_refused(models, tmp_path
 
 
 def test_an_adapter_without_its_files_is_refused(models, tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere has no adapter of peft: .* Give the"):
+    with pytest.raises(ConfigError, match=r"nowhere has no adapter of peft: .* Give its"):
         check(make_recipe(models["tied"], f"lora_adapter_path={tmp_path}/nowhere"))
     path = write_adapter(models["tied"], tmp_path / "sft")
     (path / "adapter_model.safetensors").unlink()
@@ -338,22 +330,6 @@ def test_an_adapter_without_its_files_is_refused(models, tmp_path):
     (path / "adapter_model.safetensors").write_bytes(b"cut")
     with pytest.raises(ConfigError, match=r"sft has no readable weights: .* Correct it"):
         check(make_recipe(models["tied"], f"lora_adapter_path={path}"))
-
-
-def test_an_adapter_with_nan_is_refused(models, tmp_path):
-    path = write_adapter(models["tied"], tmp_path / "sft")
-    weights = load_file(path / "adapter_model.safetensors")
-    damaged = sorted(weights)[3]
-    weights[damaged][0, 0] = float("nan")
-    save_file(weights, path / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match=f"has NaN or infinity in {damaged}"):
-        check(make_recipe(models["tied"], f"lora_adapter_path={path}"))
-
-
-def test_the_folder_of_an_export_is_refused_with_that_of_its_adapter(models, tmp_path):
-    path = write_adapter(models["tied"], tmp_path / "export" / "lora_adapter")
-    with pytest.raises(ConfigError, match=f"no adapter of peft: .* Set .*path={path}"):
-        check(make_recipe(models["tied"], f"lora_adapter_path={path.parent}"))
 
 
 @pytest.mark.parametrize("name", ["lora_adapter", "sft"])

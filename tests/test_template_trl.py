@@ -138,7 +138,7 @@ def test_each_weight_is_1_by_default(functions_file):
         (["accuracy"], None, "accuracy cannot be called with the columns .*'answer'"),
         (["number"], None, "number returned 0.5 for one completion"),
         (["sometimes"], None, "sometimes returned None: the row has no reward"),
-        (["accurcy"], None, r"my_rewards\.py has no function .*accurcy\. Did you mean accuracy\?"),
+        (["accurcy"], None, r"my_rewards\.py has no function .*accurcy\. It has .*accuracy"),
     ],
 )
 def test_an_invalid_result_fails_the_episode(functions_file, names, weights, message):
@@ -149,7 +149,7 @@ def test_an_invalid_result_fails_the_episode(functions_file, names, weights, mes
 
 @pytest.mark.parametrize(
     ("name", "line", "functions"),
-    [("first", "divide", "divide, called by first"), ("parse", "parse", "parse")],
+    [("first", "divide", "divide"), ("parse", "parse", "parse")],
 )
 def test_an_error_has_the_line_of_the_users_file(functions_file, name, line, functions):
     """Not that of the template, nor that of the library which raised it."""

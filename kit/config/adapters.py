@@ -10,9 +10,9 @@ rollout engine or the export would have another policy than the trainer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,25 +29,12 @@ PATH = f"{MODEL}.lora_adapter_path"
 ALL_LINEAR = "all-linear"
 VERL_ALPHA = 16  # verl's default of model.lora_alpha
 ADAPTER_FOLDER = "lora_adapter"  # the folder of the adapter in an export of the kit
-# Fields of peft's LoraConfig that verl's merge, weight sync or export does not read, and the values
-# that turn them off.
-UNREAD_FIELDS = (
-    "alpha_pattern",
-    "arrow_config",
-    "bias",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_dora",
-    "use_qalora",
-    "use_rslora",
-    "alora_invocation_tokens",
-)
-OFF: tuple[object, ...] = (None, False, "none", {}, [])
+# Fields of peft's LoraConfig that verl's merge, weight sync and export read, or that do not change
+# the policy. Any other field must have peft's default.
+READ_FIELDS = {"r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform"}
+READ_FIELDS |= {"layers_pattern", "fan_in_fan_out", "lora_dropout", "inference_mode", "task_type"}
+READ_FIELDS |= {"base_model_name_or_path", "revision", "auto_mapping", "peft_version"}
+READ_FIELDS |= {"runtime_config", "megatron_config", "megatron_core", "eva_config"}
 # Values of init_lora_weights that leave the base model's weights as they are.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica")
 
@@ -123,73 +110,71 @@ def read_adapter_config(config: DictConfig) -> LoraConfig:
     Makes the path absolute. Sets rank and alpha if the recipe sets no rank, and the target modules.
     Raises ConfigError if the recipe contradicts it, or if verl does not support it.
     """
-    from peft import PeftConfig
-
     model = config.actor_rollout_ref.model
     folder = Path(model.lora_adapter_path).expanduser()
     if folder.is_dir():
         model.lora_adapter_path = str(folder.resolve())  # workers run in other folders
-    path = model.lora_adapter_path
+    adapter = load_adapter_config(model.lora_adapter_path)
+    if not model.lora_rank:
+        model.lora_rank = adapter.r
+        if model.lora_alpha == VERL_ALPHA:
+            model.lora_alpha = adapter.lora_alpha
+    problems = list(find_unread_fields(adapter))
+    for key, value in (
+        ("lora_rank", adapter.r),
+        ("lora_alpha", adapter.lora_alpha),
+        ("target_modules", sorted_if_set(adapter.target_modules)),
+        ("exclude_modules", sorted_if_set(adapter.exclude_modules)),
+    ):
+        own = sorted_if_set(to_plain(model[key]))
+        if own and own not in (value, ALL_LINEAR):
+            problems.append(f"it has {key}={value}, and the recipe {own}. Remove {MODEL}.{key}.")
+    if problems:
+        raise ConfigError(f"{PATH}={model.lora_adapter_path}: {' '.join(problems)}")
+    model.target_modules = sorted_if_set(adapter.target_modules)
+    return adapter
+
+
+def load_adapter_config(path: str) -> LoraConfig:
+    """Load the configuration of an adapter. Raises ConfigError."""
+    from peft import PeftConfig
+
     try:
         adapter = PeftConfig.from_pretrained(path)
     except Exception as error:  # of peft, or of the hub
-        reason = str(error).strip().partition("\n")[0]
-        exported = Path(path) / ADAPTER_FOLDER
-        fix = f"Set {PATH}={exported}." if exported.is_dir() else "Give the folder of an adapter."
-        raise ConfigError(f"{PATH}={path} has no adapter of peft: {reason} {fix}") from None
+        raise ConfigError(
+            f"{PATH}={path} has no adapter of peft: {describe(error)} Give its folder, such as "
+            f"{ADAPTER_FOLDER} in an export."
+        ) from None
     if adapter.peft_type != "LORA":
         raise ConfigError(f"{PATH}={path} is {adapter.peft_type}, not LoRA. Give a LoRA adapter.")
     taken = (adapter.r, adapter.lora_alpha, adapter.target_modules)
     if "${" in str(taken):  # the recipe would resolve it
         raise ConfigError(f"{PATH}={path} has the values {taken!r:.200}. Give a plain adapter.")
-    if not model.lora_rank:
-        model.lora_rank = adapter.r
-        if model.lora_alpha == VERL_ALPHA:
-            model.lora_alpha = adapter.lora_alpha
-    problems = [*find_unread_fields(adapter), *find_contradictions(model, adapter)]
-    if problems:
-        raise ConfigError(f"{PATH}={path}: {' '.join(problems)}")
-    model.target_modules = sorted_if_set(adapter.target_modules)
     return adapter
 
 
 def find_unread_fields(adapter: LoraConfig) -> Iterator[str]:
     """Sentences about features of an adapter that would be lost."""
-    for name in UNREAD_FIELDS:
-        value = getattr(adapter, name, None)
-        if value not in OFF:
+    from peft import LoraConfig
+
+    usual = LoraConfig().to_dict()
+    usual["init_lora_weights"] = adapter.init_lora_weights
+    if adapter.init_lora_weights not in PLAIN_STARTS:  # it changed the base model
+        usual["init_lora_weights"] = True
+    for name, value in adapter.to_dict().items():
+        if name not in READ_FIELDS and (value or None) != (usual.get(name) or None):
             yield f"it has {name}={value}, which verl does not export. Give a plain adapter."
-    if adapter.init_lora_weights not in PLAIN_STARTS:
-        yield (
-            f"it has init_lora_weights={adapter.init_lora_weights}, which changed its base model. "
-            "Convert it to a plain adapter."
-        )
 
 
-def find_contradictions(model: DictConfig, adapter: LoraConfig) -> Iterator[str]:
-    """Sentences about keys of the recipe that differ from the adapter."""
-    for key, value in (("lora_rank", adapter.r), ("lora_alpha", adapter.lora_alpha)):
-        if model[key] != value:
-            yield f"it has {value}, and {MODEL}.{key}={model[key]}. Set {key}={value}."
-    modules = to_plain(model.target_modules)
-    own = adapter.target_modules
-    if modules not in (ALL_LINEAR, own) and sorted_if_set(modules) != sorted_if_set(own):
-        yield (
-            f"its target_modules are {sorted_if_set(own)}, and {MODEL}.target_modules={modules}. "
-            f"Set target_modules={ALL_LINEAR}, which takes those of the adapter."
-        )
-    excluded = to_plain(model.exclude_modules)
-    own_excluded = adapter.exclude_modules
-    if excluded and sorted_if_set(excluded) != sorted_if_set(own_excluded):
-        yield (
-            f"it excludes {sorted_if_set(own_excluded)}, and {MODEL}.exclude_modules={excluded}. "
-            "Remove exclude_modules."
-        )
+def sorted_if_set(modules: object) -> Any:  # names as a sorted list; any other value as it is
+    """Return a collection of names as a sorted list, and any other value as it is."""
+    return sorted(modules) if isinstance(modules, (list, set)) else modules
 
 
-def sorted_if_set(modules: Collection[str] | None) -> Collection[str] | None:
-    """Return names as a sorted list; a pattern as it is."""
-    return modules if modules is None or isinstance(modules, str) else sorted(modules)
+def describe(error: Exception) -> str:
+    """Return the first line of an error."""
+    return str(error).strip().partition("\n")[0]
 
 
 def find_adapter_shapes(
@@ -209,10 +194,9 @@ def find_adapter_shapes(
         try:
             adapted = get_peft_model(model, copy.copy(lora_config))  # it sets its base model
         except ValueError as error:
-            reason = str(error).strip().partition("\n")[0]
             raise ConfigError(
-                f"{MODEL}.target_modules={sorted_if_set(lora_config.target_modules)}: {reason} "
-                "Change it."
+                f"{MODEL}.target_modules={sorted_if_set(lora_config.target_modules)}: "
+                f"{describe(error)} Change it."
             ) from None
     outside = sorted(set(find_outer_modules(adapted, model._no_split_modules or [])))
     if outside:
@@ -246,8 +230,9 @@ def check_weights(path: str, shapes: dict[str, tuple[int, ...]]) -> None:
     try:
         weights = load_peft_weights(path, device="cpu")
     except Exception as error:  # of safetensors, torch, or the hub
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{PATH}={path} has no readable weights: {reason} Correct it.") from None
+        raise ConfigError(
+            f"{PATH}={path} has no readable weights: {describe(error)} Correct it."
+        ) from None
     own_shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     differing = sorted(name for name, _ in set(own_shapes.items()) ^ set(shapes.items()))
     if differing:
@@ -255,11 +240,6 @@ def check_weights(path: str, shapes: dict[str, tuple[int, ...]]) -> None:
         raise ConfigError(
             f"{PATH}={path} is of another model: {name} has the shape {own_shapes.get(name)}, and "
             f"{MODEL}.path needs {shapes.get(name)}. Give an adapter of this model."
-        )
-    damaged = sorted(name for name, weight in weights.items() if not weight.isfinite().all())
-    if damaged:
-        raise ConfigError(
-            f"{PATH}={path} has NaN or infinity in {damaged[0]}. Give another adapter."
         )
 
 
@@ -269,28 +249,21 @@ def check_weights(path: str, shapes: dict[str, tuple[int, ...]]) -> None:
 def check_base(path: str, adapter: LoraConfig, model: str, name: str) -> None:
     """Check that an adapter was trained on the weights of the folder `model`. Raises ConfigError.
 
-    An adapter has the name of its base model, but not its weights. If both are folders here, one
-    weight of them is compared. name: of one of the adapter's weights.
+    If its base model is a folder here, one weight of them is compared. In an export the adapter is
+    merged already, so that it would be added twice. name: of one of the adapter's weights.
     """
     base = str(adapter.base_model_name_or_path or "")
-    folder = Path(path)
-    if folder.name == ADAPTER_FOLDER and folder.parent == Path(model):
-        raise ConfigError(
-            f"{PATH}={path} is merged into {MODEL}.path={model} already, and would be added "
-            f"twice. Set {MODEL}.path={base or 'its base model'}, or remove lora_adapter_path."
-        )
-    if not (Path(base).is_dir() and Path(model).is_dir()):
-        return
+    is_other = Path(path) == Path(model) / ADAPTER_FOLDER
     module = name.removeprefix("base_model.model.").partition(".lora_")[0]
     expected = read_weight(Path(base), f"{module}.weight")
     weight = read_weight(Path(model), f"{module}.weight")
-    if expected is None or weight is None:
-        return
-    dtype = min(expected.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
-    if not expected.to(dtype).equal(weight.to(dtype)):
+    if expected is not None and weight is not None:
+        dtype = min(expected.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
+        is_other = not expected.to(dtype).equal(weight.to(dtype))
+    if is_other:
         raise ConfigError(
-            f"{PATH}={path} is of another model: it was trained on {base}, whose {module} differs "
-            f"from that of {MODEL}.path={model}. Set {MODEL}.path={base}."
+            f"{PATH}={path} was trained on {base}, whose weights are not those of "
+            f"{MODEL}.path={model}. Set {MODEL}.path={base}, or remove lora_adapter_path."
         )
 
 

@@ -49,24 +49,14 @@ CORRECTION = "algorithm.rollout_correction"
 PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 # verl's suffix "+" selects straight-through gradients
 KL_TYPES = (*PENALTIES, *[f"{penalty}+" for penalty in PENALTIES])
-AGGREGATIONS = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-mean-token-mean",
-)
 PRECISIONS = (None, "fp32", "float32", "32", "bf16", "bfloat16", "fp16", "float16", "16")
 CHOICES: dict[str, Sequence[object]] = {  # a test compares them with verl's
     f"{ACTOR}.kl_loss_type": KL_TYPES,
-    f"{ACTOR}.loss_agg_mode": AGGREGATIONS,
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "algorithm.kl_penalty": KL_TYPES,
-    "critic.loss_agg_mode": AGGREGATIONS,
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
     f"{CORRECTION}.loss_type": ("reinforce", "ppo_clip"),
     f"{CORRECTION}.rollout_is": (None, "token", "sequence"),
-    f"{ROLLOUT}.pipeline_model_parallel_size": (1,),
     **{f"{section}.model_dtype": PRECISIONS for section in parallel_sizes.FSDP_SECTIONS.values()},
 }
 # Up to these values, sampling takes the most likely token: vLLM raises temperatures to 0.01, and
@@ -325,7 +315,7 @@ def check_names(config: DictConfig) -> Iterator[str]:
     yield from check_registered(config, LOSS_MODE, core_algos.POLICY_LOSS_REGISTRY)
     if OmegaConf.select(config, TEACHER) and not config.distillation.enabled:
         yield f"{TEACHER} needs distillation.enabled=true. Set that too, or remove it."
-    yield from check_rejection_options(config)
+    yield from check_correction_values(config)
 
 
 def check_registered(config: DictConfig, key: str, registry: Mapping[str, object]) -> Iterator[str]:
@@ -366,26 +356,19 @@ def check_models(recipe: Recipe) -> Iterator[str]:
             yield f"trainer.resource_pools.{role}={count}: this recipe has no {role}. Remove it."
 
 
-def check_rejection_options(config: DictConfig) -> Iterator[str]:
-    """verl knows each option in rollout_correction.rollout_rs, a list separated by commas."""
-    from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS
-
-    key = f"{CORRECTION}.rollout_rs"
-    for option in str(OmegaConf.select(config, key) or "").split(","):
-        name = option.strip()
-        if name and name not in SUPPORTED_ROLLOUT_RS_OPTIONS:
-            options = ", ".join(sorted(SUPPORTED_ROLLOUT_RS_OPTIONS))
-            yield f"{key}={name} is not supported. Use one of: {options}."
-            return
-    yield from check_thresholds(config)
-
-
-def check_thresholds(config: DictConfig) -> Iterator[str]:
-    """verl can read the thresholds of rollout_correction, which may be ranges such as 0.5_2."""
+def check_correction_values(config: DictConfig) -> Iterator[str]:
+    """verl knows each option of rollout_correction, and can read the thresholds."""
     from verl.trainer.ppo import rollout_corr_helper as helper
 
     correction = config.algorithm.rollout_correction
     options = [name.strip() for name in str(correction.rollout_rs or "").split(",")]
+    supported = sorted(helper.SUPPORTED_ROLLOUT_RS_OPTIONS)
+    if correction.rollout_rs and not set(options) <= set(supported):
+        yield (
+            f"{CORRECTION}.rollout_rs={correction.rollout_rs} is not supported. Use one or several "
+            f"of: {', '.join(supported)}."
+        )
+        return
     try:
         if correction.rollout_is:
             helper._parse_rollout_is_threshold(correction.rollout_is_threshold)

@@ -211,13 +211,14 @@ def unknown_key_hint(
 def find_similar(key: str, leaves: Iterable[str]) -> str:
     """Return the leaf whose last part is most similar to that of a key, else ""."""
     section, _, name = key.rpartition(".")
-    best, similarity = "", (0.0, 0.0)  # of the last parts, then of the whole keys
+    best = ""
+    similarity = (0.0, 0.0)  # of the last parts, then of the whole keys
     for leaf in leaves:
-        last = leaf.rpartition(".")[2]
-        ratio = difflib.SequenceMatcher(None, name, last).ratio()
+        ratio = difflib.SequenceMatcher(None, name, leaf.rpartition(".")[2]).ratio()
         ratios = (ratio, difflib.SequenceMatcher(None, key, leaf).ratio())
         if ratios > similarity and (is_below(key, "critic") or not is_below(leaf, "critic")):
-            best, similarity = leaf, ratios
+            best = leaf
+            similarity = ratios
     is_short = len(name) < 6 and best.rpartition(".")[0] != section  # such as dtype and type
     return best if similarity[0] >= (1 if is_short else MIN_SIMILARITY) else ""
 

@@ -5,16 +5,15 @@ The processes of Python verifiers use this file, too, so it imports nothing that
 
 from __future__ import annotations
 
-import builtins
-import difflib
+import ast
 import functools
 import importlib.util
 import os
 import shlex
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
@@ -25,7 +24,7 @@ from kit.errors import UserFunctionError
 KIT = Path(__file__).resolve().parents[2]  # the folder of the repository
 KIT_FILES = ("algorithm.py", "env.py", "gym_client.py", "inference.py", "training.py")
 STANDARD_LIBRARY = Path(os.__file__).parent
-FOLDERS: dict[str, Path] = {}  # {name of the package that stands for a folder: the folder}
+NEIGHBORS: dict[str, str] = {}  # {module next to a user's file that imports it: its folder}
 
 
 # --- import a file -------------------------------------------------------------------------------
@@ -35,130 +34,79 @@ FOLDERS: dict[str, Path] = {}  # {name of the package that stands for a folder: 
 def import_file(path: Path) -> ModuleType:
     """Import the file at `path` and return its module. A second call returns the same module.
 
-    As after `python FILE`, its import statements find the files and packages of its folder, before
-    installed modules of the same name. Only the modules of that folder import each other in this
-    way: sys.path stays as it is, so a file random.py in the folder hides `random` from no library,
-    and two folders may have a file of the same name. Raises every exception that the file raises.
+    Its import statements find the files and packages of its folder. Raises every exception that the
+    file raises, and UserFunctionError if a statement would find another module of the name.
     """
-    package = make_folder_package(path.parent)
-    stem = path.stem.replace(".", "-")  # a dot would separate modules
-    name = f"{package}.{stem}"
-    loader = FolderLoader(name, str(path))
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    importlib.invalidate_caches()
+    enter_neighbors(path)
+    name = f"{path.stem.replace('.', '-')}_{zlib.crc32(bytes(path)):08x}"  # as of no other module
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader, path
+    module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look the module up here
     try:
-        loader.exec_module(module)
+        spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]  # a later import would get a module without its last lines
         raise
     return module
 
 
-def make_folder_package(folder: Path) -> str:
-    """Enter a package whose modules are the files of a folder, and return its name.
+def enter_neighbors(path: Path) -> None:
+    """Enter the modules next to a file that it and they import into NEIGHBORS.
 
-    The name has a checksum of the path, so that it differs from the name of any other module.
+    Only these names are entered, so that no other file of the folder is taken for a package. Raises
+    UserFunctionError if a library or another folder has a module of the name, since Python would
+    import that one without an error.
     """
-    name = f"{folder.name.replace('.', '_')}_{zlib.crc32(bytes(folder)):08x}"
-    if name not in FOLDERS:
-        spec = ModuleSpec(name, None, is_package=True)
-        spec.submodule_search_locations = [str(folder)]
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        FOLDERS[name] = folder
-    if FolderFinder not in sys.meta_path:
-        sys.meta_path.insert(0, FolderFinder)
-    return name
+    if NeighborFinder not in sys.meta_path:
+        sys.meta_path.append(NeighborFinder)
+    folder = str(path.parent)
+    files = [path]
+    for file in files:  # the list grows
+        for name in list_imports(file):
+            own = PathFinder.find_spec(name, [folder])
+            if own is None:
+                continue
+            other = importlib.util.find_spec(name)
+            if other is None:
+                NEIGHBORS[name] = folder
+                inner = [Path(each) for each in own.submodule_search_locations or []]
+                files += inner[0].rglob("*.py") if inner else [Path(str(own.origin))]
+            elif own.origin and own.origin != os.path.realpath(str(other.origin)):
+                raise UserFunctionError(
+                    f"{file}: `import {name}` would get {other.origin} instead of {own.origin}. "
+                    "Rename the second file."
+                )
 
 
-def folder_package(module: ModuleType) -> ModuleType:
-    """Return the package that stands for the folder of a module from `import_file`."""
-    return sys.modules[module.__name__.partition(".")[0]]
+def list_imports(file: Path) -> set[str]:
+    """Return the first parts of the names that a file imports anywhere, without relative ones."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
 
 
-class FolderFinder:
-    """Finds the modules of the packages in FOLDERS. An entry of sys.meta_path."""
+class NeighborFinder:
+    """Finds the modules of NEIGHBORS. The last entry of sys.meta_path."""
 
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of a folder, whose imports begin in that folder."""
-        if name.partition(".")[0] not in FOLDERS:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec and type(spec.loader) is SourceFileLoader:
-            spec.loader = FolderLoader(spec.loader.name, str(spec.loader.path))
-        return spec
+        """Return the spec of a module, or None if it is not in NEIGHBORS."""
+        return PathFinder.find_spec(name, [NEIGHBORS[name]]) if name in NEIGHBORS else None
 
 
-class FolderLoader(SourceFileLoader):
-    """Loads a module of a folder. Its import statements call `import_from_folder`."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module. Its functions keep these builtins, also for imports in their bodies."""
-        package = module.__name__.partition(".")[0]
-        import_module = functools.partial(import_from_folder, package)
-        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": import_module}
-        super().exec_module(module)
-
-
-def import_from_folder(
-    package: str,
-    name: str,
-    globals: Mapping[str, object] | None = None,
-    locals: Mapping[str, object] | None = None,
-    fromlist: Sequence[str] | None = (),
-    level: int = 0,
-) -> ModuleType:
-    """`__import__` for the modules of a folder. Raises every exception that the module raises."""
-    first = name.partition(".")[0]
-    if level > 0 or not is_in_folder(package, first):
-        return builtins.__import__(name, globals, locals, fromlist or (), level)
-    try:
-        module = builtins.__import__(f"{package}.{name}", globals, locals, fromlist or ())
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if not missing.startswith(f"{package}."):
-            raise
-        missing = missing.removeprefix(f"{package}.")
-        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing) from None
-    return module if fromlist else sys.modules[f"{package}.{first}"]
-
-
-def is_in_folder(package: str, name: str) -> bool:
-    """Return whether a module without a dot in its name is imported from a folder.
-
-    Python decides in the same way if the folder is the first one in sys.path.
-    """
-    if f"{package}.{name}" in sys.modules:
-        return True
-    local = PathFinder.find_spec(name, [str(FOLDERS[package])])
-    if local is None:
-        return False
-    other = find_other_spec(name)
-    if other is None:
-        return True
-    if other.origin in ("built-in", "frozen"):  # these precede sys.path
-        return False
-    if set(list_locations(local)) & set(list_locations(other)):
-        return False  # the same file, because the folder is in sys.path: no second copy of it
-    is_plain_folder = local.origin is None  # without __init__.py: modules elsewhere precede it
-    return not is_plain_folder or other.origin is None
-
-
-def find_other_spec(name: str) -> ModuleSpec | None:
-    """Return the spec of a module without a dot in its name that is not of a folder."""
-    try:
-        return importlib.util.find_spec(name)
-    except ValueError:  # it was imported, and has no spec, such as __main__
-        return ModuleSpec(name, None, origin="built-in")
-
-
-def list_locations(spec: ModuleSpec) -> list[str]:
-    """Return the file of a module, or the folders of a package."""
-    locations = spec.submodule_search_locations or [str(spec.origin)]
-    return [os.path.realpath(location) for location in locations]
+def list_neighbors(module: ModuleType) -> list[ModuleType]:
+    """Return the imported modules of the folder of a module from `import_file`."""
+    folder = str(Path(str(module.__file__)).parent)
+    names = [name for name, other in NEIGHBORS.items() if other == folder]
+    return [sys.modules[name] for name in names if name in sys.modules]
 
 
 # --- the files of users --------------------------------------------------------------------------
@@ -176,16 +124,14 @@ def import_callable(
     member = getattr(module, name, None)
     if callable(member):
         return member
-    names = []
+    own = []
     for other, value in vars(module).items():
         if callable(value) and getattr(value, "__module__", "") == module.__name__:
-            names.append(other)
-    similar = difflib.get_close_matches(name, names, n=2, cutoff=0.8)
-    hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
+            own.append(other)
     kind = "function" if key else "function or class"
     raise UserFunctionError(
-        f"{begin(reference, key)}{module.__file__} has no {kind} {name}.{hint} It has "
-        f"{', '.join(names) or 'none'}."
+        f"{begin(reference, key)}{module.__file__} has no {kind} {name}. It has "
+        f"{', '.join(own) or 'none'}."
     )
 
 
@@ -194,6 +140,8 @@ def import_user_file(reference: str, key: str = "") -> ModuleType:
     path = find_user_file(reference, key)
     try:
         return import_file(path.resolve())
+    except UserFunctionError:
+        raise
     except (Exception, SystemExit) as error:  # a script may parse arguments that are not its own
         place = describe_place(error, str(path.resolve()))
         raise UserFunctionError(
@@ -204,7 +152,7 @@ def import_user_file(reference: str, key: str = "") -> ModuleType:
 
 def find_user_file(reference: str, key: str = "") -> Path:
     """Find the file of path.py:name, in this folder or the kit's. Raises UserFunctionError."""
-    file, _, name = reference.rpartition(":")
+    file = reference.rpartition(":")[0]
     if not file.endswith(".py"):
         raise UserFunctionError(
             f"{begin(reference, key)}{reference!r} names no function. Write path.py:function."
@@ -212,14 +160,9 @@ def find_user_file(reference: str, key: str = "") -> Path:
     for path in (Path(file).expanduser(), KIT / file):
         if path.is_file():
             return path
-    hint = "Give its path from one of these."
-    for template in (KIT / "templates").glob("*.py"):
-        if f"\ndef {name}(" in template.read_text():
-            file_of_kit = f"templates/{template.name}"
-            hint = f"{name} is in {file_of_kit}: write {file_of_kit}:{name}."
     raise UserFunctionError(
         f"{begin(reference, key)}no file {file} in the current folder ({Path.cwd()}) or the "
-        f"kit's. {hint}"
+        "kit's. Give its path from one of these."
     )
 
 
@@ -243,22 +186,20 @@ def is_user_file(file: str) -> bool:
 
 
 def describe_place(error: BaseException, path: str) -> str:
-    """Return " failed at FILE:LINE:" for the deepest line of a user's file in a traceback.
+    """Return " failed at FILE:LINE in FUNCTION:" for the deepest line of a user's file.
 
-    path: of the file that the recipe names. If the line is in another file, its function follows,
-    and the function that the named file called. Returns "" if neither has a line.
+    path: of the file that the recipe names, which may be one of the kit's templates. Returns "" if
+    the traceback has no such line.
     """
     frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
-    is_named = [code.co_filename == path for code, _ in frames]
-    begin = len(frames) - is_named[::-1].index(True) if any(is_named) else 0
-    called = [place for place in frames[begin:] if is_user_file(place[0].co_filename)]
-    if not called:
-        return f" failed at {path}:{frames[begin - 1][1]}:" if begin else ""
-    ends = (called[0], called[-1])
-    first, last = [code.co_qualname.partition(".<locals>")[0] for code, _ in ends]
-    functions = last if first == last else f"{last}, called by {first}"
-    code, line = called[-1]
-    return f" failed at {code.co_filename}:{line} in {functions}:"
+    files = [code.co_filename for code, _ in frames]
+    called = frames[files.index(path) :] if path in files else []
+    own = [place for place in called if is_user_file(place[0].co_filename)]
+    for code, line in own[-1:] or called[:1]:
+        name = code.co_qualname.partition(".<locals>")[0]
+        function = "" if code.co_filename == path else f" in {name}"
+        return f" failed at {code.co_filename}:{line}{function}:"
+    return ""
 
 
 def suggest_fix(error: BaseException, path: Path) -> str:
@@ -266,9 +207,10 @@ def suggest_fix(error: BaseException, path: Path) -> str:
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return f"Run `python {shlex.quote(str(path))}` to see where."
     folder = path.resolve().parent
-    if "." not in error.name and PathFinder.find_spec(error.name, [str(folder)]):
-        return f"It is in {folder}: import it with an import statement."
-    return f"Install it for {sys.executable}, or save it in {folder}."
+    return (
+        f"Install it for {sys.executable}, or save it in {folder} and import it with an import "
+        "statement."
+    )
 
 
 # --- import a part of a package ------------------------------------------------------------------

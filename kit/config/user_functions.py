@@ -56,9 +56,9 @@ from kit.config.keys import ROOT
 from kit.config.python_files import (
     describe_place,
     find_user_file,
-    folder_package,
     import_callable,
     import_user_file,
+    list_neighbors,
 )
 from kit.config.sections import SPEC
 from kit.errors import ConfigError, RunError, UserFunctionError
@@ -266,8 +266,9 @@ def register_in_verl(adv_estimator: str, loss_mode: str) -> None:
         if is_user_function(name):
             registry[name] = load_function(name, key)
             # the workers cannot import the file or the files next to it
-            package = folder_package(import_user_file(name, key))
-            ray.cloudpickle.register_pickle_by_value(package)
+            module = import_user_file(name, key)
+            for each in (module, *list_neighbors(module)):
+                ray.cloudpickle.register_pickle_by_value(each)
 
 
 # --- a call and its result -----------------------------------------------------------------------

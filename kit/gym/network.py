@@ -5,7 +5,6 @@ Only the driver uses this module. Episodes use gym_client.py, with sessions and 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import ipaddress
@@ -13,11 +12,10 @@ import re
 import secrets
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from subprocess import Popen
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -34,6 +32,15 @@ START_TIMEOUT_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
 CHECK_TIMEOUT_S = 5.0  # for the answer to one check
 HEAD_SERVER_TIMEOUT_S = 10.0  # for the answer of a head server
 HOST_NAME = re.compile(r"[\w.:-]+", re.ASCII)  # or an IPv6 address
+# What code for one form of JSON raises for another.
+WRONG_SHAPES = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 MAX_BODY_BYTES = 2**22  # of the answer to a check: as objects it takes 100 MB
 
 
@@ -53,31 +60,22 @@ def fetch(
     method: str = "GET",
     timeout_s: float = CHECK_TIMEOUT_S,
     use_proxy: bool = False,
-    **request: object,
+    **request: Any,  # as for httpx
 ) -> httpx.Response:
     """Send one request and read the whole answer, within a timeout and a size limit.
 
     use_proxy: whether to use the proxy of the environment. request: headers and json, as for httpx.
     A redirect is an error, because another host must not receive the request. Raises FetchError.
     """
-    with ThreadPoolExecutor(1) as pool:  # this thread may already run an event loop
-        answer = _fetch(url, method, timeout_s, use_proxy, request)
-        return pool.submit(asyncio.run, answer).result()
-
-
-async def _fetch(
-    url: str, method: str, timeout_s: float, use_proxy: bool, request: Json
-) -> httpx.Response:
     # uncompressed, so that a short body cannot become a long one
     headers = {**request.pop("headers", {}), "Accept-Encoding": "identity"}
     try:
-        async with (
-            asyncio.timeout(timeout_s),
-            httpx.AsyncClient(timeout=None, trust_env=use_proxy, follow_redirects=False) as http,
+        with (
+            httpx.Client(timeout=timeout_s, trust_env=use_proxy) as http,
             http.stream(method, url, headers=headers, **request) as answer,
         ):
-            body = await _read_body(answer)
-    except TimeoutError:
+            body = _read_body(answer, time.monotonic() + timeout_s)
+    except httpx.TimeoutException:
         raise FetchError(f"no complete answer within {timeout_s:.1f} s") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise FetchError(f"{type(error).__name__}: {error}") from None
@@ -87,12 +85,14 @@ async def _fetch(
     return httpx.Response(answer.status_code, content=body)
 
 
-async def _read_body(answer: httpx.Response) -> bytes:
+def _read_body(answer: httpx.Response, end: float) -> bytes:
     body = bytearray()
-    async for part in answer.aiter_raw():
+    for part in answer.iter_raw():
         body += part
         if len(body) > MAX_BODY_BYTES:
             raise FetchError(f"the answer is longer than {MAX_BODY_BYTES:,} bytes")
+        if time.monotonic() > end:
+            raise httpx.ReadTimeout("a slow body")
     return bytes(body)
 
 
@@ -110,14 +110,9 @@ def check_address(section: str, host: str, port: int | None) -> None:
     try:
         socket.create_server((host, port or 0)).close()  # of IPv4, as the URLs of servers
     except OSError as error:
-        reasons = {errno.EADDRINUSE: "is in use", errno.EACCES: "is only for root"}
-        if error.errno in reasons:
-            raise GymStartError(
-                f"{section}.port={port}: port {port} on {host} {reasons[error.errno]}. Set another "
-                "port."
-            ) from None
         raise GymStartError(
-            f"{section}.host={host} is not an address of this machine ({error}). Set 127.0.0.1."
+            f"{section}: no server can listen on host={host}, port={port} ({error.strerror}). Set "
+            "another port, or host=127.0.0.1."
         ) from None
 
 
@@ -152,17 +147,13 @@ def is_listening(process: Popen[bytes], port: int) -> bool:
 
     Two runs that start at the same time may choose the same free port.
     """
-    try:
+    connections = []
+    with contextlib.suppress(psutil.Error):
         root = psutil.Process(process.pid)
-        family = [root, *root.children(recursive=True)]
-    except psutil.Error:
-        return False
-    for member in family:
-        with contextlib.suppress(psutil.Error):
-            connections = member.net_connections("tcp")
-            if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections):
-                return True
-    return False
+        for member in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it may have ended
+                connections += member.net_connections("tcp")
+    return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
 
 
 # --- Gym servers ---------------------------------------------------------------------------------
@@ -184,31 +175,24 @@ def wait_ready(
     `timeout_s`, by default START_TIMEOUT_S. Any other must answer within CHECK_TIMEOUT_S.
     kind: that of the recipe. None: any.
     """
-    limit_s = (timeout_s or START_TIMEOUT_S) if process else CHECK_TIMEOUT_S
-    end = time.monotonic() + limit_s
-    problem = ""
+    end = time.monotonic() + ((timeout_s or START_TIMEOUT_S) if process else CHECK_TIMEOUT_S)
+    problem = "no answer"
     while (remaining_s := end - time.monotonic()) > 0:
         if process and process.poll() is not None:
+            problem = f"it exited with status {process.poll()}"
             break
         try:
-            check_s = min(CHECK_TIMEOUT_S, remaining_s)
-            answer = fetch(f"{url}/openapi.json", timeout_s=check_s)
-            problem = find_problem(answer, url, process)
-            if not problem:
-                return check_kind(name, url, kind, answer)
+            answer = fetch(f"{url}/openapi.json", timeout_s=min(CHECK_TIMEOUT_S, remaining_s))
+            return check_answer(name, url, kind, answer, process)
         except FetchError as error:
             # The last attempt has less time than the others, so its error is less useful.
-            if not problem or remaining_s > CHECK_TIMEOUT_S:
+            if problem == "no answer" or remaining_s > CHECK_TIMEOUT_S:
                 problem = str(error)
         time.sleep(0.2)
-    problem = problem or "no answer"
     if process:
-        if process.poll() is not None:
-            problem = f"it exited with status {process.poll()}"
-        tail = read_tail(log) or "it is empty"
         raise GymStartError(
-            f"gym server {name} did not start: {problem}. "
-            f'See its log {log}: {tail}. See docs/troubleshooting.md, "Gym".'
+            f"gym server {name} did not start: {problem}. See its log {log}: "
+            f'{read_tail(log) or "it is empty"}. See docs/troubleshooting.md, "Gym".'
         )
     command = f"python -m kit.gym.servers {name} --port {urlsplit(url).port or 80}"
     raise GymStartError(
@@ -217,9 +201,29 @@ def wait_ready(
     )
 
 
-def check_kind(name: str, url: str, kind: str | None, answer: httpx.Response) -> None:
-    """Check that a server describes the routes of a kind, if it describes any."""
-    kinds = list_kinds(parse_routes(answer.json(), url)) if answer.status_code == 200 else []
+def check_answer(
+    name: str, url: str, kind: str | None, answer: httpx.Response, process: Popen[bytes] | None
+) -> None:
+    """Check that a server describes the routes of a kind, if it describes any.
+
+    Raises FetchError if it is not ready, and GymStartError if it is of another kind.
+    """
+    if f"http_{answer.status_code}" in UNDESCRIBED and not process:
+        return
+    if answer.status_code != 200:
+        raise FetchError(f"HTTP {answer.status_code} from /openapi.json")
+    try:
+        is_described = isinstance(answer.json()["paths"], dict)
+    except WRONG_SHAPES:
+        is_described = False
+    if not is_described:
+        raise FetchError("HTTP 200 from /openapi.json, but it is no JSON object with paths")
+    port = urlsplit(url).port
+    if process and port and not is_listening(process, port):
+        raise FetchError(
+            f"port {port} belongs to another process: stop that process, or set start.port"
+        )
+    kinds = list_kinds(parse_routes(answer.json(), url))
     if kind and kinds and kind not in kinds:
         raise GymStartError(
             f"gym.servers.{name}.kind={kind}, but {url} has the routes of {' and '.join(kinds)}. "
@@ -227,43 +231,10 @@ def check_kind(name: str, url: str, kind: str | None, answer: httpx.Response) ->
         )
 
 
-def find_problem(answer: httpx.Response, url: str, process: Popen[bytes] | None) -> str:
-    """Return why a server is not ready although it answers, or "".
-
-    Raises FetchError if its answer is not a JSON object.
-    """
-    if f"http_{answer.status_code}" in UNDESCRIBED and not process:
-        return ""
-    if answer.status_code != 200:
-        return f"HTTP {answer.status_code} from /openapi.json"
-    try:
-        paths = answer.json().get("paths")
-    except (ValueError, AttributeError) as error:
-        raise FetchError(f"/openapi.json is not a JSON object: {error}") from None
-    if not isinstance(paths, dict):
-        return "HTTP 200 from /openapi.json, but it lists no paths"
-    port = urlsplit(url).port
-    if process and port and not is_listening(process, port):
-        return f"port {port} belongs to another process: stop that process, or set start.port"
-    return ""
-
-
 def read_tail(log: Path | None) -> str:
     """Return the last five lines of a log, or their beginnings, in one line."""
     lines = log.read_text(errors="replace").strip().splitlines() if log else []
     return " | ".join(f"{line:.200}" for line in lines[-5:])
-
-
-# what `read_discovery` raises for JSON of another shape than it expects
-WRONG_ANSWER = (
-    FetchError,
-    YAMLError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
 
 
 class Discovery(NamedTuple):
@@ -280,7 +251,7 @@ def discover_servers(head_server: str) -> Discovery:
     """
     try:
         return read_discovery(fetch_gym_config(head_server), head_server)
-    except WRONG_ANSWER as error:
+    except (FetchError, YAMLError, *WRONG_SHAPES) as error:
         raise GymStartError(
             f"gym.head_server: {head_server} is not a Gym head server ({error!r:.300}). "
             "To start one, run `gym env start` in .venv-gym."

@@ -24,10 +24,11 @@ policy, an OpenAI-compatible endpoint. With `environment` there is a fourth, in 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from env import Json
@@ -124,17 +125,15 @@ def find_folder(name: str, start: Json) -> str:
     for other in ("server", "install"):
         if start.get(other):
             raise GymStartError(
-                f"{key} has path and {other}. Remove {other}, which is for servers of nemo-gym, "
-                "and install the requirements of path for start.python."
+                f"{key} has path and {other}. Remove {other}, which is for servers of nemo-gym."
             )
-    folders = [folder for folder in (Path(str(path)), ROOT / str(path)) if folder.is_dir()]
-    for folder in folders:
+    for folder in (Path(str(path)), ROOT / str(path)):
         if (folder / "app.py").is_file():
             return str(folder.resolve())
-    problem = f"no such folder in {Path.cwd()}"
-    if folders:
-        problem = f"{folders[0].absolute()} has no app.py"
-    raise GymStartError(f"{key}.path={path}: {problem}. Copy templates/verifier to start from.")
+    raise GymStartError(
+        f"{key}.path={path}: there is no app.py in this folder of {Path.cwd()}. Copy "
+        "templates/verifier to start from."
+    )
 
 
 # --- processes -----------------------------------------------------------------------------------
@@ -148,81 +147,77 @@ def plan_processes(name: str, start: Json, policy: Json | None) -> list[ProcessS
     check_server(name, {"start": start})
     host = start.get("host") or HOST
     folder = find_folder(name, start)
-    shared = {
-        "python": resolve_python(name, start),
-        "host": host,
-        "resources_server": folder,
-        "visible_variables": list(start.get("env") or []),
-        "global_config": start.get("global_config") or {},
-    }
+    make_spec = functools.partial(
+        ProcessSpec,
+        host=host,
+        resources_server=folder,
+        python=resolve_python(name, start),
+        visible_variables=list(start.get("env") or []),
+        global_config=start.get("global_config") or {},
+    )
+    key = f"gym.servers.{name}.start"
     config = start.get("config") or {}
-    resources = make_spec(name, RESOURCES, folder, config, f"gym.servers.{name}.start.config")
-    specs = [shared | resources]
-    specs += [shared | spec for spec in plan_agent(name, start, policy)]
-    for spec in specs[:-1]:
-        spec["port"] = network.find_free_port(host)
-    specs[-1]["port"] = int(start.get("port") or network.find_free_port(host))
+    specs = [
+        make_spec(name, kind=RESOURCES, folder=folder, overrides=config, config_key=f"{key}.config")
+    ]
+    if start.get("agent"):
+        specs += plan_agent(name, start, policy, make_spec)
+    for spec in specs:
+        spec.port = network.find_free_port(host)
+    specs[-1].port = int(start.get("port") or specs[-1].port)
     return specs
 
 
-def plan_agent(name: str, start: Json, policy: Json | None) -> list[ProcessSpec]:
-    """Return the specs of the policy's model server, of the agent and of the environment server.
-
-    Returns [] without an agent.
-    """
-    agent = start.get("agent")
+def plan_agent(
+    name: str, start: Json, policy: Json | None, make_spec: Callable[..., ProcessSpec]
+) -> list[ProcessSpec]:
+    """Return the specs of the policy's model server, of the agent and of the environment server."""
+    agent = start["agent"]
     key = f"gym.servers.{name}.start"
-    if not agent:
-        return []
     if not policy:
         raise GymStartError(
             f"{key}.agent={agent} needs a policy endpoint, but none is configured. "
             "Pass `policy`, or remove agent."
         )
-    model = {"return_token_id_information": True, "uses_reasoning_parser": True, **policy}
-    model_server = make_spec(POLICY_MODEL, MODELS, "vllm_model", model, "policy")
-    model_server["visible_variables"] = []  # all agents of a run share it
-    model_server["global_config"] = {}
-
     agent_name = f"{name}_{agent}"
     resources_server = {"type": RESOURCES, "name": name}
+    model = {"return_token_id_information": True, "uses_reasoning_parser": True, **policy}
     agent_config = {
         "resources_server": resources_server,
         "model_server": {"type": MODELS, "name": POLICY_MODEL},
         **(start.get("agent_config") or {}),
     }
-    agent_server = make_spec(agent_name, AGENTS, agent, agent_config, f"{key}.agent_config")
-
+    specs = [
+        make_spec(
+            POLICY_MODEL,
+            kind=MODELS,
+            folder="vllm_model",
+            overrides=model,
+            config_key="policy",
+            visible_variables=[],  # all agents of a run share it
+            global_config={},
+        ),
+        make_spec(
+            agent_name,
+            kind=AGENTS,
+            folder=agent,
+            overrides=agent_config,
+            config_key=f"{key}.agent_config",
+        ),
+    ]
     environment = start.get("environment")
-    if not environment:
-        return [model_server, agent_server]
-    environment_config = {
-        "resources_server": resources_server,
-        "agent_server": {"type": AGENTS, "name": agent_name},
-    }
-    environment_server = make_spec(
-        f"{name}_{environment}",
-        ENVIRONMENTS,
-        environment,
-        environment_config,
-        f"{key}.environment",
-    )
-    return [model_server, agent_server, environment_server]
-
-
-def make_spec(name: str, kind: str, folder: str, overrides: Json, config_key: str) -> ProcessSpec:
-    """Return the part of a spec that differs between the processes of one server.
-
-    kind, folder: of the server in Gym. overrides: over the server's own configuration.
-    config_key: the recipe's key for them, which errors name.
-    """
-    return {
-        "name": name,
-        "kind": kind,
-        "folder": folder,
-        "overrides": overrides,
-        "config_key": config_key,
-    }
+    if environment:
+        agent_server = {"type": AGENTS, "name": agent_name}
+        specs.append(
+            make_spec(
+                f"{name}_{environment}",
+                kind=ENVIRONMENTS,
+                folder=environment,
+                overrides={"resources_server": resources_server, "agent_server": agent_server},
+                config_key=f"{key}.environment",
+            )
+        )
+    return specs
 
 
 # --- interpreters --------------------------------------------------------------------------------

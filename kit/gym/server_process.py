@@ -4,28 +4,14 @@ kit/gym/servers.py starts this file by its path, with the interpreter of NeMo Gy
 (.venv-gym). That environment has neither the packages of this project nor its modules. So this file
 imports only the standard library, and inside functions yaml, pydantic and nemo_gym.
 
-The task is JSON: {"name": of the server, "parent_pid", "command": see below, "specs": [...]}.
-A spec is a dict that describes one process of a run. Its keys:
-
-    name, host, port    its name in Gym's configuration, and its address
-    kind, folder        its code: the folder kind/folder of the package, or an absolute path
-    resources_server    the folder of the server whose YAML files describe this process
-    overrides           settings that replace those of the YAML
-    global_config       entries of Gym's configuration that describe no process, such as a sandbox
-    config_key          the key of the recipe that sets `overrides`, for messages
-    python, log         its interpreter and its log file
-    visible_variables   environment variables that the process sees besides the public ones
-    command, env        the command and additional variables of a process that is not from Gym
-    start_timeout_s     how long it may take to start
-
-A server receives its own spec in full. Of most others it receives only name, kind, folder, host and
-port.
+The task is JSON: {"name": of the server, "parent_pid", "command": of a process that is not Gym's,
+"specs": [a ProcessSpec of each process]}. A server receives its own spec in full. Of most others it
+receives only name, kind, folder, host and port.
 """
 
 from __future__ import annotations
 
 import ctypes
-import difflib
 import importlib
 import importlib.util
 import json
@@ -35,7 +21,8 @@ import runpy
 import signal
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,7 +32,28 @@ AGENTS = "responses_api_agents"
 ENVIRONMENTS = "environment_servers"  # since Gym 0.7
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 Json = dict[str, Any]  # an object. Gym's interpreter, which runs this file, has no gym_client
-ProcessSpec = Json
+
+
+@dataclass
+class ProcessSpec:
+    """One process of a run."""
+
+    name: str  # in Gym's configuration
+    host: str
+    port: int = 0
+    kind: str = ""  # its code: the folder kind/folder of the package; "": not of Gym
+    folder: str = ""  # or an absolute path
+    resources_server: str = ""  # the folder of the server whose YAML files describe this process
+    overrides: Json | None = None  # of the YAML's settings. None: a reader must not see them
+    # entries of Gym's configuration that describe no process, such as a sandbox
+    global_config: Json = field(default_factory=dict)
+    config_key: str = ""  # the key of the recipe that sets `overrides`, for messages
+    python: str = ""  # its interpreter
+    log: str = ""
+    visible_variables: Sequence[str] = ()  # environment variables besides the public ones
+    command: list[str] = field(default_factory=list)  # of a process that is not of Gym
+    env: dict[str, str] = field(default_factory=dict)  # additional variables
+    start_timeout_s: float | None = None
 
 
 def main() -> None:
@@ -56,7 +64,7 @@ def main() -> None:
     exit_with_parent(task["parent_pid"])
     if task["command"]:
         os.execv(task["command"][0], task["command"])
-    run_server(task["name"], task["specs"])
+    run_server(task["name"], [ProcessSpec(**spec) for spec in task["specs"]])
 
 
 def exit_with_parent(parent_pid: int) -> None:
@@ -68,7 +76,7 @@ def exit_with_parent(parent_pid: int) -> None:
 
 def run_server(name: str, specs: list[ProcessSpec]) -> None:
     """Run the app.py of the server `name`. Gym's configuration is in two environment variables."""
-    spec = next(each for each in specs if each["name"] == name)
+    spec = next(each for each in specs if each.name == name)
     package = find_package()
     folder = find_app_folder(spec, package)
     config = build_gym_config(spec, specs, package)
@@ -82,7 +90,7 @@ def run_server(name: str, specs: list[ProcessSpec]) -> None:
     try:
         gym: Any = importlib.import_module("nemo_gym.server_utils")
         gym.initialize_ray = skip_ray
-        if spec["folder"] == "genrm_model":
+        if spec.folder == "genrm_model":
             use_remote_genrm()
         runpy.run_path(str(folder / "app.py"), run_name="__main__")
     except ImportError as error:
@@ -93,8 +101,8 @@ def run_server(name: str, specs: list[ProcessSpec]) -> None:
     except pydantic.ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         sys.exit(
-            f"{spec['folder']}: invalid settings ({'; '.join(problems)}). "
-            f"Correct them in {spec['config_key']}."
+            f"{spec.folder}: invalid settings ({'; '.join(problems)}). "
+            f"Correct them in {spec.config_key}."
         )
 
 
@@ -113,34 +121,25 @@ def find_package() -> Path:
 
 
 def find_app_folder(spec: ProcessSpec, package: Path) -> Path:
-    """Return the folder of the server's app.py. Exits with similar names if there is none."""
-    folder = package / spec["kind"] / spec["folder"]  # an absolute folder replaces the rest
+    """Return the folder of the server's app.py. Exits if there is none."""
+    folder = package / spec.kind / spec.folder  # an absolute folder replaces the rest
     if (folder / "app.py").is_file():
         return folder
-    names = [path.parent.name for path in folder.parent.glob("*/app.py")]
-    nearest = difflib.get_close_matches(spec["folder"], names, 4, 0.0)
-    kinds = {RESOURCES: "resources server", MODELS: "model", AGENTS: "agent"}
-    kind = kinds.get(spec["kind"], "environment server")
+    names = sorted(path.parent.name for path in folder.parent.glob("*/app.py"))
     sys.exit(
-        f"nemo-gym has no {kind} {spec['folder']!r}. Choose one of {folder.parent}; "
-        f"the nearest are {', '.join(nearest)}"
+        f"nemo-gym has no folder {spec.folder!r} in {spec.kind}. Choose one of: {', '.join(names)}"
     )
 
 
 def exit_for_module(module: str | None, spec: ProcessSpec, folder: Path) -> NoReturn:
     """Exit with the command that installs a missing module."""
-    name = spec["folder"]
-    if Path(name).is_absolute():
-        hint = (
-            f"Install it for {sys.executable}, which has nemo-gym, "
-            "or set start.python to an interpreter that has both"
-        )
-    else:
-        hint = (
-            f"Run `python -m kit.gym.servers install {name}` or set start.install=true. "
-            f"Both make an environment with the requirements of {folder}"
-        )
-    sys.exit(f"no module {module!r} for {name}. {hint}")
+    hint = (
+        f"Run `python -m kit.gym.servers install {spec.folder}` or set start.install=true. Both "
+        f"make an environment with the requirements of {folder}"
+    )
+    if Path(spec.folder).is_absolute():
+        hint = f"Install it for {sys.executable}, or set start.python to an interpreter with both"
+    sys.exit(f"no module {module!r} for {spec.folder}. {hint}")
 
 
 # --- settings ------------------------------------------------------------------------------------
@@ -152,43 +151,38 @@ def build_gym_config(spec: ProcessSpec, specs: Iterable[ProcessSpec], package: P
 
     config: Json = {}
     for each in specs:
-        settings = {"entrypoint": "app.py", "host": each["host"], "port": each["port"]}
-        if "overrides" in each:
+        settings = {"entrypoint": "app.py", "host": each.host, "port": each.port}
+        if each.overrides is not None:
             settings = build_settings(each, package)
-        config[each["name"]] = {each["kind"]: {Path(each["folder"]).name: settings}}
-    entries = spec.get("global_config") or {}
-    check_entries(spec, entries, config)
-    # The value is `???`, or a `${name}` that another file defines. That file is not read here.
-    open_values = re.findall(r"(\w+): .*(\?\?\?|\$\{\w+\})", yaml.safe_dump(config[spec["name"]]))
-    unset = [key for key, value in open_values if value[2:-1] not in entries]
-    if unset:
-        sys.exit(
-            f"the YAML of {spec['folder']} does not set {', '.join(unset)}. "
-            f"Set it in {spec['config_key']}."
-        )
-    config["head_server"] = {"host": spec["host"], "port": spec["port"]}
-    config["dry_run"] = False
-    return {**entries, **config}
-
-
-def check_entries(spec: ProcessSpec, entries: Iterable[str], config: Json) -> None:
-    """Exit if entries of global_config have the names of servers, or names that Gym reserves."""
+        config[each.name] = {each.kind: {Path(each.folder).name: settings}}
+    entries = spec.global_config
     clashes = sorted({*entries} & {*config, "head_server", "dry_run"})
     if clashes:
         sys.exit(
-            f"global_config of {spec['folder']} has an entry {clashes[0]}, the name of a server "
-            "or of Gym's own. Choose another name."
+            f"global_config of {spec.folder} has an entry {clashes[0]}, the name of a server or of "
+            "Gym's own. Choose another name."
         )
+    # The value is `???`, or a `${name}` that another file defines. That file is not read here.
+    open_values = re.findall(r"(\w+): .*(\?\?\?|\$\{\w+\})", yaml.safe_dump(config[spec.name]))
+    unset = [key for key, value in open_values if value[2:-1] not in entries]
+    if unset:
+        sys.exit(
+            f"the YAML of {spec.folder} does not set {', '.join(unset)}. "
+            f"Set it in {spec.config_key}."
+        )
+    config["head_server"] = {"host": spec.host, "port": spec.port}
+    config["dry_run"] = False
+    return {**entries, **config}
 
 
 def build_settings(spec: ProcessSpec, package: Path) -> Json:
     """Return Gym's settings of one server: its YAML, overrides, host and port. Later ones win."""
     settings: Json = {"entrypoint": "app.py"}
-    if spec["kind"] == RESOURCES:
+    if spec.kind == RESOURCES:
         settings["domain"] = "other"
-    if spec["kind"] != MODELS:  # their YAML describes other models; `overrides` is complete
+    if spec.kind != MODELS:  # their YAML describes other models; `overrides` is complete
         settings |= read_yaml_settings(spec, package)
-    return {**settings, **spec["overrides"], "host": spec["host"], "port": spec["port"]}
+    return {**settings, **(spec.overrides or {}), "host": spec.host, "port": spec.port}
 
 
 def read_yaml_settings(spec: ProcessSpec, package: Path) -> Json:
@@ -197,11 +191,11 @@ def read_yaml_settings(spec: ProcessSpec, package: Path) -> Json:
     The files of the resources server come first. Among these, the file with the server's name
     comes first.
     """
-    server = spec["resources_server"]
-    folders = [package / RESOURCES / server, package / spec["kind"] / spec["folder"]]
+    server = spec.resources_server
+    folders = [package / RESOURCES / server, package / spec.kind / spec.folder]
     for entry in read_yaml_entries(folders, Path(server).name):
-        servers = entry.get(spec["kind"])
-        settings = servers.get(Path(spec["folder"]).name) if isinstance(servers, dict) else None
+        servers = entry.get(spec.kind)
+        settings = servers.get(Path(spec.folder).name) if isinstance(servers, dict) else None
         if settings:
             return dict(settings)
     return {}

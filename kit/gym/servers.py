@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -63,7 +64,6 @@ PUBLIC_VARIABLES = re.compile(
     r"|NLTK_DATA|HF_(?:HOME|HUB_CACHE|DATASETS_CACHE|ENDPOINT)"
     r"|(?:HF_HUB|HF_DATASETS|TRANSFORMERS)_OFFLINE"
 )
-PUBLIC_KEYS = ("name", "kind", "folder", "host", "port")  # of a spec, for all servers
 logger = logging.getLogger(__name__)
 
 
@@ -94,7 +94,7 @@ class GymServers:
         self.log_dir = log_dir
         self.policy = policy
         self.urls: dict[str, str] = {}  # by server
-        self.other_specs = {spec["name"]: spec for spec in other_specs}
+        self.other_specs = {spec.name: spec for spec in other_specs}
         self.specs = dict(self.other_specs)  # by process
         self.processes: dict[str, Popen[bytes]] = {}
         self.on_restart = on_restart
@@ -115,15 +115,14 @@ class GymServers:
     def _plan(self, name: str, start: Json) -> None:
         """Add the specs of the processes of one server, and its URL."""
         for spec in plan_processes(name, start, self.policy):
-            process = spec["name"]
-            is_shared = process == POLICY_MODEL and POLICY_MODEL not in self.other_specs
-            if process in self.specs and not is_shared:
+            is_shared = spec.name == POLICY_MODEL and POLICY_MODEL not in self.other_specs
+            if spec.name in self.specs and not is_shared:
                 raise GymStartError(
-                    f"gym.servers: two processes have the name {process}. Rename {name}."
+                    f"gym.servers: two processes have the name {spec.name}. Rename {name}."
                 )
-            if process not in self.specs:
-                self.specs[process] = {**spec, "log": str(self.log_dir / f"gym_{process}.log")}
-            self.urls[name] = f"http://{spec['host']}:{spec['port']}"
+            spec.log = str(self.log_dir / f"gym_{spec.name}.log")
+            self.specs.setdefault(spec.name, spec)
+            self.urls[name] = f"http://{spec.host}:{spec.port}"
 
     def wait_ready(self) -> dict[str, str]:
         """Wait until all servers answer, then return their URLs and restart those that die.
@@ -131,11 +130,12 @@ class GymServers:
         Raises GymStartError.
         """
         for name, spec in self.specs.items():
-            url = f"http://{spec['host']}:{spec['port']}"
-            timeout_s = spec.get("start_timeout_s")
+            url = f"http://{spec.host}:{spec.port}"
             # only of the process that answers for the name, not of one behind an agent
             kind = self.servers[name].get("kind") if url == self.urls.get(name) else None
-            network.wait_ready(name, url, self.processes[name], Path(spec["log"]), timeout_s, kind)
+            network.wait_ready(
+                name, url, self.processes[name], Path(spec.log), spec.start_timeout_s, kind
+            )
         self._restarts.start()
         return self.urls
 
@@ -161,11 +161,11 @@ class GymServers:
             stop_servers([self.processes[name]])  # its children may still listen on its port
             self.processes[name] = start_server(spec, self.specs.values(), "ab")
             message = "gym server %s exited with status %s and is restarted; log %s"
-            logger.warning(message, name, status, spec["log"])
+            logger.warning(message, name, status, spec.log)
             self.on_restart(name)
         except Exception:
             message = "cannot restart gym server %s, which exited with status %s; log %s"
-            logger.exception(message, name, status, spec["log"])
+            logger.exception(message, name, status, spec.log)
 
     def close(self) -> None:
         """Stop all processes."""
@@ -199,24 +199,18 @@ def start_server(
     spec: ProcessSpec, specs: Iterable[ProcessSpec], log_mode: str = "wb"
 ) -> Popen[bytes]:
     """Start the process of `spec`, which may use those of `specs` by their names. Does not wait."""
-    specs = list(specs)
-    is_gym_server = "command" not in spec
-    gym_specs = [each for each in specs if "folder" in each]
-    task = {
-        "name": spec["name"],
-        "parent_pid": os.getpid(),
-        "command": spec.get("command"),
-        "specs": [redact_spec(each, spec) for each in gym_specs] if is_gym_server else [],
-    }
-    Path(spec["log"]).parent.mkdir(parents=True, exist_ok=True)
-    python = spec.get("python") or sys.executable
+    task = {"name": spec.name, "parent_pid": os.getpid(), "command": spec.command, "specs": []}
+    if not spec.command:
+        gym_specs = [redact_spec(each, spec) for each in specs if not each.command]
+        task["specs"] = [dataclasses.asdict(each) for each in gym_specs]
+    Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
     # -P: modules next to this one must not hide those of the server.
-    command = [python, "-P", str(Path(server_process.__file__).absolute())]
+    command = [spec.python or sys.executable, "-P", str(Path(server_process.__file__).absolute())]
     # The task goes through standard input. Other processes of this user can read arguments and
     # the environment.
     with (
         os.fdopen(os.memfd_create("gym_server_task"), "w+b") as memory,
-        open(spec["log"], log_mode) as log,
+        open(spec.log, log_mode) as log,
     ):
         memory.write(json.dumps(task).encode())
         memory.seek(0)
@@ -233,17 +227,17 @@ def start_server(
 
 def redact_spec(spec: ProcessSpec, reader: ProcessSpec) -> ProcessSpec:
     """Return the part of `spec` that the server of `reader` may see."""
-    if spec["name"] == reader["name"] or READS_SETTINGS.get(reader["folder"]) == spec["folder"]:
+    if spec.name == reader.name or READS_SETTINGS.get(reader.folder) == spec.folder:
         return spec
-    return {key: spec[key] for key in PUBLIC_KEYS}
+    return ProcessSpec(spec.name, spec.host, spec.port, spec.kind, spec.folder)
 
 
 def build_environment(spec: ProcessSpec) -> dict[str, str]:
     """Return the environment variables for a process. Some servers run code of the policy."""
-    environment = list_public_variables(spec.get("visible_variables", ()))
+    environment = list_public_variables(spec.visible_variables)
     environment["WANDB_MODE"] = "disabled"  # no tracker may contact its server
     environment["PYTHONUNBUFFERED"] = "1"
-    return environment | spec.get("env", {})
+    return environment | spec.env
 
 
 def list_public_variables(visible: Collection[str]) -> dict[str, str]:

@@ -125,9 +125,9 @@ def test_all_estimators_and_losses_of_verl_are_accepted_and_some_need_groups(tin
                 "algorithm.rollout_correction.rollout_rs=foo",
                 "algorithm.rollout_correction.rollout_rs_threshold=2.0",
             ],
-            r"rollout_rs=foo is not supported. Use one of: .*token_k1",
+            r"rollout_rs=foo is not supported. Use one or several of: .*token_k1",
         ),
-        (["actor_rollout_ref.actor.loss_agg_mode=token_mean"], "one of: token-mean"),
+        (["actor_rollout_ref.actor.loss_agg_mode=token_mean"], "Invalid loss_agg_mode: token_mean"),
         (["algorithm.kl_penalty=k5"], "one of: kl, "),
         (
             ["actor_rollout_ref.actor.optim.lr_scheduler_type=linear"],

@@ -376,8 +376,6 @@ def test_the_accepted_names_are_those_that_verl_accepts():
     from verl.trainer.ppo import core_algos
     from verl.trainer.ppo import rollout_corr_helper as helper
 
-    modes = find_compared_texts(core_algos.agg_loss, "loss_agg_mode")
-    assert tuple(modes) == checks.AGGREGATIONS
     penalties = find_compared_texts(core_algos.kl_penalty_forward, "kl_penalty")
     assert penalties.pop() == "full"  # verl does not implement it
     assert tuple(penalties) == checks.PENALTIES
@@ -594,7 +592,7 @@ def test_the_ports_of_a_recipe_are_checked_before_anything_starts(monkeypatch):
         port = listener.getsockname()[1]
         config = load_tiny(f"gym.policy_endpoint.port={port}", "gym.servers={reasoning_gym: null}")
         (problem,) = prepare.check_servers(config)
-        assert str(problem).startswith(f"gym.policy_endpoint.port={port}: port {port} on 127.0.0.1")
+        assert str(problem).startswith("gym.policy_endpoint: no server can listen on")
 
 
 def test_from_another_folder_a_missing_interpreter_is_made_in_the_project(tmp_path, monkeypatch):

@@ -150,6 +150,6 @@ def test_thresholds_are_those_that_verl_can_read(changes, message):
     key = "algorithm.rollout_correction"
     arguments = [f"{key}.{name}={value}" for name, value in changes.items()]
     config, _ = load_config([str(CPU), str(RECIPE)], arguments)
-    problems = list(checks.check_thresholds(config))
+    problems = list(checks.check_correction_values(config))
     assert len(problems) == bool(message)
     assert not message or message in problems[0]

@@ -1,21 +1,19 @@
-"""A file that a recipe names imports the files next to it, as after `python FILE`."""
+"""A file that a recipe names imports the files next to it, and never another module of the name."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
 import inspect
+import json
 import random
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
-import env
 from env import Task
 from kit.config import python_files, user_functions
 from kit.config.python_files import import_file
@@ -39,34 +37,24 @@ FILES = {
     "pkg/part.py": "from pkg.deep import leaf\nfrom .deep.leaf import VALUE as AGAIN\n"
     "VALUE = leaf.VALUE + AGAIN",
     "pkg/deep/__init__.py": "",
-    "pkg/deep/leaf.py": "VALUE = 'leaf'",
+    "pkg/deep/leaf.py": "import below\nVALUE = 'leaf' + below.VALUE",
+    "below.py": "VALUE = ''",
     "plain/inner.py": "import helpers\nVALUE = 'inner' + helpers.VALUE",  # without __init__.py
     "random.py": "VALUE = 'own random'",
-    "yaml.py": "VALUE = 'own yaml'",
-    "time.py": "VALUE = 'never imported'",
     "env.py": "VALUE = 'own env'",
-    "gym_client.py": "VALUE = 'own gym_client'",
-    "data.py": "VALUE = 'own data'",  # the repository has a folder of this name
-    "docs/inner.py": "VALUE = 'own docs'",
+    "uses_env.py": "import env",
+    "trl.py": "VALUE = 'own trl'",
     "json/inner.py": "VALUE = 'hidden by the package json'",
 }
-CASES = {
-    "import helpers": "helpers.VALUE",
-    "from helpers import VALUE": "VALUE",
-    "from helpers import *": "VALUE",
-    "from lazy import value": "value()",
-    "import pkg": "pkg.VALUE",
-    "from pkg import part, deep": "part.VALUE + deep.__name__[-4:]",
-    "from plain import inner": "inner.VALUE",
-    "import random": "random.VALUE",
-    "import time": "time.strftime('') + str(hasattr(time, 'VALUE'))",
-    "import env, gym_client": "env.VALUE + gym_client.VALUE",
-    "import json.inner": "json.inner.VALUE",
-    "from helpers import nothing": "nothing",
-    "import nothing_of_this_name": "nothing_of_this_name",
-    "helpers = __import__('helpers')": "helpers.VALUE",
-    "exec('import helpers')": "helpers.VALUE",
-}
+
+
+@pytest.fixture(autouse=True)
+def forget_neighbors():
+    """Let each test have its own modules under the names of FILES."""
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] in python_files.NEIGHBORS]:
+        del sys.modules[name]
+    python_files.NEIGHBORS.clear()
 
 
 def write_files(folder: Path, **files: str) -> Path:
@@ -79,55 +67,50 @@ def write_files(folder: Path, **files: str) -> Path:
     return folder
 
 
-def write_case(statement: str, expression: str) -> str:
-    """Return a file whose RESULT is the value of an expression after an import, or its error."""
-    lines = [
-        "try:",
-        f"    {statement}",
-        f"    RESULT = {expression}",
-        "except ImportError as error:",
-        "    RESULT = type(error).__name__ + ' ' + error.name.rpartition('.')[2]",
-    ]
-    return "\n".join(lines)
+@pytest.mark.parametrize(
+    ("statement", "expression", "value"),
+    [
+        ("import helpers", "helpers.VALUE", "helpers"),
+        ("from helpers import *", "VALUE", "helpers"),
+        ("from lazy import value", "value()", "helpers of chain"),
+        ("import pkg", "pkg.VALUE", "helpersleafleaf"),
+        ("from pkg import part, deep", "part.VALUE + deep.__name__[-4:]", "leafleafdeep"),
+        ("from plain import inner", "inner.VALUE", "innerhelpers"),
+        ("import json", "json.dumps(1)", "1"),  # as for Python, a plain folder comes last
+    ],
+)
+def test_a_file_imports_the_files_next_to_it(tmp_path, statement, expression, value):
+    folder = write_files(tmp_path, reward=f"{statement}\nRESULT = {expression}")
+    assert value == import_file(folder / "reward.py").RESULT
 
 
-def test_a_file_imports_the_same_modules_as_a_script(tmp_path):
-    """One folder for each case, whose file the kit imports and Python runs."""
-    for number, (statement, expression) in enumerate(CASES.items()):
-        source = write_case(statement, expression)
-        script = f"{source}\nprint(RESULT)"
-        folder = write_files(tmp_path / f"{number}.d", reward=source, script=script)
-        command = [sys.executable, "-S", f"{folder}/script.py"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        module = import_file(folder / "reward.py")
-        assert done.stdout.strip() == module.RESULT, statement
+@pytest.mark.parametrize("name", ["random", "env", "uses_env"])
+def test_a_name_of_another_module_is_refused(tmp_path, name):
+    """The file would import that module, whose functions may be others."""
+    folder = write_files(tmp_path, reward=f"def f():\n    import {name}")
+    conflict = "env" if name == "uses_env" else name
+    with pytest.raises(UserFunctionError, match=rf"`import {conflict}` would get .* instead of "):
+        import_file(folder / "reward.py")
 
 
-def test_no_other_module_sees_the_files_of_a_folder(tmp_path):
-    folder = write_files(tmp_path, reward="import random, yaml, env, gym_client, data, pkg")
+def test_files_of_one_name_in_two_folders_are_refused_only_if_both_are_imported(tmp_path):
+    first = write_files(tmp_path / "one", reward="import chain\nVALUE = chain.VALUE")
+    second = write_files(tmp_path / "two", reward="VALUE = 2", other="import lazy")
+    assert import_file(first / "reward.py").VALUE == "helpers of chain"
+    assert import_file(second / "reward.py").VALUE == 2
+    with pytest.raises(UserFunctionError, match=r"one/chain\.py instead of .*two/chain\.py"):
+        import_file(second / "other.py")
+
+
+def test_no_other_module_changes_and_only_imported_names_are_entered(tmp_path):
+    folder = write_files(tmp_path, reward="import helpers, json")
     search_path = list(sys.path)
     before = dict(sys.modules)
-    module = import_file(folder / "reward.py")
-    added = {name for name in sys.modules if name not in before}
-    package = module.__name__.partition(".")[0]
-    assert {name.partition(".")[0] for name in added} == {package}
+    import_file(folder / "reward.py")
     assert all(sys.modules[name] is before[name] for name in before)
-    assert sys.path == search_path
-    for library in (random, yaml, env):
+    assert sys.path == search_path and set(python_files.NEIGHBORS) == {"helpers"}
+    for library in (random, json):
         assert importlib.import_module(library.__name__) is library
-        assert not hasattr(library, "VALUE")
-    with pytest.raises(ModuleNotFoundError, match="No module named 'helpers'"):
-        importlib.import_module("helpers")
-
-
-def test_two_folders_may_have_files_of_the_same_name(tmp_path):
-    values = []
-    for name in ("one", "two"):
-        folder = write_files(tmp_path / name / "rewards", reward="import chain, lazy")
-        (folder / "helpers.py").write_text(f"VALUE = {name!r}\n")
-        module = import_file(folder / "reward.py")
-        values.append((module.chain.VALUE, module.lazy.value()))
-    assert values == [("one of chain",) * 2, ("two of chain",) * 2]
 
 
 @pytest.mark.parametrize("name", ["my reward.py", "reward.v2.py", "2nd-reward.py", "a.py"])
@@ -146,17 +129,10 @@ def test_a_file_may_have_any_name_and_be_reached_by_any_path(tmp_path, monkeypat
     assert len(modules) == 1
 
 
-def test_a_file_and_a_sibling_may_import_each_other(tmp_path):
-    folder = write_files(tmp_path, one="VALUE = 1\nimport two", two="import one\nAGAIN = one.VALUE")
-    module = import_file(folder / "one.py")
-    assert module.two.AGAIN == 1 and module.two.one is module
-
-
 def test_a_folder_in_the_search_path_has_no_second_copy_of_its_modules(tmp_path, monkeypatch):
     """The kit's own folder is in it: a second class UserFunctionError would not be caught."""
     source = "import own_copy\nfrom kit.errors import UserFunctionError"
     folder = write_files(tmp_path, own_copy="VALUE = 1", reward=source)
-    (folder / "kit").symlink_to(user_functions.ROOT / "kit")
     monkeypatch.syspath_prepend(str(folder))
     module = import_file(folder / "reward.py")
     own_copy = importlib.import_module("own_copy")
@@ -284,10 +260,9 @@ def test_a_worker_gets_a_loss_with_the_siblings_of_its_file(tmp_path, monkeypatc
     loss = load(folder, "loss", user_functions.LOSS_MODE)
     pickled = ray.cloudpickle.dumps(loss)
     shutil.rmtree(folder)
-    package = loss.__module__.partition(".")[0]
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(python_files.FOLDERS, package)
+    for name in [loss.__module__, *python_files.NEIGHBORS]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    python_files.NEIGHBORS.clear()
     unpickled = ray.cloudpickle.loads(pickled)
     value, metrics = unpickled(None, None, torch.ones(2), None, "", None)
     assert (float(value), metrics) == (7.0, {"helpers": 7})
@@ -302,12 +277,11 @@ def test_a_worker_gets_a_loss_with_the_siblings_of_its_file(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("import absent", "'absent'. Install it for {python}, or save it in {folder}."),
-        ("import pkg.absent", "'pkg.absent'. Install it for {python}, or save it in {folder}."),
-        ("import uses_absent", "'absent'. Install it for {python}, or save it in {folder}."),
+        ("import absent", "'absent'. Install it for {python}, or save it in {folder} and"),
+        ("import uses_absent", "'absent'. Install it for {python}, or save it in {folder} and"),
         (
             "import importlib\nimportlib.import_module('helpers')",
-            "'helpers'. It is in {folder}: import it with an import statement.",
+            "or save it in {folder} and import it with an import statement.",
         ),
         ("1 / 0", "ZeroDivisionError: division by zero. Run `python '{folder}/my.py'` to see"),
     ],
@@ -323,5 +297,3 @@ def test_an_import_that_fails_is_an_error_with_the_right_fix(tmp_path, source, e
     with pytest.raises(UserFunctionError) as error:
         load(folder, "f", "env.reward")
     assert expected.partition(". ")[2] in str(error.value)
-    for name in [name for name in sys.modules if name.startswith("my folder")]:
-        assert not name.endswith((".my", ".uses_absent"))

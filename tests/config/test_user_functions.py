@@ -115,12 +115,6 @@ def make_recipe(tiny_recipe):
         ),
         ("env.reward", "script.py:f", "imported: failed at .*:2: SystemExit: 2"),
         (
-            "env.filters",
-            ["pieces.py:drop_uniform"],
-            "is in templates/filters.py: write templates/filters.py:drop_uni",
-        ),
-        (ADVANTAGE, "docs/examples/online_dpo.py:pairs", "write templates/advantages.py:pairs"),
-        (
             ADVANTAGE,
             "good.py:greedy_baseline",
             r"has the argument answer_key. Use only token_level_rewards, ",

@@ -10,6 +10,7 @@ import pytest
 from kit.gym import network
 from kit.gym import servers as gym_servers
 from kit.gym.network import GymStartError, find_free_port, wait_ready
+from kit.gym.server_process import ProcessSpec
 from tests.helpers.http import Endpoint, send
 
 SERVER = """
@@ -42,14 +43,7 @@ def write_server(folder, role):
     (folder / "server.py").write_text(SERVER)
     port = find_free_port()
     command = [sys.executable, str(folder / "server.py"), str(port), role]
-    return {
-        "name": "s",
-        "kind": "command",
-        "command": command,
-        "host": "127.0.0.1",
-        "port": port,
-        "log": str(folder / "log"),
-    }
+    return ProcessSpec("s", "127.0.0.1", port, command=command, log=str(folder / "log"))
 
 
 @pytest.mark.parametrize("role", ["child", "parent"])
@@ -57,7 +51,7 @@ def test_a_server_that_listens_itself_or_through_a_child_is_ready(tmp_path, role
     spec = write_server(tmp_path, role)
     process = gym_servers.start_server(spec, [spec])
     try:
-        wait_ready("s", f"http://127.0.0.1:{spec['port']}", process, tmp_path / "log", 30.0)
+        wait_ready("s", f"http://127.0.0.1:{spec.port}", process, tmp_path / "log", 30.0)
     finally:
         gym_servers.stop_servers([process])
 

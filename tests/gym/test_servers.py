@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import queue
 import subprocess
@@ -157,14 +158,14 @@ def test_the_model_server_of_the_policy_does_not_see_the_secrets_of_an_agent(mon
     sandbox = {"sandbox": {"docker": {"key": "k"}}}
     policy = {"base_url": "http://x/v1", "api_key": "k", "model": "m"}
     specs = process_specs.plan_processes("mcqa", {**start, "global_config": sandbox}, policy)
-    visible = {spec["name"]: (spec["visible_variables"], spec["global_config"]) for spec in specs}
+    visible = {spec.name: (spec.visible_variables, spec.global_config) for spec in specs}
     assert visible == {
         "mcqa": (["SHOP_TOKEN"], sandbox),
         "policy_model": ([], {}),
         "mcqa_simple_agent": (["SHOP_TOKEN"], sandbox),
     }
     shown = gym_servers.redact_spec(specs[0], specs[2])
-    assert "global_config" not in shown
+    assert shown.global_config == {} and shown.overrides is None
 
 
 def test_the_url_of_a_server_with_an_environment_is_that_of_its_environment_server():
@@ -173,16 +174,16 @@ def test_the_url_of_a_server_with_an_environment_is_that_of_its_environment_serv
     start |= {"agent": "simple_agent", "environment": "single_agent_turn"}
     policy = {"base_url": "http://x/v1", "api_key": "k", "model": "m"}
     *others, spec = process_specs.plan_processes("x", start, policy)
-    assert [each["name"] for each in others] == ["x", "policy_model", "x_simple_agent"]
-    assert spec["port"] == start["port"]
+    assert [each.name for each in others] == ["x", "policy_model", "x_simple_agent"]
+    assert spec.port == start["port"]
     assert (server_process.find_app_folder(spec, package) / "app.py").is_file()
     config = server_process.build_gym_config(spec, [*others, spec], package)
     settings = config["x_single_agent_turn"]["environment_servers"]["single_agent_turn"]
     assert settings["resources_server"]["name"] == "x"
     assert settings["agent_server"]["name"] == "x_simple_agent"
     assert settings["default_episode_timeout_seconds"] > 0  # of its YAML
-    with pytest.raises(SystemExit, match="no environment server 'simple'"):
-        server_process.find_app_folder({**spec, "folder": "simple"}, package)
+    with pytest.raises(SystemExit, match="no folder 'simple' in environment_servers"):
+        server_process.find_app_folder(dataclasses.replace(spec, folder="simple"), package)
 
 
 @pytest.mark.parametrize("name", ["x", "policy_model", "head_server", "dry_run"])

@@ -16,7 +16,7 @@ from kit.config.keys import to_plain
 from kit.features import Feature
 from kit.gym import process_specs
 from kit.gym.network import HOST, GymStartError
-from kit.gym.server_process import MODELS, RESOURCES, build_settings
+from kit.gym.server_process import MODELS, RESOURCES, ProcessSpec, build_settings
 
 if TYPE_CHECKING:
     from kit.config.recipe import Recipe
@@ -125,8 +125,7 @@ def list_models(name: str, start: Json) -> dict[str, str]:
         return {}
     if package is None or not (package / RESOURCES / folder / "app.py").is_file():
         return {}
-    spec = process_specs.make_spec(name, RESOURCES, folder, start.get("config") or {}, "")
-    spec |= {"resources_server": folder, "host": HOST, "port": 0}
+    spec = ProcessSpec(name, HOST, 0, RESOURCES, folder, folder, start.get("config") or {})
     return find_models(build_settings(spec, package))
 
 

@@ -1,8 +1,7 @@
 """Describe the processes that serve judges, and reserve GPUs for them.
 
 Each judge has one of Gym's model servers, which sends its requests to the judge proxy
-(judge_proxy.py). A judge with `start` also has a vLLM server. kit/gym/server_process.py lists the
-keys of a process.
+(judge_proxy.py). A judge with `start` also has a vLLM server.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from urllib.parse import urlsplit
 from kit.errors import ConfigError
 from kit.extras.judges.judge_settings import Judge
 from kit.gym import network
-from kit.gym.process_specs import make_spec
 from kit.gym.server_process import MODELS, ProcessSpec
 
 DEFAULT_START_TIMEOUT_S = 600.0  # for a vLLM to load its model
@@ -42,14 +40,16 @@ def model_server_spec(judge: Judge, base_url: str, api_key: str, python: str) ->
     if judge.server in ("vllm_model", "genrm_model"):
         settings |= {"return_token_id_information": False, "uses_reasoning_parser": False}
     overrides = settings | judge.config
-    spec = make_spec(judge.name, MODELS, judge.server, overrides, f"gym.judges.{judge.name}.config")
-    return {
-        **spec,
-        "python": str(Path(python).absolute()),
-        "host": network.HOST,
-        "port": network.find_free_port(),
-        "resources_server": "",
-    }
+    return ProcessSpec(
+        judge.name,
+        network.HOST,
+        network.find_free_port(),
+        MODELS,
+        judge.server,
+        overrides=overrides,
+        config_key=f"gym.judges.{judge.name}.config",
+        python=str(Path(python).absolute()),
+    )
 
 
 def vllm_process_spec(judge: Judge) -> ProcessSpec:
@@ -75,16 +75,15 @@ def vllm_process_spec(judge: Judge) -> ProcessSpec:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", model, "--served-model-name", judge.model]
-    return {
-        "name": f"{judge.name}_vllm",
-        "kind": "vllm",
-        "command": command + _format_options(arguments),
-        "env": env,
-        "visible_variables": [name for name in os.environ if VLLM_VARIABLES.fullmatch(name)],
-        "host": network.HOST,
-        "port": port,
-        "start_timeout_s": float(start.get("deadline_s") or DEFAULT_START_TIMEOUT_S),
-    }
+    return ProcessSpec(
+        f"{judge.name}_vllm",
+        network.HOST,
+        port or 0,
+        command=command + _format_options(arguments),
+        env=env,
+        visible_variables=[name for name in os.environ if VLLM_VARIABLES.fullmatch(name)],
+        start_timeout_s=float(start.get("deadline_s") or DEFAULT_START_TIMEOUT_S),
+    )
 
 
 def _format_options(arguments: Mapping[str, Any]) -> list[str]:

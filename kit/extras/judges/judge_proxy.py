@@ -298,7 +298,7 @@ class JudgeProxy:
             url = f"http://{network.HOST}:{self.port}/{judge.name}/v1"
             specs.append(model_server_spec(judge, url, self.key, python or PYTHON))
         for spec in specs:
-            spec["log"] = str(log_dir / f"gym_{spec['name']}.log")
+            spec.log = str(log_dir / f"gym_{spec.name}.log")
         return specs
 
     def _run(self) -> None:

@@ -11,13 +11,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from kit import features
 from kit.config.load import ACTOR, FSDP, MODEL
 from kit.extras.preflight import gpus
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 FLASH_ATTENTION = "flash_attention_2"  # verl's default
 VARLEN = "torch_varlen"  # of SUBSTITUTE_MODULE
@@ -27,6 +30,7 @@ INSTALL = "Install flash-attn (make math FLASH_ATTN=build)"
 PAGE = 'See docs/backends.md, "flash-attn".'
 PACKAGE = "flash_attn"
 PACKAGES = (PACKAGE, "kernels")  # transformers downloads the same kernel by `kernels`
+WINDOWS = ("sliding_window", "attention_chunk_size")  # of a model's configuration
 CALLS_FLASH_ATTENTION = ("qwen2_vl", "qwen2_5_vl")  # by model_type: verl's code, packed batches
 
 
@@ -51,34 +55,28 @@ def lacks_flash_attention(config: DictConfig, command: str) -> bool:
     return trains_here(config, command) and not any(map(is_installed, PACKAGES))
 
 
-def check(config: DictConfig, command: str) -> Iterator[str]:
-    """A problem if the recipe has sequence parallelism, which cannot work without flash-attn."""
-    if not lacks_flash_attention(config, command):  # megatron has no such key
-        return
+def check_model(config: DictConfig, hf_config: PretrainedConfig, command: str) -> Iterator[str]:
+    """A problem for each part of verl that calls flash-attn, which is not installed."""
     key = f"{ACTOR}.ulysses_sequence_parallel_size"
-    size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
-    if size > 1:
-        yield (
-            f"flash-attn is not installed, and verl needs it for {key}={size}. {INSTALL}, or set "
-            f"{key}=1. {PAGE}"
-        )
-
-
-def check_model(config: DictConfig, hf_config: Any, command: str) -> Iterator[str]:
-    """A problem if verl's code for the model calls flash-attn, which is not installed."""
+    kind = hf_config.model_type
+    needs = {}
+    if lacks_flash_attention(config, command) and OmegaConf.select(config, key) > 1:
+        needs[f"{key}={OmegaConf.select(config, key)}"] = f"set {key}=1"
     is_packed = config.actor_rollout_ref.model.use_remove_padding
-    calls = is_packed and hf_config.model_type in CALLS_FLASH_ATTENTION
-    if calls and trains_here(config, command) and not is_installed(PACKAGE):
+    has_package = is_installed(PACKAGE) or not trains_here(config, command)
+    if kind in CALLS_FLASH_ATTENTION and is_packed and not has_package:
+        needs[f"the model type {kind}"] = "use another model"
+    for need, fix in needs.items():
         yield (
-            f"flash-attn is not installed, and verl needs it for the model type "
-            f"{hf_config.model_type}. {INSTALL}, or use another model. {PAGE}"
+            f"flash-attn is not installed, and verl needs it for {need}. {INSTALL}, or {fix}. "
+            f"{PAGE}"
         )
 
 
 # --- choose --------------------------------------------------------------------------------------
 
 
-def choose(config: DictConfig, hf_config: Any, command: str) -> None:
+def choose(config: DictConfig, hf_config: PretrainedConfig, command: str) -> None:
     """Choose the attention of all models if verl's default is not installed.
 
     Makes the workers import the module that computes it by torch, if they need that.
@@ -87,39 +85,26 @@ def choose(config: DictConfig, hf_config: Any, command: str) -> None:
     has_substitute = features.is_installed(SUBSTITUTE_MODULE)
     if lacks_flash_attention(config, command):
         longest = config.data.max_prompt_length + config.data.max_response_length
-        can_replace = has_substitute and supports_varlen(hf_config, longest)
+        can_replace = has_substitute and not has_short_window(hf_config, longest)
         for model in models:
-            set_attention(model, VARLEN if can_replace and model.use_remove_padding else SDPA)
+            name = VARLEN if can_replace and model.use_remove_padding else SDPA
+            with open_dict(model.override_config):
+                model.override_config.setdefault("attn_implementation", name)
     is_named = any(model.override_config.get("attn_implementation") == VARLEN for model in models)
     computes_log_probs = trains_here(config, command) and not is_installed(PACKAGE)
     if is_named or (has_substitute and computes_log_probs):
         load_substitute(config)
 
 
-def set_attention(model: DictConfig, name: str) -> None:
-    """Set the attention of a model, unless the recipe names one."""
-    if "attn_implementation" not in model.override_config:
-        with open_dict(model.override_config):
-            model.override_config.attn_implementation = name
+def has_short_window(hf_config: PretrainedConfig, longest: int) -> bool:
+    """Whether a token sees less than an episode of `longest` tokens, which the substitute lacks.
 
-
-def supports_varlen(hf_config: Any, longest: int) -> bool:
-    """Whether torch's kernel computes the attention of a model. longest: tokens of an episode."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return False
+    The rows of the trial of models (kit/rollout/packing_trial.py) are too short to show that. It
+    finds everything else that the substitute cannot compute.
+    """
     text_config = hf_config.get_text_config()
-    window = getattr(text_config, "sliding_window", None)
-    is_windowed = window is not None and window < longest
-    if is_windowed or getattr(text_config, "attn_logit_softcapping", None) is not None:
-        return False
-    for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        # None for code outside of transformers, of which nothing is known
-        model_class = auto_class._model_mapping.get(type(hf_config), None)
-        if getattr(model_class, "_supports_flash_attn", False):
-            return True
-    return False
+    windows = [getattr(text_config, name, None) for name in WINDOWS]
+    return any(window is not None and window < longest for window in windows)
 
 
 def load_substitute(config: DictConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -164,9 +165,9 @@ def test_the_gpus_of_a_judge_are_hidden_from_the_run(monkeypatch):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     process = vllm_process_spec(judge)
-    assert process["env"]["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert process.env["CUDA_VISIBLE_DEVICES"] == "2,3"
     arguments = {"--tensor-parallel-size", "2", "--max-model-len", "64"}
-    assert arguments <= set(process["command"])
+    assert arguments <= set(process.command)
     with (
         pytest.raises(ConfigError, match="contains 9, but the visible GPUs are 0, 1, 2, 3"),
         reserve_gpus({"j": {"start": {"gpus": [9]}}}),
@@ -217,7 +218,7 @@ def test_a_key_is_neither_written_nor_given_to_servers(monkeypatch, tmp_path):
         environment.update(env)
 
     monkeypatch.setattr(gym_servers, "Popen", record_environment)
-    process |= {"log": str(tmp_path / "log"), "python": "python"}
+    process = dataclasses.replace(process, log=str(tmp_path / "log"), python="python")
     gym_servers.start_server(process, [process])
     assert environment
     assert "JUDGE_KEY" not in environment

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 from transformers import (
-    Gemma2Config,
     Llama4Config,
     LlavaConfig,
     MistralConfig,
@@ -165,7 +164,7 @@ def test_torch_replaces_flash_attn_for_all_models(smi, no_packages):
     models = (config.actor_rollout_ref.model, config.critic.model)
     assert [model.override_config.attn_implementation for model in models] == ["torch_varlen"] * 2
     assert list_modules(config) == ["kit.rollout.verl_patches", "kit.extras.without_flash_attn"]
-    assert not list(attention.check(config, "train"))
+    assert not list(attention.check_model(config, qwen("1.5B"), "train"))
     assert not list(attention.warnings(config, "train"))
     (line,) = attention.describe(config, "train")
     assert line.startswith("attention   torch_varlen: flash-attn is not installed")
@@ -184,25 +183,25 @@ def test_models_that_are_not_packed_use_sdpa_without_a_warning(smi, no_packages)
 
 
 @pytest.mark.parametrize(
-    ("hf_config", "is_supported"),
+    ("hf_config", "is_short"),
     [
-        (qwen("1.5B"), True),
-        (LlavaConfig(), True),
-        (MistralConfig(sliding_window=None), True),
-        (MistralConfig(sliding_window=500), True),  # longer than all episodes
-        (MistralConfig(sliding_window=499), False),
-        (Gemma2Config(), False),  # caps its scores
-        (Llama4Config(), False),  # attends to chunks
-        (LlavaConfig(text_config=MistralConfig(sliding_window=10)), False),
-        (PreTrainedConfig(), False),  # code outside of transformers
+        (qwen("1.5B"), False),
+        (LlavaConfig(), False),
+        (MistralConfig(sliding_window=None), False),
+        (MistralConfig(sliding_window=500), False),  # as long as all episodes
+        (MistralConfig(sliding_window=499), True),
+        (Llama4Config(text_config={"attention_chunk_size": 64}), True),
+        (LlavaConfig(text_config=MistralConfig(sliding_window=10)), True),
+        (PreTrainedConfig(), False),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
-def test_torchs_attention_is_chosen_where_it_computes_the_same(hf_config, is_supported):
-    assert attention.supports_varlen(hf_config, 500) == is_supported
+def test_a_window_that_is_shorter_than_an_episode_is_seen(hf_config, is_short):
+    """Torch's kernel would ignore it, and the rows of the trial of models are shorter."""
+    assert attention.has_short_window(hf_config, 500) == is_short
 
 
-@pytest.mark.parametrize("reason", ["another torch", "deleted"])
+@pytest.mark.parametrize("reason", ["a window", "deleted"])
 def test_without_a_substitute_the_trainer_uses_sdpa_and_a_warning_names_the_cost(
     smi, no_packages, monkeypatch, reason
 ):
@@ -212,14 +211,14 @@ def test_without_a_substitute_the_trainer_uses_sdpa_and_a_warning_names_the_cost
             attention.features, "is_installed", lambda module: "flash" not in module
         )
     else:
-        monkeypatch.setattr(attention, "supports_varlen", lambda *_: False)
+        monkeypatch.setattr(attention, "has_short_window", lambda *_: True)
     config = make_recipe("1.5B").verl
     assert get_attention(config) == "sdpa"
     (warning,) = attention.warnings(config, "train")
     assert "covers all pairs of tokens of a micro-batch. Install flash-attn (make math" in warning
     assert warning.endswith(PAGE)
     is_loaded = "kit.extras.without_flash_attn" in list_modules(config)
-    assert is_loaded == (reason == "another torch")  # for the log-probs
+    assert is_loaded == (reason == "a window")  # for the log-probs
 
 
 def test_an_attention_that_the_recipe_names_is_kept(smi, no_packages):
@@ -239,7 +238,7 @@ def test_ulysses_is_one_error_without_flash_attn(smi, no_packages, command):
     key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
     config, defaults = load_config(["math"], ["trainer.n_gpus_per_node=2", f"{key}=2"])
     recipe = freeze(config, defaults, command)
-    (problem,) = Preflight(config, command).check_workers(recipe)
+    (problem,) = Preflight(config, command).check_model(recipe, qwen("1.5B"))
     assert f"is not installed, and verl needs it for {key}=2. Install flash-attn" in problem
     assert f"or set {key}=1" in problem and problem.endswith(PAGE)
 
@@ -262,7 +261,8 @@ def test_another_node_may_have_flash_attn(no_packages, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     ulysses = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
     config = make_recipe("1.5B", "algorithm.adv_estimator=gae", ulysses).verl
-    assert get_attention(config) is None and not list(attention.check(config, "train"))
+    assert get_attention(config) is None
+    assert not list(attention.check_model(config, qwen("1.5B"), "train"))
     assert list_modules(config) == ["kit.rollout.verl_patches"]
     named = make_recipe("1.5B", f"+{ATTENTION}.attn_implementation=torch_varlen").verl
     assert "kit.extras.without_flash_attn" in list_modules(named)
@@ -274,7 +274,8 @@ def test_flash_attn_is_used_if_it_is_installed(smi, monkeypatch, package):
     smi(gpus=1)
     monkeypatch.setattr(attention, "is_installed", lambda name: name == package)
     config = make_recipe("1.5B", "algorithm.adv_estimator=gae").verl
-    assert get_attention(config) is None and not list(attention.check(config, "train"))
+    assert get_attention(config) is None
+    assert not list(attention.check_model(config, qwen("1.5B"), "train"))
     assert not list(attention.warnings(config, "train"))
     is_loaded = "kit.extras.without_flash_attn" in list_modules(config)
     assert is_loaded == (package == "kernels")
