@@ -90,7 +90,7 @@ def render_table() -> str:
     return "\n".join(lines)
 
 
-def write_table(_: int) -> None:
+def write_table(_rank: int) -> None:
     """Replace the table of the page. Runs in its own process, in which verl finds the CPU."""
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(START)

@@ -79,14 +79,7 @@ def rewrite_number(truth: str, prompt: str) -> dict[str, str]:
     if value is None:
         return {}
     texts = {"in dollar signs": f"${truth}$"}
-    variable = VARIABLE.search(prompt)
-    if variable and "=" in prompt:
-        texts["as an equation"] = f"{variable[1]} = {truth}"
-    counted = COUNTED.search(prompt)
-    if counted and value.denominator == 1:
-        texts["with its unit"] = f"{truth} {counted[1].lower()}"
-    if 0 < value < 1 and 10_000 % value.denominator == 0 and SHARES.search(prompt):
-        texts["as a percentage"] = f"{float(value * 100):g}%"
+    texts |= write_as_asked(truth, value, prompt)
     if INTEGER.fullmatch(truth):
         if abs(value) >= 1000:
             texts["with a thousands separator"] = f"{int(truth):,}"
@@ -104,6 +97,20 @@ def rewrite_number(truth: str, prompt: str) -> dict[str, str]:
     if FRACTION.fullmatch(truth) and 10_000 % value.denominator == 0:
         texts["as a decimal number"] = f"{Decimal(value.numerator) / value.denominator:f}"
     return {kind: text for kind, text in texts.items() if text != truth}
+
+
+def write_as_asked(truth: str, value: Fraction, prompt: str) -> dict[str, str]:
+    """Return forms of a number that a prompt suggests: {kind: text}."""
+    texts = {}
+    variable = VARIABLE.search(prompt)
+    if variable and "=" in prompt:
+        texts["as an equation"] = f"{variable[1]} = {truth}"
+    counted = COUNTED.search(prompt)
+    if counted and value.denominator == 1:
+        texts["with its unit"] = f"{truth} {counted[1].lower()}"
+    if 0 < value < 1 and 10_000 % value.denominator == 0 and SHARES.search(prompt):
+        texts["as a percentage"] = f"{float(value * 100):g}%"
+    return texts
 
 
 def split_list(text: str) -> list[str]:
