@@ -135,7 +135,8 @@ def find_recording(pattern: str) -> Recording:
     The steps must be consecutive. If one were missing, the learning rate and the number of updates
     would not be those of the recorded run.
     """
-    found = sorted(glob.glob(str(Path(pattern).expanduser())))
+    pattern = str(Path(pattern).expanduser())
+    found = sorted(glob.glob(pattern))
     files: dict[int, Path] = {}
     for name in found:
         match = re.fullmatch(r"step_(\d+)\.jsonl", Path(name).name)
