@@ -19,7 +19,6 @@ from kit.config.keys import KEYS, flatten, is_used, matches_any, to_plain
 from kit.config.load import base_configs, load_config, value_kinds
 from kit.config.recipe_text import parse_argument, parse_yaml
 from kit.errors import ConfigError
-from kit.extras import convert
 from kit.extras.report import report_page, show
 from kit.runs import cli
 from tests.helpers.recipes import CPU, RECIPE
@@ -204,13 +203,14 @@ def test_the_home_folder_in_an_option_is_replaced(tmp_path, monkeypatch):
         report_page.main(["~/run"])
     with pytest.raises(ConfigError, match=re.escape(f"--replay {tmp_path}/step_1.jsonl")):
         cli.plan(FILES, replay="~/step_1.jsonl")
-    arguments = ["from", "--data", "~/a.csv", "--map", "~/m.py:f", "--out", "~/out"]
-    args = convert.make_parser().parse_args(arguments)
-    assert (args.data, args.map) == (f"{tmp_path}/a.csv", f"{tmp_path}/m.py:f")
-    assert args.out == f"{tmp_path}/out"
-    monkeypatch.setattr("sys.argv", ["env.py", "arithmetic", "--out", "~/data"])
-    env.main()
-    assert (tmp_path / "data" / "arithmetic_train.jsonl").is_file()
+    (tmp_path / "a.csv").write_text("prompt,ground_truth\n2?,2")
+    (tmp_path / "m.py").write_text("def f(row): return row")
+    convert_rows = ["from", "--data", "~/a.csv", "--map", "~/m.py:f"]
+    for arguments in (["arithmetic"], convert_rows):
+        monkeypatch.setattr("sys.argv", ["env.py", *arguments, "--out", "~/data"])
+        env.main()
+    written = {path.name for path in (tmp_path / "data").iterdir()}
+    assert {"arithmetic_train.jsonl", "a.jsonl"} <= written
 
 
 # --- errors --------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def parse_judge_arguments(judge):
     from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    command = judge_processes.vllm_process_spec(judge)["command"]
+    command = judge_processes.vllm_process_spec(judge).command
     return make_arg_parser(FlexibleArgumentParser()).parse_args(command[3:])
 
 
@@ -78,7 +78,7 @@ def judge():
     settings = {"j": {"start": {"model": "a/b"}}}
     judge = judge_settings.build_judges(settings, 60.0, cpu_dtype="float32")["j"]
     judge.key = KEY
-    environment = judge_processes.vllm_process_spec(judge)["env"]
+    environment = judge_processes.vllm_process_spec(judge).env
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", environment["VLLM_API_KEY"])
         return build_server_app(parse_judge_arguments(judge))
