@@ -209,7 +209,8 @@ def write_verl(path: Path, rows: list[Json]) -> int:
             raise ValueError("their keys or types differ")
         partial.replace(path)
     except (pyarrow.ArrowException, OverflowError, ValueError) as error:
-        raise DataError(f"{path}: Parquet would change these rows ({error}). Split them.") from None
+        problem = f"{path}: Parquet would change these rows ({error})"
+        raise DataError(f"{problem}. Write rows of other forms to other files.") from None
     finally:
         partial.unlink(missing_ok=True)
     return len(rows)

@@ -460,8 +460,8 @@ def check_turns(config: DictConfig, inputs: RunInputs) -> None:
     for part in needed:
         if part in inputs.template.failures:
             raise ConfigError(
-                f"{inputs.template.describe_failure(part)} If the calls of tools are the answer, "
-                f"set {ROLLOUT}.multi_turn.max_assistant_turns=1."
+                f"{inputs.template.describe_failure(part)} Set {ROLLOUT}.multi_turn."
+                "max_assistant_turns=1 if the calls of tools are the answer."
             )
 
 
