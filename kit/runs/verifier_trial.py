@@ -29,7 +29,8 @@ from kit.rollout.thoughts import THINK, split_text
 from kit.runs.event_loops import make_runner
 
 RESPONSE = "So the answer is 7."
-FULL_FORM = "<think>\nI work out the answer.\n</think>\n<answer>{}</answer>"
+WORK = "I work out the answer."
+FULL_FORM = f"<think>\n{WORK}\n</think>\n<answer>{{}}</answer>"
 # Responses with the expected answer. They are tried in this order, until only the answer earns 1.
 FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", FULL_FORM)
 MAX_ANSWER = 60  # characters of an expected answer that is tried as a response
@@ -234,7 +235,7 @@ def list_forms(prompt: str) -> list[str]:
     tags = list(dict.fromkeys(re.findall(r"</(\w+)>", prompt)))
     if not tags:
         return list(FORMS)
-    parts = [f"<{tag}>\nI work out the answer.\n</{tag}>\n" for tag in tags[:-1]]
+    parts = [f"<{tag}>\n{WORK}\n</{tag}>\n" for tag in tags[:-1]]
     return [f"{''.join(parts)}<{tags[-1]}>\n{{}}\n</{tags[-1]}>", *FORMS]
 
 
