@@ -187,9 +187,8 @@ async def try_row(
     line += f", {show(right)} for the ground truth {best!r}"
     if right is None:
         return line
-    if not is_usual(right, scale):
-        # the same form, so that a reward for the form alone is not one for the answer
-        scale = RewardScale(await verify(responses[best]) or UNKNOWN.nothing, right)
+    # the same form, so that a reward for the form alone is not one for the answer
+    scale = RewardScale(await verify(responses[best]) or UNKNOWN.nothing, right)
     if not scale.tells_apart:
         earned = "no more than a wrong answer" if right else "nothing"
         return f"{line}. The ground truth earns {earned}. Does the verifier require another format?"
@@ -223,7 +222,7 @@ def list_responses(task: Task) -> dict[str, str]:
         return {}
     if len(answer) > MAX_ANSWER:
         return {}
-    wrong = "8" if answer == "7" else "7"
+    wrong = "8" if "7" in answer else "7"
     return {form.format(answer): form.format(wrong) for form in list_forms(str(task.messages))}
 
 
