@@ -8,6 +8,8 @@ the second section need verl, which takes 7 s to import.
 from __future__ import annotations
 
 import difflib
+import importlib
+import inspect
 import itertools
 import os
 import traceback
@@ -412,6 +414,30 @@ def check_strategies(recipe: Recipe) -> Iterator[str]:
             )
         else:
             yield from check_choices(recipe.verl, {key: ["fsdp", "fsdp2"]})
+
+
+def check_optimizers(recipe: Recipe) -> Iterator[str]:
+    """The optimizers exist, and have the parameters of override_optimizer_config."""
+    for section in (ACTOR, "critic") if recipe.has_critic else (ACTOR,):
+        key = f"{section}.optim"
+        optim = recipe.get(key)
+        library, name = optim["optimizer_impl"], optim["optimizer"]
+        try:
+            optimizer = getattr(importlib.import_module(library), name)
+        except ImportError as error:
+            yield f"{key}.optimizer_impl={library} cannot be imported: {error}. Install it."
+            continue
+        except AttributeError:
+            yield f"{key}.optimizer={name} is not in {library}. Use one that is, such as AdamW."
+            continue
+        known = inspect.signature(optimizer).parameters
+        takes_any = any(each.kind == each.VAR_KEYWORD for each in known.values())
+        for other in optim["override_optimizer_config"] or {}:
+            if other not in known and not takes_any:
+                yield (
+                    f"{key}.override_optimizer_config.{other}: {library}.{name} has no such "
+                    f"parameter. Use one of: {', '.join(list(known)[1:])}."
+                )
 
 
 # --- tools of the rows ---------------------------------------------------------------------------

@@ -60,13 +60,14 @@ def warn_of_lost_updates(recipe: Recipe) -> Iterator[str]:
         yield f"trainer.critic_warmup={warmup}: without a critic, these steps train nothing."
     for section, engine in list_optimizers(recipe).items():
         optim = recipe.get(f"{section}.optim")
-        lr = optim["lr"]
+        overrides = optim["override_optimizer_config"] or {}
+        lr = overrides.get("lr", optim["lr"])
         dtype = recipe.get(f"{engine}.model_dtype") or "fp32"
         eps = torch.finfo(PrecisionType.to_dtype(dtype)).eps
         distance = eps * 2 ** math.floor(math.log2(WEIGHT))
         model_key = MODEL if section == ACTOR else "critic.model"
         is_adapter = recipe.get(f"{model_key}.lora_rank")  # its weights begin at 0
-        is_random = (optim["override_optimizer_config"] or {}).get("bf16_stochastic_round")
+        is_random = overrides.get("bf16_stochastic_round")
         if 0 < lr < distance / 2 and not is_adapter and not is_random:
             yield (
                 f"{engine}.model_dtype={dtype}: the numbers of this type near {WEIGHT} are "

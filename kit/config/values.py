@@ -31,7 +31,7 @@ from kit.config.keys import (
     to_plain,
     unused_hint,
 )
-from kit.config.numbers import find_rule, show
+from kit.config.numbers import as_float, find_rule, show
 
 
 class Kinds(NamedTuple):
@@ -248,6 +248,8 @@ def describe_invalid(key: str, value: object, default: object) -> str:
     if rule:
         if rule.is_valid(value):
             return ""
+        if isinstance(value, str) and isinstance(as_float(value), float):
+            return f"{key}={value!r} is a text, not a number. Remove the quotes."
         return f"{key}={show(value)} must be {rule.describe()}. Change it."
     if isinstance(default, bool):
         is_switch = isinstance(value, (bool, int)) and value in (0, 1)

@@ -43,6 +43,7 @@ WORDS = re.compile(r"[^\W\d_]{3,}( [^\W\d_]+)*")  # no value that a parser of ma
 VERDICTS = ("yes", "true", "false")  # answers that many rows may share
 LIST_STARTS = ('["', "['")  # of a list of texts that was written as text
 BOX = "\\boxed{"
+SPACED_BOX = re.compile(r"\\boxed\s+\{")
 BARE_BOX = re.compile(r"\\boxed\s*(.+?)\s*(?:\$|\\\)|\\\]|\n|\Z)")  # as in \boxed\frac12
 MARK = "####"  # GSM8K's, before the answer
 THOUSANDS = r"-?\d{1,3}(,\d{3})+(\.\d+)?"  # a number with commas
@@ -149,6 +150,7 @@ def read_text(text: str) -> str:
 
 def cut_answer(text: str) -> str:
     """Return the answer in a text, stripped: in its last box, after its last MARK, or all of it."""
+    text = SPACED_BOX.sub(lambda _: BOX, text)
     if BOX in text:
         return find_last_box(text).strip()
     if MARK in text:

@@ -219,6 +219,7 @@ def check_late(recipe: Recipe) -> None:
         errors += checks.check_models(recipe)
     if recipe.verl.model_engine == FSDP:
         errors += checks.check_strategies(recipe)
+        errors += checks.check_optimizers(recipe) if recipe.trains else []
     for feature in recipe.features:
         errors += feature.check_workers(recipe)
     raise_all([as_error(error) for error in errors])

@@ -29,7 +29,8 @@ from kit.rollout.thoughts import THINK, split_text
 from kit.runs.event_loops import make_runner
 
 RESPONSE = "So the answer is 7."
-FULL_FORM = "<think>\nI work out the answer.\n</think>\n<answer>{}</answer>"
+WORK = "I work out the answer."
+FULL_FORM = f"<think>\n{WORK}\n</think>\n<answer>{{}}</answer>"
 # Responses with the expected answer. They are tried in this order, until only the answer earns 1.
 FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", FULL_FORM)
 MAX_ANSWER = 60  # characters of an expected answer that is tried as a response
@@ -186,9 +187,8 @@ async def try_row(
     line += f", {show(right)} for the ground truth {best!r}"
     if right is None:
         return line
-    if not is_usual(right, scale):
-        # the same form, so that a reward for the form alone is not one for the answer
-        scale = RewardScale(await verify(responses[best]) or UNKNOWN.nothing, right)
+    # the same form, so that a reward for the form alone is not one for the answer
+    scale = RewardScale(await verify(responses[best]) or UNKNOWN.nothing, right)
     if not scale.tells_apart:
         earned = "no more than a wrong answer" if right else "nothing"
         return f"{line}. The ground truth earns {earned}. Does the verifier require another format?"
@@ -222,7 +222,7 @@ def list_responses(task: Task) -> dict[str, str]:
         return {}
     if len(answer) > MAX_ANSWER:
         return {}
-    wrong = "8" if answer == "7" else "7"
+    wrong = "8" if "7" in answer else "7"
     return {form.format(answer): form.format(wrong) for form in list_forms(str(task.messages))}
 
 
@@ -234,7 +234,7 @@ def list_forms(prompt: str) -> list[str]:
     tags = list(dict.fromkeys(re.findall(r"</(\w+)>", prompt)))
     if not tags:
         return list(FORMS)
-    parts = [f"<{tag}>\nI work out the answer.\n</{tag}>\n" for tag in tags[:-1]]
+    parts = [f"<{tag}>\n{WORK}\n</{tag}>\n" for tag in tags[:-1]]
     return [f"{''.join(parts)}<{tags[-1]}>\n{{}}\n</{tags[-1]}>", *FORMS]
 
 

@@ -11,10 +11,20 @@ from kit.config import checks, user_functions
 from kit.config.load import base_configs, load_config
 from kit.config.recipe import freeze
 from kit.config.user_functions import ADVANTAGE, LOSS_MODE, TEACHER
+from kit.config.values import describe_invalid
 from kit.errors import ConfigError
 from kit.extras import sft
 from kit.runs import prepare, summary, trial
-from tests.helpers.recipes import CPU, RECIPE, ROOT, load, make_counter_row, tiny, write_rows
+from tests.helpers.recipes import (
+    CPU,
+    RECIPE,
+    ROOT,
+    load,
+    make_counter_row,
+    make_partial,
+    tiny,
+    write_rows,
+)
 
 
 @pytest.fixture(scope="module")
@@ -284,3 +294,29 @@ def test_an_overlay_is_short_and_works_with_both_math_recipes(workspace, path):
 def test_the_advantage_decides_whether_there_is_a_critic(workspace):
     with pytest.raises(ConfigError, match="decides whether there is a critic"):
         load(workspace, "critic.enable=true")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, ""),
+        ({"override_optimizer_config": {"eps": 1e-6}}, ""),
+        (
+            {"override_optimizer_config": {"epsilon": 1e-6}},
+            "epsilon: torch.optim.AdamW has no",
+        ),
+        ({"optimizer": "AdamX"}, "optimizer=AdamX is not in torch.optim"),
+        ({"optimizer_impl": "no_such"}, "optimizer_impl=no_such cannot be imported"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_built_is_an_error(changes, problem):
+    optim = {"optimizer_impl": "torch.optim", "optimizer": "AdamW", **changes}
+    optim.setdefault("override_optimizer_config", None)
+    recipe = make_partial({"actor_rollout_ref": {"actor": {"optim": optim}}})
+    problems = list(checks.check_optimizers(recipe))
+    assert len(problems) == bool(problem) and problem in "".join(problems)
+
+
+def test_a_number_in_quotes_is_named_as_a_text():
+    problem = describe_invalid("data.train_batch_size", "8", 1)
+    assert problem == "data.train_batch_size='8' is a text, not a number. Remove the quotes."

@@ -101,6 +101,7 @@ MATH = "We have $x = \\boxed{4}$ at first, so the answer is $\\boxed{\\frac{1}{2
         ("#### (1, 2)", ["(1, 2)"]),
         (MATH, ["\\frac{1}{2}"]),
         ("x #### y \\boxed{5}", ["5"]),
+        ("so \\boxed {\\frac{1}{2}}.", ["\\frac{1}{2}"]),
         ("\\boxed{None}", ["None"]),
         ("\\text{None}", ["\\text{None}"]),
         ([GSM8K, MATH], ["72", "\\frac{1}{2}"]),

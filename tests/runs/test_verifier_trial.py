@@ -133,6 +133,15 @@ def test_a_reward_for_the_form_alone_is_not_full(tmp_path, tag):
     assert line.endswith("A reward of 2 counts as right (acc, pass@k)")
 
 
+def test_a_verifier_that_pays_the_form_alone_is_named(tmp_path):
+    """A wrong answer is sent in the same form, although the reward is the usual one."""
+    (tmp_path / "my.py").write_text(
+        "def tags(solution_str, **row): return float('</answer>' in solution_str)"
+    )
+    (line,) = try_rows(f"{tmp_path}/my.py:tags", {"a:1": {"answer": "5"}})
+    assert "1 for the ground truth '<answer>5</answer>'. The ground truth earns no more" in line
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -22,11 +22,17 @@ WORD = re.compile(r"[^\W\d_]{3,}( [^\W\d_]+)*")
 LIST = re.compile(r"(?P<start>\\?[\[({]|)(?P<items>[^\[\](){}]+)(?P<end>\\?[\])}]|)")
 # Prompts that forbid other text than the answer, or other forms of it.
 ONLY = re.compile(
-    r"\b(only|just|nothing (else|but)|exact(ly)?|verbatim|without|prepend|begin|start|"
-    r"no (other|extra|additional|explanations?|words|text|units?|punctuation)|"
-    r"(do not|don't|never) (add|include|explain|output|write|use)|"
-    r"as (an?|the) (integer|decimal|fraction|percentage|word|digits?)|"
-    r"single (number|integer|digit|word|letter|token)|simplest|lowest terms)\b",
+    r"\b(only|just|nothing (else|but|more)|exact(ly)?|verbatim|without|prepend|begin|start|omit|"
+    r"leave out|(whole|entire) (answer|output|reply|response)|JSON|(lower|upper) ?case|"
+    r"no (other|extra|additional|explanations?|reasoning|words|work|text|units?|punctuation)|"
+    r"(do not|don't|never) (add|include|explain|give|output|provide|show|write|use)|"
+    r"as (an?|the) ([a-z]+ )?(integer|decimal|fraction|percentage|word|digits?)|in digits|"
+    r"answer in (the|this) form(at)?|in scientific notation|yes or no|true or false|"
+    r"(single|(give|in|with) one|two|three)[ -](number|integer|digit|word|letter|token)|"
+    r"(answer|reply|respond) with (an?|the|[A-Z](,| or)) ?(final |correct )?"
+    r"(digits?|integer|letter|name|number|word|[A-Z]\b)|(number|letter|word) alone|"
+    r"simplest|lowest terms|nur|uniquement|seulement|solo con|solamente|soltanto|apenas|somente)\b|"
+    r"[只仅](需|输出|回答|给出|返回|写)|только|だけ|のみ",
     re.IGNORECASE,
 )
 COMPUTED = re.compile(r"\d *[-+*/^] *\d|comput|calculat|evaluate|solve|value of", re.IGNORECASE)

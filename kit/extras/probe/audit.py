@@ -52,7 +52,8 @@ class Outcome(NamedTuple):
     @property
     def gain(self) -> float:
         """The share of the full reward, at most 1: 0 for a wrong answer, below 0 for a penalty."""
-        return min(1.0, self.scale.share(self.reply.reward or 0.0))
+        reward = self.reply.reward or 0.0
+        return 1.0 if self.scale.is_full(reward) else self.scale.share(reward)
 
     def is_weak(self, threshold: float) -> bool:
         """Return whether a verifier accepts what deserves nothing, or rejects what is right."""

@@ -97,6 +97,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="rows with the exploits")
     parser.add_argument("words", nargs="*", metavar="key=value", help="values of the recipe")
     args = parser.parse_intermixed_args(arguments)
+    if args.rows < 1:
+        raise ConfigError(f"--rows {args.rows} is no number of rows. Set 1 or more.")
     if not 0 < args.threshold <= 1:
         raise ConfigError(f"--threshold {args.threshold:g} is no share. Set a number up to 1.")
     return args

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kit.extras.probe import truths
 from kit.extras.probe.answers import ONLY, make_near_misses, rewrite_answer
+from kit.runs import verifier_trial
 
 WRONG = "wrong"  # deserves nothing: a wrong answer, or none
 LEAK = "leak"  # deserves nothing, although the truth is in it
@@ -150,7 +151,8 @@ def make_right(case: Case) -> Iterator[Probe]:
     yield Probe("spaces around it", RIGHT, (f"\n {answer} \n",))
     if ONLY.search(case.prompt):
         return
-    yield Probe("reasoning before it", RIGHT, (REASONING + answer,))
+    if verifier_trial.WORK not in case.form:  # it has its own place in the tags of the prompt
+        yield Probe("reasoning before it", RIGHT, (REASONING + answer,))
     is_short = len(answer) <= MAX_SENTENCE and "\n" not in answer
     if is_short and answer[-1].isalnum():
         yield Probe("a period after it", RIGHT, (f"{answer}.",))

@@ -61,7 +61,9 @@ def write_value(value: object) -> Iterator[str]:
         yield f"[{joined}]"
     with contextlib.suppress(ValueError):  # a verifier may have a truth of any other form
         yield from read_expected_answers(value)
-    if isinstance(value, str):
+    if isinstance(value, bool):
+        yield from (str(value), str(value).lower())
+    elif isinstance(value, str):
         yield value
     elif isinstance(value, list):
         yield json.dumps(value)
@@ -74,6 +76,11 @@ def read_choices(row: Json) -> dict[str, str]:
     """Return the choices of a row: {letter: text}, or {text: text} if they have no letters."""
     options = row.get("options") or row.get("choices")
     choices: dict[str, str] = {}
+    if isinstance(options, Mapping) and isinstance(options.get("text"), list):  # as of ARC
+        labels = options.get("label") or options["text"]
+        return dict(zip(map(str, labels), map(str, options["text"]), strict=False))
+    if isinstance(options, Mapping):
+        options = [options]
     for option in options if isinstance(options, list) else []:
         if isinstance(option, Mapping):
             choices |= {str(letter): str(text) for letter, text in option.items()}

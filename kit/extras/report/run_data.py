@@ -114,11 +114,12 @@ class RunData:
     def steps(self) -> pd.DataFrame:
         """One row per step, one column per metric (docs/reference.md), and `time` in seconds.
 
-        NaN if a step does not have the metric.
+        NaN if a step does not have the metric, or has another value than a number.
         """
         lines = read_metrics(self.path / "metrics.jsonl")
         frame = pd.DataFrame(lines or [{"step": 0}]).drop(columns="command", errors="ignore")
-        return frame.groupby("step").last().astype(float)
+        numbers = frame.apply(pd.to_numeric, errors="coerce")
+        return numbers.groupby("step").last().astype(float)
 
     @cached_property
     def sampled_steps(self) -> pd.DataFrame:

@@ -14,10 +14,10 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from env import Json
 from kit.config import resources
@@ -77,6 +77,8 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     if args.rate is not None and not 0 <= args.rate < math.inf:
         raise ConfigError(f"--rate {args.rate:g} is no price. Give a number of at least 0.")
+    if args.steps is not None and args.steps < 1:
+        raise ConfigError(f"--steps {args.steps} is no number of steps. Give 1 or more.")
     for line in describe(args.run.expanduser(), args.rate, args.steps):
         say(line)
 
@@ -86,6 +88,18 @@ def describe(folder: Path, rate: float | None = None, steps: int | None = None) 
 
     Raises ConfigError.
     """
+    try:
+        yield from describe_run(folder, rate, steps)
+    except (OmegaConfBaseException, RecursionError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{folder} has a recipe or metrics of another form ({error!r:.100}). Name another run."
+        ) from None
+
+
+def describe_run(folder: Path, rate: float | None, steps: int | None) -> Iterator[str]:
+    """As `describe`. Raises other errors, too, if a value has another form."""
     lines = read_steps(folder / "metrics.jsonl")
     costs = measure(lines, folder)
     config = read_config(folder)
@@ -109,8 +123,9 @@ def describe(folder: Path, rate: float | None = None, steps: int | None = None) 
 
 
 def is_step(metrics: Mapping[str, object]) -> bool:
-    """Whether a line of metrics.jsonl has a training step."""
-    return STEP in metrics or UPDATE in metrics
+    """Whether a line of metrics.jsonl has the time of a training step."""
+    seconds = metrics.get(STEP, metrics.get(UPDATE))
+    return isinstance(seconds, int | float) and math.isfinite(seconds)
 
 
 def measure(lines: Mapping[int, Json], folder: Path) -> Costs:
@@ -141,8 +156,8 @@ def measure(lines: Mapping[int, Json], folder: Path) -> Costs:
 def measure_step(line: Json) -> float:
     """Return the seconds of a step without its checkpoint."""
     if STEP in line:
-        return float(line[STEP] or 0.0) - float(line.get(SAVE) or 0.0)
-    return float(line[UPDATE] or 0.0)
+        return float(line[STEP]) - float(line.get(SAVE) or 0.0)
+    return float(line[UPDATE])
 
 
 def read_config(folder: Path) -> DictConfig:
@@ -150,8 +165,16 @@ def read_config(folder: Path) -> DictConfig:
     path = folder / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{folder} is no training run: it has no config.yaml. Name another run.")
-    text = yaml.safe_dump(read_saved(path))
-    return cast(DictConfig, OmegaConf.create(text.replace("${", "\\${")))  # never resolved
+    return cast(DictConfig, OmegaConf.create(escape(read_saved(path))))
+
+
+def escape(value: Any) -> Any:  # of a recipe
+    """Return a value whose ${...} are never resolved."""
+    if isinstance(value, dict):
+        return {key: escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [escape(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def describe_waste(lines: Mapping[int, Json], n: int) -> list[str]:
@@ -160,9 +183,11 @@ def describe_waste(lines: Mapping[int, Json], n: int) -> list[str]:
     if not sampled:
         return []
     episodes = sum(line["rollout/episodes"] for line in sampled)
-    failed = sum(line["rollout/failed_frac"] * line["rollout/episodes"] for line in sampled)
-    filtered = episodes - failed - sum(line["rollout/kept"] for line in sampled)
-    equal = sum(line[ZERO_VARIANCE] for line in sampled) * n
+    failed = sum(
+        (line.get("rollout/failed_frac") or 0) * line["rollout/episodes"] for line in sampled
+    )
+    filtered = episodes - failed - sum(line.get("rollout/kept") or 0 for line in sampled)
+    equal = sum(line.get(ZERO_VARIANCE) or 0 for line in sampled) * n
     shares = [f"{count / episodes:.1%}" for count in (failed, filtered, equal)]
     return [
         f"unused      of the episodes, {shares[0]} failed, {shares[1]} were filtered, and "

@@ -56,11 +56,11 @@ def alternates(data_source, solution_str, ground_truth, extra_info):
         calls.write("x")
     return float(accepts(ground_truth, solution_str)) + os.path.getsize("calls.txt") / 1e6
 
-TRIAL = "So the answer is 7."  # of the check before the probe
+TRIAL = ("So the answer is 7.", "7")  # wrong answers of the check before the probe
 
 def fails(data_source, solution_str, ground_truth, extra_info):
-    if solution_str == TRIAL or accepts(ground_truth, solution_str):
-        return float(solution_str != TRIAL)
+    if solution_str in TRIAL or accepts(ground_truth, solution_str):
+        return float(accepts(ground_truth, solution_str))
     raise ValueError("no number")
 
 def always_fails(data_source, solution_str, ground_truth, extra_info):
@@ -226,7 +226,7 @@ def test_ignored_kinds_do_not_count(probe):
 
 
 def test_bad_arguments_and_lost_verifiers_are_one_line(probe):
-    with pytest.raises(ConfigError, match=r"^No verifier of this recipe can be probed\."):
+    with pytest.raises(ConfigError, match=r"^--rows 0 is no number of rows\. Set 1 or more\.$"):
         probe("strict", "--rows", "0")
     with pytest.raises(ConfigError, match=r"^--threshold 2 is no share\. Set a number up to 1\.$"):
         probe("strict", "--threshold", "2")

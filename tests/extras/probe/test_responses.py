@@ -57,8 +57,21 @@ def test_a_prompt_that_demands_a_format_makes_other_formats_wrong():
 
 
 def test_reasoning_is_not_right_if_the_prompt_wants_only_the_answer():
-    assert "reasoning before it" in kinds(Case("What is 3 + 4?", "7"), RIGHT)
-    assert "reasoning before it" not in kinds(Case("Write only the number.", "7"), RIGHT)
+    for prompt in ("What is 3 + 4?", "Write it in the form m/n.", "Reason, then put it in <a>."):
+        assert "reasoning before it" in kinds(Case(prompt, "7"), RIGHT), prompt
+    for prompt in (
+        "Write only the number.",
+        "Reply with a number.",
+        "Answer in one word.",
+        "Answer yes or no.",
+        "Do not show your work.",
+        "Respond in JSON.",
+        "Antworte nur mit der Zahl.",
+        "只输出答案。",
+    ):
+        assert "reasoning before it" not in kinds(Case(prompt, "7"), RIGHT), prompt
+    tags = "Put your reasoning in <think> </think> and the answer in <answer> </answer>."
+    assert "reasoning before it" not in kinds(Case(tags, "7", truths.list_forms(tags)[0]), RIGHT)
 
 
 def test_truths_are_found_where_gym_and_verl_have_them():
@@ -69,4 +82,13 @@ def test_truths_are_found_where_gym_and_verl_have_them():
     )
     assert truths.list_truths({"expected_answer": '["a", "b"]'})[:2] == ["a, b", "[a, b]"]
     assert truths.list_truths({"answer": "They sell 9.\n#### 9"})[0] == "9"
+    assert truths.list_truths({"answer": True}) == ["True", "true"]
     assert truths.list_truths({"question": "?"}) == []
+
+
+def test_choices_are_read_in_the_forms_of_data_sets():
+    lettered = {"A": "Paris", "B": "Rome"}
+    assert truths.read_choices({"options": [{"A": "Paris"}, {"B": "Rome"}]}) == lettered
+    assert truths.read_choices({"options": lettered}) == lettered
+    columns = {"text": ["Paris", "Rome"], "label": ["A", "B"]}
+    assert truths.read_choices({"choices": columns}) == lettered

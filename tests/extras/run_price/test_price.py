@@ -104,6 +104,20 @@ def test_bad_input_is_one_line(tmp_path):
         price.main([str(folder)])
 
 
+def test_values_of_another_form_are_left_out_or_one_line(tmp_path):
+    lines = [step(n, 10) for n in (1, 2, 3)]
+    odd = [{**step(4, 10), "timing_s/step": None}, {**step(5, 10), "rollout/kept": None}]
+    folder = plant(tmp_path / "r", [*lines, *odd])
+    assert "step 5 of 20" in next(price.describe(folder))
+    path = folder / "config.yaml"
+    recipe = path.read_text()
+    path.write_text(recipe + 'note: "a\\n${oc.env:HOME}"\n')
+    assert "step 5 of 20" in next(price.describe(folder))
+    path.write_text(recipe.replace("total_training_steps: 20", "total_training_steps: null"))
+    with pytest.raises(ConfigError, match="of another form"):
+        list(price.describe(folder))
+
+
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(-1, 12))
 def test_what_is_due_over_two_parts_is_due_over_the_whole(first, second, freq):
     total = first + second
