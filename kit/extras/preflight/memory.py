@@ -435,10 +435,9 @@ def check_cache(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
         share = recipe.data.train_batch_size * rollout.n / recipe.replicas
         needed = min(rollout.max_num_seqs, math.ceil(share))
     if episodes < needed:
-        room = f"room for {episodes}" if episodes else "no room for"
         yield (
-            f"The KV cache has {room} episodes of {rollout.max_model_len} tokens, and a vLLM "
-            f"replica samples up to {needed} concurrently, so that some wait. Raise "
+            f"The KV cache has room for {episodes} episodes of {rollout.max_model_len} tokens, "
+            f"and a vLLM replica samples up to {needed} concurrently, so that some wait. Raise "
             f"{ROLLOUT}.gpu_memory_utilization (on a CPU engine_kwargs.vllm."
             f"kv_cache_memory_bytes), or {ROLLOUT}.tensor_model_parallel_size. {PAGE}"
         )

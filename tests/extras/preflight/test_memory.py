@@ -127,7 +127,7 @@ def test_each_stage_that_does_not_fit_is_a_line_with_its_keys(monkeypatch):
         assert "a GPU has 80.0 GiB" in text and "trainer.n_gpus_per_node" in text
     page = 'See docs/guides/gpu.md, "4. Read the memory lines".'
     assert all(text.endswith(page) for text in shortages)
-    assert shortages[4].startswith("The KV cache has no room for episodes of 1536 tokens")
+    assert shortages[4].startswith("The KV cache has room for 0 episodes of 1536 tokens")
     assert "tensor_model_parallel_size" in shortages[4]
     assert (
         "Set actor_rollout_ref.actor.optim.override_optimizer_config={fused: true}" in shortages[2]
