@@ -49,7 +49,7 @@ def read_metrics(path: Path) -> list[Json]:
     evaluation: the last value of a metric counts. The lines of `evaluate` and `rollout` count only
     if no other command wrote to the file.
     """
-    lines = read_objects(path)
+    lines = [line for line in read_objects(path) if isinstance(line.get("step"), int)]
     of_training = [line for line in lines if "command" not in line]
     kept: list[Json] = []
     for line in of_training or lines:
