@@ -57,7 +57,8 @@ def read_saved(path: Path) -> Json:
     try:
         content = yaml.load(path.read_text(), LOADER)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no recipe: {error!r:.200}. Name another run.") from None
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} is no recipe ({reason:.200}). Name another run.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is no recipe, since it has no keys. Name another run.")
     return content

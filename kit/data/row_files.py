@@ -204,15 +204,23 @@ def open_text(path: Path, newline: str | None = None) -> TextIO:
 def read_cells(path: Path, separator: str) -> Iterator[dict[str, str]]:
     """Yield the rows of a CSV or TSV file, with each cell as text. Skips blank lines.
 
-    Raises OSError, ValueError and csv.Error.
+    Raises OSError and ValueError.
     """
     csv.field_size_limit(MAX_CELL_CHARS)
     with open_text(path, newline="") as file:
         reader = csv.DictReader(file, delimiter=separator, strict=True)
-        for row in reader:
-            if len(row) != len(reader.fieldnames or ()) or None in row.values():
-                raise ValueError(f"line {reader.line_num} has other cells than the names in line 1")
-            yield row
+        try:
+            yield from check_cells(reader)
+        except csv.Error as error:
+            raise ValueError(f"line {reader.reader.line_num}: {error}") from None
+
+
+def check_cells(reader: csv.DictReader[str]) -> Iterator[dict[str, str]]:
+    """Yield the rows of a CSV file. Raises csv.Error for one without a cell for each name."""
+    for row in reader:
+        if len(row) != len(reader.fieldnames or ()) or None in row.values():
+            raise csv.Error("it has other cells than line 1, whose names must differ")
+        yield row
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -248,10 +256,13 @@ def to_plain_value(value: Any) -> object:  # of any library
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()
         return base64.b64encode(value).decode()
-    is_numpy = isinstance(value, numpy.ndarray | numpy.generic)
-    if is_numpy and value.dtype.kind not in "mM":  # times become integers there
+    if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "mM":
+        if value.ndim:
+            return list(numpy.asarray(value))
+        value = pandas.Series([value])[0]  # NumPy's tolist() makes integers of times
+    if hasattr(value, "tolist"):  # of NumPy, pandas or torch
         return value.tolist()
-    if not is_numpy and pandas.isna(value):
+    if pandas.isna(value):
         return None
     if isinstance(value, timedelta):
         return pandas.Timedelta(value).isoformat()

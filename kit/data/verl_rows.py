@@ -226,7 +226,7 @@ def make_image_part(image: object, row_id: str) -> Json:
             f"{row_id}: `{others[0]}` of an image is not supported. Resize the image instead."
         )
     url = given.get("image") or given.get("path") or given.get("url")
-    if given.get("bytes"):  # base64; the reader of the image finds its type
+    if isinstance(given.get("bytes"), str):  # base64; the reader of the image finds its type
         url = f"data:image/png;base64,{given['bytes']}"
     if not isinstance(url, str):
         raise DataError(f"{row_id}: an image has neither bytes nor a path. Correct the row.")

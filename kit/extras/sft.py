@@ -126,9 +126,10 @@ def tokenize(row: Json, template: ChatTemplate, row_id: str) -> Example:
     messages = env.render_items(items, row_id)
     starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not starts or starts[0] == 0:
+        keys = ", ".join(key for key in row if row[key])
         raise env.DataError(
             f"{row_id}: there must be `messages` with an answer of the assistant after another "
-            f"message, or a `prompt` and a `response` or `completion`. It has {', '.join(row)}. "
+            f"message, or a `prompt` and a `response` or `completion`. It has {keys}. "
             "Correct the row."
         )
     flags = read_flags(items, row_id)
@@ -209,9 +210,9 @@ def prepare(
         )
     examples = load_examples(recipe, inputs, recipe.env.train_files)
     inputs.train = limit_rows(examples, recipe.env.max_rows)
+    check_enough_rows(config, "sft", inputs)
     examples = load_examples(recipe, inputs, recipe.env.val_files)
     inputs.validation = limit_rows(examples, recipe.env.val_max_rows)
-    check_enough_rows(config, "sft", inputs)
     set_steps(config, "sft", len(inputs.train) // recipe.data.train_batch_size)
     inputs.per_epoch = len(inputs.train)
     recipe = recipe.with_config(config)

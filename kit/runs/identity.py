@@ -108,6 +108,8 @@ def read_fingerprint(path: Path) -> Fingerprint:
         saved = orjson.loads(path.read_bytes()) if path.is_file() else {}
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"{path} is no JSON: {error}. Name another run.") from None
+    if not isinstance(saved, dict):
+        raise ConfigError(f"{path} is no JSON object. Name another run.")
     is_whole = saved.keys() == {"values", "contents", "rows"}
     return Fingerprint(**saved) if is_whole else Fingerprint(saved)
 

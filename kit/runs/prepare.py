@@ -437,10 +437,12 @@ def check_enough_rows(
         needed = max(needed, math.ceil(share * size - 1e-9))  # without the rounding error
     if found < needed:
         dropped = ", ".join(inputs.dropped[:3]) or "none"
+        limits = f"data.max_prompt_length={config.data.max_prompt_length}"
+        if command == "sft":
+            limits += f" or data.max_response_length={config.data.max_response_length}"
         raise ConfigError(
             f"{key} have {found} usable rows, fewer than {needed} (data.train_batch_size={size}); "
-            f"dropped rows: {dropped}. Add rows, lower data.train_batch_size, or raise data."
-            f"max_prompt_length={config.data.max_prompt_length}."
+            f"dropped rows: {dropped}. Add rows, lower data.train_batch_size, or raise {limits}."
         )
 
 

@@ -204,6 +204,11 @@ def load(
     file again, so that memory does not grow with the number of steps.
     """
     for path in recording.files.values():
+        if path.read_bytes()[-1:] not in (b"", b"\n"):
+            raise ConfigError(
+                f"--replay {path} ends within an episode, so others are missing, too. Copy the "
+                "file again, or name earlier steps."
+            )
         batches = load_replay(path, inputs.train)
         episodes = list(itertools.chain.from_iterable(batches))
         check_tokens(path, episodes, inputs)

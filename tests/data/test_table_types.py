@@ -199,6 +199,10 @@ def test_a_column_of_any_type_loads_in_each_row_group(tmp_path, value, kind, exp
         (np.array([1.5, np.inf]), [1.5, None]),
         (pandas.Timedelta(1, "ns"), "P0DT0H0M0.000000001S"),
         (pandas.NaT, None),
+        (np.datetime64("2026-01-02"), "2026-01-02T00:00:00"),
+        (np.datetime64("NaT"), None),
+        (np.array([5], "m8[s]"), ["P0DT0H0M5S"]),
+        (pandas.Series([1, 2]), [1, 2]),
         (Decimal("NaN"), None),
         (bytearray(b"ab"), "ab"),
         ((1, 2), [1, 2]),
@@ -295,6 +299,21 @@ def test_a_malformed_list_is_an_error_of_the_file(tmp_path, text, reason):
         list(read_rows(tmp_path / "rows.json"))
     assert str(raised.value).startswith(f"{tmp_path}/rows.json: cannot be read ({reason}")
     assert "). Correct the file or its suffix: .jsonl, .json, " in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("prompt,answer\na,1\n\nb\n", "line 4: it has other cells than line 1"),
+        ("prompt,prompt\na,1\n", "line 2: it has other cells than line 1, whose names must differ"),
+        ('prompt,answer\na,1\n"b"x,2\n', "line 3: ',' expected after '\"'"),
+    ],
+)
+def test_a_malformed_line_of_csv_is_named(tmp_path, text, reason):
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(env.DataError) as raised:
+        list(read_rows(str(tmp_path / "rows.csv")))
+    assert str(raised.value).startswith(f"{tmp_path}/rows.csv: cannot be read ({reason}")
 
 
 @pytest.mark.parametrize("name", ["rows.pq", "rows.PARQUET", "ROWS.JSON", "rows.JSONL.GZ"])

@@ -88,7 +88,8 @@ def test_a_completion_of_trl_is_trained_on_and_its_prompt_is_context(tokenizer, 
         pairs = zip(example.response_ids, example.response_mask, strict=True)
         assert tokenizer.decode([token for token, mask in pairs if mask]) == "7<end>"
     with pytest.raises(env.DataError, match=r"x:1: there must be .* It has chosen, rejected\."):
-        sft.tokenize({"chosen": answer, "rejected": answer}, template, "x:1")
+        row = sft.to_conversation({"chosen": answer, "rejected": answer}, "x:1")
+        sft.tokenize(row, template, "x:1")
 
 
 def test_conversations_come_from_jsonl_and_parquet(tmp_path):

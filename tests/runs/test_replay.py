@@ -146,6 +146,15 @@ def test_a_recording_of_another_model_or_tokenizer_is_refused(workspace, tmp_pat
         replay.load(recording, recipe, inputs)
 
 
+def test_a_recording_that_ends_within_an_episode_is_refused(workspace, tmp_path):
+    recipe, inputs = load(workspace, *SIZES)
+    path = write_step(tmp_path, 1, inputs)
+    path.write_bytes(path.read_bytes()[:-9])
+    recording = replay.find_recording(str(path))
+    with pytest.raises(ConfigError, match=r"step_1\.jsonl ends within an episode, so others"):
+        replay.load(recording, recipe, inputs)
+
+
 def test_only_keys_that_change_the_update_make_a_replay_off_policy(workspace, tmp_path):
     recipe, inputs = load(workspace, *SIZES)
     path = write_step(tmp_path, 1, inputs)

@@ -277,13 +277,13 @@ def describe_runs(folders: Sequence[Path]) -> list[str]:
     by_step = [curve.by_step for curve in curves]
     starts = [steps[0] for steps in by_step] if step and all(0 in one for one in by_step) else []
     lines = []
-    for test_set, score in itertools.product(list_test_sets([*picked, *starts]), SCORES):
+    for test_set, score in itertools.product(list_test_sets(picked), SCORES):
         table, total = tabulate(picked, test_set, score)
         runs = count_nouns(len(table), "run") + (", so over rows only" if len(table) == 1 else "")
         text = format_interval(intervals.compute_mean_interval(table))
         rows = describe_rows(table.shape[1], total)
         lines.append(f"{test_set} {score} at step {step:.0f}: {text}, {runs}, {rows}")
-        if starts:
+        if starts and test_set in list_test_sets([*picked, *starts]):
             one = compare_at("steps", step, test_set, score, [*picked, *starts], len(picked))
             gain = format_interval(one.difference.interval or one.difference.over_rows, "+")
             lines.append(f"    {gain} since step 0, from {format_interval(one.means[1])}")

@@ -79,7 +79,8 @@ def read_curve(folder: Path) -> RunCurve:
     tokens = seconds = 0.0
     spent = {0: (0.0, 0.0)}
     for step, line in read_steps(folder / "metrics.jsonl").items():
-        nulls = [name for name in (ALL_TOKENS, STEP, SAVE) if line.get(name, 0.0) is None]
+        metrics = (ALL_TOKENS, STEP, SAVE)
+        nulls = [name for name in metrics if not isinstance(line.get(name, 0.0), int | float)]
         if nulls:
             say(f"WARNING     {folder}: {', '.join(nulls)} of step {step} is not known")
             line |= dict.fromkeys(nulls, math.nan)
@@ -160,13 +161,13 @@ def read_rewards(path: Path) -> Mapping[str, Rewards]:
         rewards = by_set.setdefault(name_test_set(record, episode.get("server", "")), {})
         values = rewards.setdefault(name_record(record), [])
         reward = record.get("reward") if episode.get("status") == "ok" else None
-        if reward is not None and math.isfinite(reward):
+        if isinstance(reward, int | float) and math.isfinite(reward):
             is_right = read_scale(episode).is_full(float(reward))
             values.append({"acc": float(is_right), "reward": float(reward)})
         elif reward is not None:
             unusable += 1
     if unusable:
-        say(f"WARNING     {path}: {unusable} rewards are NaN or infinite, and do not count")
+        say(f"WARNING     {path}: {unusable} rewards are no finite numbers, and do not count")
     return by_set
 
 

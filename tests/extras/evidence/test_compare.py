@@ -294,7 +294,7 @@ def test_rewards_that_are_not_numbers_are_named_and_left_out(tmp_path, capsys):
         metrics.read_text().replace('"rollout/tokens": 100', '"rollout/tokens": null')
     )
     output = run(tmp_path, capsys)
-    assert "val_20.jsonl: 1 rewards are NaN or infinite, and do not count" in output
+    assert "val_20.jsonl: 1 rewards are no finite numbers, and do not count" in output
     assert "a1: rollout/tokens of step 20 is not known" in output and "nan" not in output
     assert "63 held-out rows of 64" in output
 
