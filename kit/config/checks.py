@@ -421,7 +421,8 @@ def check_optimizers(recipe: Recipe) -> Iterator[str]:
     for section in (ACTOR, "critic") if recipe.has_critic else (ACTOR,):
         key = f"{section}.optim"
         optim = recipe.get(key)
-        library, name = optim["optimizer_impl"], optim["optimizer"]
+        library = optim["optimizer_impl"]
+        name = optim["optimizer"]
         try:
             optimizer = getattr(importlib.import_module(library), name)
         except ImportError as error:

@@ -438,7 +438,7 @@ def check_enough_rows(
     if found < needed:
         dropped = ", ".join(inputs.dropped[:3]) or "none"
         limits = f"data.max_prompt_length={config.data.max_prompt_length}"
-        if command == "sft":
+        if command not in EPISODE_COMMANDS:  # the rows have the responses
             limits += f" or data.max_response_length={config.data.max_response_length}"
         raise ConfigError(
             f"{key} have {found} usable rows, fewer than {needed} (data.train_batch_size={size}); "
