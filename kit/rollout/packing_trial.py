@@ -92,9 +92,10 @@ def try_model(engine: Engine) -> None:
     attentions = [model.config._attn_implementation]
     if engine.ulysses_sequence_parallel_size == 1:  # only verl's attention splits rows
         attentions = list(dict.fromkeys([*attentions, "sdpa", EAGER]))
+    alone = Way(False, EAGER if EAGER in attentions else attentions[0])
     kind = model.config.model_type
     try:
-        reference = compute(engine, make_rows(model.config), Way(False, attentions[-1]))
+        reference = compute(engine, make_rows(model.config), alone)
     except Exception as error:
         raise RunError(
             f"The trainer cannot compute a row of the model type {kind}: {describe_error(error)}. "
