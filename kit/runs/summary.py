@@ -39,12 +39,10 @@ def summarize(
     if written is not None:
         lines += [*describe_first_prompts(inputs), describe_thoughts(inputs.template)]
     lines += [f"WARNING     {text}" for text in list_warnings(recipe, inputs)]
-    lines += notes
+    lines += [*notes, *describe_settings(recipe, inputs)]
     if written is not None:
         for feature in recipe.features:
             lines += feature.dry_run_lines(recipe, inputs)
-    lines += describe_settings(recipe, inputs)
-    if written is not None:
         ids = f"{sorted(inputs.stop_ids)}, pad id {inputs.tokenizer.pad_token_id} (masked)"
         lines += [f"stop ids    {ids}", *describe_changes(recipe, written)]
         lines.append("dry run: model, files, sizes and servers are valid; nothing was started")
@@ -110,16 +108,6 @@ def describe_other_models(recipe: Recipe) -> list[str]:
     }
     names = [name for name, is_there in has_model.items() if is_there]
     return [f"with        {', '.join(names)}"] if names else []
-
-
-def describe_training(recipe: Recipe, inputs: RunInputs) -> str:
-    """The length of the training and its learning rate."""
-    steps = recipe.trainer.total_training_steps
-    epochs = ""
-    if inputs.train:
-        count = steps * recipe.data.train_batch_size / inputs.per_epoch
-        epochs = f" = {count:.2f} epochs"
-    return f"training    {steps} steps{epochs}; lr {recipe.actor.optim.lr:g}"
 
 
 def describe_functions(recipe: Recipe) -> list[str]:
