@@ -18,13 +18,18 @@ def read_lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
 
 
+def has_incomplete_line(path: Path) -> bool:
+    """Return whether something follows the last line end of a file. Reads its last byte."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 1))
+        return file.read() not in (b"", b"\n")
+
+
 def drop_incomplete_line(path: Path) -> bool:
     """Remove what follows the last line end of a file -> whether there was anything."""
-    content = path.read_bytes()
-    size = content.rfind(b"\n") + 1
-    if size == len(content):
+    if not has_incomplete_line(path):
         return False
-    os.truncate(path, size)
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return True
 
 

@@ -135,10 +135,7 @@ def check_recipe(
     check_late(recipe)
     checks.instantiate_verl_configs(recipe)
     files = model_files.load_model_files(config)
-    processor = None
-    if getattr(files.hf_config, "vision_config", None) is not None:
-        processor = features.make_image_processor(config, files.hf_config, files.tokenizer)
-    processor = processor or TextProcessor(files.tokenizer)
+    processor = make_processor(config, files.hf_config, files.tokenizer)
     template = make_template(config, processor, files.stop_ids)
     models = {"policy": files.hf_config, **load_other_models(recipe, files.tokenizer)}
     raise_all([ConfigError(problem) for problem in check_models(recipe, models)])
@@ -161,6 +158,16 @@ def check_recipe(
         verifiers=verifiers,
     )
     return Prepared(recipe, inputs)
+
+
+def make_processor(
+    config: DictConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> TextProcessor:
+    """The processor of a model: for text, or the one for images if the model reads them."""
+    processor = None
+    if getattr(hf_config, "vision_config", None) is not None:
+        processor = features.make_image_processor(config, hf_config, tokenizer)
+    return processor or TextProcessor(tokenizer)
 
 
 def make_template(config: DictConfig, processor: TextProcessor, stop_ids: set[int]) -> ChatTemplate:

@@ -35,7 +35,7 @@ from kit.config.redaction import redacted
 from kit.data.episode import Episode
 from kit.data.fingerprint import Fingerprint
 from kit.data.importance import PolicyShift, measure_shift
-from kit.data.json_lines import read_metrics
+from kit.data.json_lines import has_incomplete_line, read_metrics
 from kit.data.rollout_files import load_replay
 from kit.errors import ConfigError, RunError
 from kit.rollout.inputs import RunInputs
@@ -204,7 +204,7 @@ def load(
     file again, so that memory does not grow with the number of steps.
     """
     for path in recording.files.values():
-        if path.read_bytes()[-1:] not in (b"", b"\n"):
+        if has_incomplete_line(path):
             raise ConfigError(
                 f"--replay {path} ends within an episode, so others are missing, too. Copy the "
                 "file again, or name earlier steps."

@@ -285,35 +285,31 @@ def test_a_byte_order_mark_is_skipped_and_utf_16_is_refused(tmp_path, name, enco
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("name", "text", "reason"),
     [
-        ('[{"prompt": "a"} {"prompt": "b"}]', "Expecting ',' delimiter: line 1 column 18"),
-        ('[{"prompt": "a"}', "Expecting ',' delimiter"),
-        ('[{"prompt": "a"}] x', "Extra data"),
-        ('[{"prompt": }]', "Expecting value"),
+        (
+            "a.json",
+            '[{"prompt": "a"} {"prompt": "b"}]',
+            "Expecting ',' delimiter: line 1 column 18",
+        ),
+        ("a.json", '[{"prompt": "a"}', "Expecting ',' delimiter"),
+        ("a.json", '[{"prompt": "a"}] x', "Extra data"),
+        ("a.json", '[{"prompt": }]', "Expecting value"),
+        ("a.csv", "prompt,answer\na,1\n\nb\n", "line 4: it has other cells than line 1"),
+        (
+            "a.csv",
+            "prompt,prompt\na,1\n",
+            "line 2: it has other cells than line 1, whose names must differ",
+        ),
+        ("a.csv", 'prompt,answer\na,1\n"b"x,2\n', "line 3: ',' expected after '\"'"),
     ],
 )
-def test_a_malformed_list_is_an_error_of_the_file(tmp_path, text, reason):
-    (tmp_path / "rows.json").write_text(text)
+def test_a_malformed_file_is_an_error_with_its_reason(tmp_path, name, text, reason):
+    (tmp_path / name).write_text(text)
     with pytest.raises(env.DataError) as raised:
-        list(read_rows(tmp_path / "rows.json"))
-    assert str(raised.value).startswith(f"{tmp_path}/rows.json: cannot be read ({reason}")
+        list(read_rows(str(tmp_path / name)))
+    assert str(raised.value).startswith(f"{tmp_path}/{name}: cannot be read ({reason}")
     assert "). Correct the file or its suffix: .jsonl, .json, " in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("prompt,answer\na,1\n\nb\n", "line 4: it has other cells than line 1"),
-        ("prompt,prompt\na,1\n", "line 2: it has other cells than line 1, whose names must differ"),
-        ('prompt,answer\na,1\n"b"x,2\n', "line 3: ',' expected after '\"'"),
-    ],
-)
-def test_a_malformed_line_of_csv_is_named(tmp_path, text, reason):
-    (tmp_path / "rows.csv").write_text(text)
-    with pytest.raises(env.DataError) as raised:
-        list(read_rows(str(tmp_path / "rows.csv")))
-    assert str(raised.value).startswith(f"{tmp_path}/rows.csv: cannot be read ({reason}")
 
 
 @pytest.mark.parametrize("name", ["rows.pq", "rows.PARQUET", "ROWS.JSON", "rows.JSONL.GZ"])

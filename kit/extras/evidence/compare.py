@@ -175,7 +175,8 @@ def warn(sets: Mapping[str, Sequence[Path]]) -> list[str]:
     last = {folder: read_curve(folder).evaluations[-1] for folder in all_folders}
     latest = max(one.steps for one in last.values())
     by_content: dict[str, Path] = {}
-    reference, first = next(iter(last.items()))
+    reference = next(iter(last))
+    scoring = read_scoring(last[reference])
     changes: dict[str, list[str]] = {}  # {what decides a score and differs from the first: runs}
     for folder, one in last.items():
         if one.steps < latest:
@@ -185,7 +186,7 @@ def warn(sets: Mapping[str, Sequence[Path]]) -> list[str]:
         copied = by_content.setdefault(hash_file(one.path), folder)
         if copied != folder:
             lines.append(f"{folder} is a copy of {copied}: these runs are one run.")
-        for text in read_scoring(one).list_changes(read_scoring(first)).values():
+        for text in read_scoring(one).list_changes(scoring).values():
             changes.setdefault(text, []).append(str(folder))
     for text, names in changes.items():
         lines.append(
