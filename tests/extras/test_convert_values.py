@@ -73,10 +73,10 @@ def test_any_table_is_read_as_it_was_written(tmp_path_factory, data, suffix, has
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"a,b\n1,2\n\n3\n", "(line 4 has other cells"),
-        (b"a,b\n1,2,3\n", "(line 2 has other cells"),
-        (b"a,a\n1,2\n", "(line 2 has other cells"),
-        (b'a,b\n1,"2\n', "(unexpected end of data)"),
+        (b"a,b\n1,2\n\n3\n", "(line 4: it has other cells"),
+        (b"a,b\n1,2,3\n", "(line 2: it has other cells"),
+        (b"a,a\n1,2\n", "(line 2: it has other cells"),
+        (b'a,b\n1,"2\n', "(line 2: unexpected end of data)"),
         ("a,b\n1,2\n".encode("utf-16"), "('utf-8' codec can't decode byte 0xff"),
         (b"a,b\n1,\xe4\n", "('utf-8' codec can't decode byte 0xe4"),
     ],
