@@ -77,7 +77,7 @@ mutate: setup
 	.venv/bin/python benchmarks/mutate.py $(if $(ONLY),--only $(ONLY))
 
 docs: setup
-	.venv/bin/python -m kit.extras.report.metric_docs > docs/reference.md
+	.venv/bin/python -m lab.report.metric_docs > docs/reference.md
 	.venv/bin/python benchmarks/sizes.py --write
 	folder=$$(mktemp -d)/quintet && .venv/bin/python benchmarks/walk.py $$folder --pages \
 	    docs/tutorial.md docs/guides/task.md docs/guides/verifier.md docs/guides/tools.md && \

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from kit.extras.report.run_data import RunData  # noqa: E402
+from lab.report.run_data import RunData  # noqa: E402
 
 ACCURACY = "val-core/reasoning_gym/acc/mean@1"
 REWARD = "rollout/reward/mean"

@@ -12,5 +12,5 @@
 
 A package imports only from those above it, and from env.py and gym_client.py. training.py and
 inference.py stand between rollout/ and runs/ and do not import each other. Nothing imports a module
-of extras/ or cpu/ by name, except features and verl's keys.
+of extras/, of cpu/ or of lab/ (beside kit/) by name, except features and verl's keys.
 """

@@ -314,9 +314,9 @@ class Entry(NamedTuple):
 ENTRIES = (
     Entry("kit.extras.preflight", "Preflight", "every run", always, True),
     Entry("kit.extras.supervisor", "Supervisor", "every run", always, True),
-    Entry("kit.extras.report", "Report", "every run", always, True),
-    Entry("kit.extras.run_price", "Price", "every run", trains, True),
-    Entry("kit.extras.run_card", "RunCard", "every run", trains, True),
+    Entry("lab.report", "Report", "every run", always, True),
+    Entry("lab.run_price", "Price", "every run", trains, True),
+    Entry("lab.run_card", "RunCard", "every run", trains, True),
     Entry("kit.extras.judges", "ServerJudges", "a Gym server", starts_servers, True),
     Entry("kit.extras.judges", "Judges", "gym.judges", uses_judges),
     Entry(
@@ -435,12 +435,12 @@ COMMANDS: Mapping[str, Callable[[], Command]] = {"sft": load_sft}  # those of op
 
 # The commands that start no run, or several: {name: the module whose `main` it is}
 TOOLS: Mapping[str, str] = {
-    "show": "kit.extras.report.show",
-    "compare": "kit.extras.evidence.compare",
-    "sweep": "kit.extras.evidence.sweep",
-    "explain": "kit.extras.explain.command",
-    "probe": "kit.extras.probe.command",
-    "price": "kit.extras.run_price.price",
+    "show": "lab.report.show",
+    "compare": "lab.evidence.compare",
+    "sweep": "lab.evidence.sweep",
+    "explain": "lab.explain.command",
+    "probe": "lab.probe.command",
+    "price": "lab.run_price.price",
 }
 
 
@@ -453,16 +453,16 @@ def run_tool(name: str, arguments: Sequence[str]) -> None:
 
 def write_comparison(path: Path, runs: Sequence[Path], comparison: Mapping[str, object]) -> None:
     """Write the report page of several runs. comparison: lines of text, and charts with bands."""
-    require("kit.extras.report.report_page", "--report")
-    from kit.extras.report.report_page import write_page
+    require("lab.report.report_page", "--report")
+    from lab.report.report_page import write_page
 
     write_page(runs, path, comparison)
 
 
 def convert_rows() -> None:
     """Run a command of env.py that converts rows, with the arguments of this process."""
-    require("kit.extras.convert", "this command")
-    from kit.extras.convert import main
+    require("lab.convert", "this command")
+    from lab.convert import main
 
     main()
 

@@ -23,7 +23,7 @@ import pytest
 
 from kit.config.load import load_config
 from kit.config.sections import ServerStart
-from kit.extras.report import metric_docs, report_page
+from lab.report import metric_docs, report_page
 from tests.helpers.pages import (
     PAGES,
     call_command,
@@ -58,7 +58,7 @@ def test_the_marks_of_blocks_that_cannot_run_here_are_known():
 def test_the_reference_page_is_up_to_date():
     path = ROOT / "docs" / "reference.md"
     assert path.read_text() == metric_docs.render_reference(), (
-        "run python -m kit.extras.report.metric_docs > docs/reference.md"
+        "run python -m lab.report.metric_docs > docs/reference.md"
     )
 
 
@@ -149,7 +149,7 @@ def run_bash_block(text: str, folder: Path, monkeypatch) -> None:
             call_command(words[2:], folder, monkeypatch)
         elif words[:2] == ["python", "algorithm.py"]:
             dry_run(words[2:], folder, monkeypatch)
-        elif words[:3] == ["python", "-m", "kit.extras.report.report_page"]:
+        elif words[:3] == ["python", "-m", "lab.report.report_page"]:
             report_page.main(words[3:])
         elif words[:4] == ["python", "-m", "pytest", "-q"]:
             run_tests(folder / words[4], folder, monkeypatch)

@@ -40,7 +40,7 @@ from kit.data.episode import Episode, append_tokens, from_output_items
 from kit.data.row_files import parse_object
 from kit.data.tasks import TaskLoader
 from kit.data.verl_rows import check_gym_row, parse_row
-from kit.extras import convert
+from lab import convert
 
 set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")  # outside the repository
 many_examples = settings(

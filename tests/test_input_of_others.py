@@ -26,7 +26,6 @@ from kit.data.episode import Episode
 from kit.errors import ConfigError, RunError, UserFunctionError
 from kit.extras.judges.judge_proxy import JudgeError
 from kit.extras.policy_programs.sandbox import sandbox_command
-from kit.extras.run_price import price
 from kit.gym import network, servers
 from kit.gym.network import FetchError, GymStartError, discover_servers
 from kit.gym.server_process import ProcessSpec
@@ -34,6 +33,7 @@ from kit.rollout import openai_server
 from kit.rollout.sampling import SampleStore
 from kit.runs import checkpoints, files
 from kit.runs.console import LogFormatter
+from lab.run_price import price
 from tests.helpers.http import ROW, VERIFY_ROUTES, ScriptedServer, after
 from tests.helpers.rollouts import (
     RecordingClient,

@@ -34,6 +34,7 @@ ROOT_NAMES = (
     "configs",
     "docs",
     "kit",
+    "lab",
     "mkdocs.yml",
     "templates",
     "tests",
@@ -62,14 +63,14 @@ TEMPLATE_IMPORTS = {
     "kit.data.selection",
 }
 # Names of extras that are also common words in code, or keys of a recipe.
-COMMON_NAMES = {"backends", "convert", "images", "judges", "monitor", "one_step_off", "report"}
-COMMON_NAMES |= {"probe", "shadow_verifier"}
+COMMON_NAMES = {"backends", "images", "judges", "monitor", "one_step_off"}
+COMMON_NAMES |= {"shadow_verifier"}
 VALUES = {  # other names of extras in a module, with another meaning
     "kit.config.checks": {"gloo"},  # verl's name of a checkpoint engine
     "kit.config.load": {"megatron"},  # verl's name of a training engine
     "kit.config.numbers": {"megatron"},
     "kit.data.verl_rows": {"sft"},  # the command, in a hint
-    "kit.runs.cli": {"sft", "explain"},  # commands, in the help
+    "kit.runs.cli": {"sft"},  # the command, in the help
 }
 # Paths of one machine, or outside the repository. They are written so that they do not match here.
 FOREIGN_PATHS = [rf"(?<![\w.])/{name}/" for name in ("root", "work", "home", "mnt", "Users")]
@@ -96,8 +97,9 @@ def read_lines(path: Path) -> list[str]:
 
 
 def list_sources() -> list[Path]:
-    """The Python files of the root, kit/ and templates/."""
-    folders = (ROOT, *(ROOT / "kit").rglob("*"), ROOT / "kit", ROOT / "templates")
+    """The Python files of the root, kit/, lab/ and templates/."""
+    tops = [ROOT / name for name in ("kit", "lab", "templates")]
+    folders = [ROOT, *tops, *(inner for top in tops for inner in top.rglob("*"))]
     return [path for path in list_files() if path.suffix == ".py" and path.parent in folders]
 
 
@@ -201,7 +203,7 @@ def list_project_imports(path: Path) -> frozenset[str]:
 
 
 def find_part(name: str) -> int | None:
-    """The index of a module's part in PARTS. None for modules of extras and cpu."""
+    """The index of a module's part in PARTS. None for modules of lab, extras and cpu."""
     for position, members in enumerate(PARTS):
         for member in members:
             if name == member or name.startswith(f"{member}."):
@@ -249,6 +251,15 @@ def test_only_the_table_of_features_names_an_extra():
         words = set(re.findall(r"\w+", code)) - COMMON_NAMES - VALUES.get(name, set())
         paths = re.findall(r"\bextras[./]\w+", text)
         problems += [f"{name}: {found}" for found in (*paths, *sorted(words & extras))]
+    assert problems == []
+
+
+def test_only_the_table_of_features_names_a_module_of_the_lab():
+    problems = []
+    for name, path in MODULES.items():
+        if not name.startswith("lab") and path != FEATURES:
+            problems += [f"{name}: {found}" for found in list_imports(path) if found == "lab"]
+            problems += [name] * bool(re.search(r"\blab[./]\w+", path.read_text()))
     assert problems == []
 
 

@@ -11,7 +11,12 @@ from tests.helpers.recipes import ROOT
 
 # Errors that end a run.
 ERRORS = {"ConfigError", "UserFunctionError", "RunError", "DataError", "GymStartError"}
-FILES = [*ROOT.glob("*.py"), *ROOT.glob("kit/**/*.py"), *ROOT.glob("templates/*.py")]
+FILES = [
+    *ROOT.glob("*.py"),
+    *ROOT.glob("kit/**/*.py"),
+    *ROOT.glob("lab/**/*.py"),
+    *ROOT.glob("templates/*.py"),
+]
 FIX = re.compile(
     r"\b(Add|Change|Check|Choose|Compute|Convert|Copy|Correct|Did you mean|Download|Export|Free|"
     r"Give|Inspect|Install|Join|Keep|Let|Lower|Make|Name|Pass|Put|Raise|Read|Remove|Rename|Rerun|"

@@ -157,7 +157,7 @@ def find_recipe_names(text: str) -> set[str]:
 
 def test_the_recipes_of_commands_in_source_files_exist(monkeypatch):
     monkeypatch.chdir(ROOT)  # the shared session changes the working directory
-    for pattern in ("*.py", "kit/**/*.py", "templates/*.py", "configs/**/*.yaml"):
+    for pattern in ("*.py", "kit/**/*.py", "lab/**/*.py", "templates/*.py", "configs/**/*.yaml"):
         for path in ROOT.glob(pattern):
             for name in find_recipe_names(path.read_text()):
                 read_yaml(name)

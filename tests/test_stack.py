@@ -14,9 +14,9 @@ from gym_client import Gym, ServerDownError
 from kit.data.metrics import compute_rollout_metrics
 from kit.data.selection import check_failures, select_trainable
 from kit.errors import RunError
-from kit.extras import convert
 from kit.gym.network import find_free_port
 from kit.rollout.sampling import build_sampling_params, repeat_per_group
+from lab import convert
 from tests.helpers.models import ACTIONS, END
 from tests.helpers.recipes import GYM_PYTHON, make_counter_row, row
 

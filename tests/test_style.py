@@ -11,7 +11,14 @@ from collections.abc import Iterator
 
 from tests.helpers.recipes import ROOT
 
-SOURCES = sorted([*ROOT.glob("*.py"), *ROOT.glob("kit/**/*.py"), *ROOT.glob("templates/**/*.py")])
+SOURCES = sorted(
+    [
+        *ROOT.glob("*.py"),
+        *ROOT.glob("kit/**/*.py"),
+        *ROOT.glob("lab/**/*.py"),
+        *ROOT.glob("templates/**/*.py"),
+    ]
+)
 MAX_FUNCTION_LINES = 50
 MAX_SUMMARY = 100  # characters of a docstring's first line
 MAX_COMPREHENSION = 160  # characters, about two lines

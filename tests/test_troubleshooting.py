@@ -6,11 +6,16 @@ import ast
 import functools
 import re
 
-from kit.extras.report.metric_docs import DOCS, STATUSES, find_metric
+from lab.report.metric_docs import DOCS, STATUSES, find_metric
 from tests.helpers.recipes import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
-SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("kit/**/*.py"), *ROOT.glob("templates/*.py")]
+SOURCES = [
+    *ROOT.glob("*.py"),
+    *ROOT.glob("kit/**/*.py"),
+    *ROOT.glob("lab/**/*.py"),
+    *ROOT.glob("templates/*.py"),
+]
 # Code in headings that is a message of another program, or a setting.
 FOREIGN_MESSAGES = (
     "operator torchvision::nms does not exist",

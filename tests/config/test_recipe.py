@@ -42,7 +42,12 @@ def test_only_recipes_and_their_loading_change_what_may_be_written():
     """No other code removes the protection of a recipe, which `for_verl` makes unnecessary."""
     names = {"set_readonly", "read_write", "flag_override"}
     files = set()
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("kit/**/*.py"), *ROOT.glob("benchmarks/*.py")]:
+    for path in [
+        *ROOT.glob("*.py"),
+        *ROOT.glob("kit/**/*.py"),
+        *ROOT.glob("lab/**/*.py"),
+        *ROOT.glob("benchmarks/*.py"),
+    ]:
         for node in ast.walk(ast.parse(path.read_text())):
             if getattr(node, "attr", getattr(node, "id", "")) in names:
                 files.add(path.relative_to(ROOT).as_posix())

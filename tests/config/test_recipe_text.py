@@ -19,8 +19,8 @@ from kit.config.keys import KEYS, flatten, is_used, matches_any, to_plain
 from kit.config.load import base_configs, load_config, value_kinds
 from kit.config.recipe_text import parse_argument, parse_yaml
 from kit.errors import ConfigError
-from kit.extras.report import report_page, show
 from kit.runs import cli
+from lab.report import report_page, show
 from tests.helpers.recipes import CPU, RECIPE
 
 set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")  # outside the repository

@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 
 from kit.config.load import load_config
 from kit.config.redaction import HIDDEN, redacted, without_settings
-from kit.extras.report import report_page
 from kit.runs import cli
 from kit.runs.run import Run
+from lab.report import report_page
 from tests.helpers.recipes import CPU, RECIPE, load, tiny
 
 

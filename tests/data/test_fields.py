@@ -13,9 +13,10 @@ import env
 from kit.data import fields
 from kit.data.tasks import TaskLoader
 from kit.data.verl_rows import parse_row
-from kit.extras import convert, sft
+from kit.extras import sft
 from kit.rollout import openai_server
 from kit.rollout.openai_requests import read_request
+from lab import convert
 from tests.data.test_row_entries import Letters
 from tests.helpers.recipes import write_rows
 from tests.helpers.rollouts import chatml_tokenizer, context_of, one_turn_each

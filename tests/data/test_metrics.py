@@ -29,8 +29,8 @@ from kit.data.metrics import (
     warn_about_failures,
 )
 from kit.data.selection import select_trainable
-from kit.extras.report.metric_docs import find_metric
 from kit.runs.checkpoints import LoopState
+from lab.report.metric_docs import find_metric
 from tests.helpers.recipes import row
 
 

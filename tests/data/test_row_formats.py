@@ -17,7 +17,8 @@ from pyarrow import feather
 import env
 from kit.data.row_files import find_files, parse_object, read_raw_rows
 from kit.data.verl_rows import read_rows
-from kit.extras import convert, sft
+from kit.extras import sft
+from lab import convert
 
 disable_progress_bars()
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import env
 from kit.data.verl_rows import parse_row, read_rows
-from kit.extras import convert
+from lab import convert
 from tests.helpers.models import COLORS, data_url, png
 from tests.helpers.recipes import write_rows
 

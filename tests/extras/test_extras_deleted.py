@@ -53,11 +53,13 @@ results = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # libraries print while they are imported
 import torch, transformers, verl.trainer.ppo.core_algos, verl.workers.engine_workers
 import vllm.tool_parsers, hydra, aiohttp, httpx, psutil, orjson
-assert not [name for name in sys.modules if name.startswith("kit.extras.")]
+assert not [name for name in sys.modules if name.startswith(("kit.extras.", "lab."))]
+
+PROJECT = ("kit", "lab", "env", "gym_client", "algorithm", "inference", "training")
 
 def forget_project():
     for name in list(sys.modules):
-        if name.split(".")[0] in ("kit", "env", "gym_client", "algorithm", "inference", "training"):
+        if name.split(".")[0] in PROJECT:
             del sys.modules[name]
 
 for line in sys.stdin:
@@ -82,7 +84,7 @@ for line in sys.stdin:
         except BaseException:
             traceback.print_exc()
             status = 2
-        print("MODULES", *sorted(name for name in sys.modules if name.startswith("kit.")))
+        print("MODULES", *sorted(n for n in sys.modules if n.startswith(("kit.", "lab."))))
         sys.stdout.flush()
         os._exit(status)
     os.close(write_end)
@@ -130,7 +132,7 @@ def make_copy(folder: Path) -> Path:
     folder.mkdir()
     for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)
-    for name in ("kit", "configs", "templates"):
+    for name in ("kit", "lab", "configs", "templates"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     (folder / ".venv-gym").symlink_to(ROOT / ".venv-gym")
@@ -146,11 +148,12 @@ def delete(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory) -> Path:
-    """A copy without any feature, and without the code for CPUs."""
+    """A copy without any feature, without the lab and without the code for CPUs."""
     folder = make_copy(tmp_path_factory.mktemp("copies") / "bare")
     for feature in FEATURES:
         delete(folder / feature)
     delete(folder / "kit" / "cpu")
+    delete(folder / "lab")
     return folder
 
 
@@ -176,9 +179,9 @@ def test_a_dry_run_of_math_imports_few_features(workspace, driver):
     assert status == 0 and "nothing was started" in output, output[-3000:]
     modules = output.partition("MODULES")[2].split()
     files = [name for name in modules if not (ROOT / name.replace(".", "/")).is_dir()]
-    features = [name for name in files if name.startswith(("kit.extras.", "kit.cpu."))]
+    features = [name for name in files if name.startswith(("kit.extras.", "lab.", "kit.cpu."))]
     assert len(files) > 20
-    estimates = ("kit.extras.preflight.", "kit.extras.run_price.")
+    estimates = ("kit.extras.preflight.", "lab.run_price.")
     assert [name for name in features if not name.startswith(estimates)] == []
 
 
@@ -251,7 +254,7 @@ def test_a_command_that_converts_rows_without_its_module_is_one_error(bare):
     command = [sys.executable, "env.py", "check", "rows.jsonl"]
     done = subprocess.run(command, cwd=bare, env=CLEAN_ENV, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    assert done.stderr.startswith("error: this command needs kit/extras/convert, which this copy")
+    assert done.stderr.startswith("error: this command needs lab/convert, which this copy")
 
 
 def test_a_recipe_for_cpus_needs_the_code_for_cpus(bare, workspace, driver):

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from kit.config.recipe import Recipe
-from kit.extras.report.metric_docs import find_metric
 from kit.rollout.inputs import RunInputs
 from kit.rollout.sampling import make_rollout_context
 from kit.runs.checkpoints import LoopState
+from lab.report.metric_docs import find_metric
 from tests.helpers.recipes import GYM_PYTHON, ROOT, load, metrics_of
 
 SHOP = f"{{path: {ROOT / 'templates' / 'verifier'}, python: {GYM_PYTHON}}}"
@@ -107,7 +107,7 @@ class Stack:
         lines = metrics_of(run.folder) if (run.folder / "metrics.jsonl").is_file() else []
         logged = set().union(*lines) - {"step", "time"}
         unknown = sorted(metric for metric in logged if not find_metric(metric))
-        assert not unknown, f"kit/extras/report/metric_docs.yaml does not describe {unknown}"
+        assert not unknown, f"lab/report/metric_docs.yaml does not describe {unknown}"
 
 
 @contextlib.contextmanager

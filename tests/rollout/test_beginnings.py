@@ -8,9 +8,9 @@ import pytest
 
 import env
 from kit.data.tasks import TaskLoader
-from kit.extras import convert
 from kit.rollout import openai_server
 from kit.rollout.chat import parse_response
+from lab import convert
 from tests.data.test_row_entries import Letters
 from tests.helpers.public_templates import load
 from tests.helpers.recipes import write_rows

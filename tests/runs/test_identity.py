@@ -9,9 +9,9 @@ import pytest
 
 from kit.data.fingerprint import Fingerprint
 from kit.errors import ConfigError, RunError
-from kit.extras.run_card import card
 from kit.runs import checkpoints, identity
 from kit.runs.run import Run
+from lab.run_card import card
 from tests.helpers.recipes import load, make_partial, row, write_rows
 from tests.runs.test_checkpoints import Group, make_config, save
 

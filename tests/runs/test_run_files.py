@@ -108,7 +108,7 @@ def command(workspace, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(finite_check, "find_nonfinite_weights", lambda _: [])
     monkeypatch.setattr(algorithm.Trainer, "compare_engines", lambda *_: None)  # no engine runs
-    monkeypatch.setattr("kit.extras.report.report_page.render_page", lambda _: "page")
+    monkeypatch.setattr("lab.report.report_page.render_page", lambda _: "page")
     for module in ("kit.runs.run_files", "kit.runs.checkpoints"):
         # the whole recipe takes 0.3 s to write
         monkeypatch.setattr(f"{module}.redacted", lambda _: OmegaConf.create({"short": True}))
@@ -404,8 +404,8 @@ def test_control_characters_from_a_server_do_not_reach_the_terminal(capsys):
     from rich.console import Console
 
     from kit.errors import remove_control_characters
-    from kit.extras.report import show
     from kit.runs.console import say
+    from lab.report import show
 
     escapes = "\x1b]0;title\x07\x1b[2J\x9b31m\r\x08"
     assert remove_control_characters(f"a{escapes}\n\tb") == "a]0;title[2J31m\n\tb"

@@ -1,0 +1,296 @@
+"""The command `explain`: replay a recorded step without changing weights, and say what it did.
+
+python algorithm.py explain runs/math 12 --config math [key=value ...]
+
+The recipe is that of --config, as for --replay, and is compared with the run's config.yaml. A run
+folder may come from others, and a recipe names code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
+
+from env import Json
+from kit.data.episode import Episode
+from kit.data.importance import measure_shift
+from kit.errors import ConfigError, NonFiniteStep, SkippedStep
+from kit.runs import checkpoints, files
+from kit.runs.cli import plan
+from kit.runs.console import say
+from lab.explain.explanation import (
+    Explanation,
+    Gradient,
+    describe_tokens,
+    explain_episode,
+    find_bad,
+    find_causes,
+    find_outlier_group,
+    list_bad_numbers,
+    list_rewards,
+    measure_signal,
+)
+
+if TYPE_CHECKING:
+    from verl import DataProto
+
+    from algorithm import Trainer
+    from kit.runs.cli import Plan
+    from lab.explain.gradients import GradientMeter
+
+SHOWN = 5  # groups, and tokens
+BLAMED_SHOWN = 8
+MAX_LOG_RATIO = 5.0  # of a token, between the present policy and the recorded one
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the command. Raises ConfigError if the step cannot be replayed."""
+    parser = argparse.ArgumentParser(
+        prog="python algorithm.py explain",
+        description="Replay a recorded step without changing weights, and say what it did.",
+    )
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("step", type=int, help="number of the step")
+    parser.add_argument("--config", action="append", help="a recipe, as in the run's command")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="the run's other arguments")
+    args = parser.parse_intermixed_args(arguments)
+    folder = args.run.expanduser()
+    check_step(folder, args.step)
+    if not args.config:
+        raise ConfigError("explain needs the recipe of the run. Add --config, as in its command.")
+    changes = ["trainer.replay_min_ess=0", "trainer.logger=[]"]
+    changes.append(f"trainer.experiment_name={folder.name}_explain")
+    changes += find_start(folder, args.step)
+    rollouts = str(rollouts_of(folder, args.step))
+    planned = plan(args.config, [*args.words, *changes], "train", rollouts)
+    check_recipe(planned)
+    from algorithm import start_trainer
+    from kit.runs.run import Run
+
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(Run(planned.recipe, planned.resume_from, planned.fingerprint))
+        trainer = start_trainer(planned, run, stack)
+        explanation = explain_step(trainer)
+    out = write(explanation, folder)
+    shutil.rmtree(run.folder, ignore_errors=True)  # it has only the logs of this command
+    print_explanation(explanation)
+    say(f"Written to {out}. report.html shows it: python -m lab.report.report_page {folder}")
+
+
+def rollouts_of(folder: Path, step: int) -> Path:
+    """Return the path of the episodes of a step."""
+    return folder / "rollouts" / f"step_{step}.jsonl"
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def check_step(folder: Path, step: int) -> None:
+    """Check that a run has the episodes of a step. Raises ConfigError."""
+    for path in (folder / "config.yaml", rollouts_of(folder, step)):
+        if not path.is_file():
+            raise ConfigError(
+                f"explain: {path} does not exist. Name the folder of a run, and a step whose "
+                "episodes it has."
+            )
+
+
+def check_recipe(planned: Plan) -> None:
+    """Print which keys of the update differ from the recorded run's. Raises ConfigError."""
+    if planned.recipe.get("model_engine") == "megatron":
+        raise ConfigError(
+            "explain measures gradients inside FSDP's workers, and this run has Megatron's "
+            "(model_engine). Name a run with FSDP."
+        )
+    if planned.replay and planned.replay.changes:
+        say(
+            "WARNING     This is not the recorded step, since the recipe differs: "
+            f"{', '.join(planned.replay.changes)}"
+        )
+
+
+def find_start(folder: Path, step: int) -> list[str]:
+    """Return the key=value that start from the checkpoint before a step. Raises ConfigError."""
+    if step == 1:
+        return ["trainer.resume_mode=auto"]
+    folders = checkpoints.list_checkpoint_folders(folder)
+    candidates = [each / f"global_step_{step - 1}" for each in folders]
+    checkpoint = next((path for path in candidates if path.is_dir()), candidates[-1])
+    if checkpoints.find_damage(checkpoint):
+        raise ConfigError(
+            f"explain: step {step} starts from the weights of step {step - 1}, and {folder} has no "
+            "complete checkpoint of it. Choose step 1 or one after a checkpoint, or train with "
+            "trainer.save_freq=1."
+        )
+    return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
+
+
+# --- the step ------------------------------------------------------------------------------------
+
+
+def explain_step(trainer: Trainer) -> Explanation:
+    """Replay the next recorded step up to its gradient, which changes no weight.
+
+    Raises ConfigError if the step has nothing to train on.
+    """
+    import training
+    from lab.explain.gradients import measuring
+
+    trainer.state = dataclasses.replace(trainer.state, step=trainer.state.step + 1)
+    step = trainer.state.step
+    start = str(trainer.run.files.checkpoint or trainer.recipe.model.path)
+    try:
+        episodes = trainer.collect()
+    except SkippedStep as skipped:
+        raise ConfigError(
+            f"explain: step {step} has no gradient: {skipped}. Choose another step."
+        ) from None
+    trainer.shape_rewards(episodes)
+    batch = training.to_batch(episodes, trainer.inputs, trainer.recipe)
+    explanation = Explanation(step, start, reason=prepare_batch(trainer, batch))
+    actor = trainer.workers.actor
+    log_probs = training.compute_log_probs(actor, batch, trainer.recipe)["log_probs"]
+    tensors = {
+        "mask": batch.batch["response_mask"],
+        "behavior": batch.batch["rollout_log_probs"],
+        "log_probs": log_probs,
+        "advantages": batch.batch["advantages"],
+    }
+    is_sampled = tensors["mask"].bool() & (batch.batch["turn"] >= 0)
+    shift = measure_shift(log_probs, tensors["behavior"], is_sampled)
+    explanation.importance = shift._asdict()
+    with measuring(actor, batch, trainer.recipe) as meter:
+        blamed = measure_gradients(explanation, episodes, meter)
+    rows = range(len(episodes))
+    if explanation.reason and not blamed:  # the gradient does not read what is not finite
+        blamed = [row for row in rows if list_bad_numbers(row, episodes[row], tensors)]
+    if not blamed:  # the recorded policy was another one there
+        ratios = (log_probs - tensors["behavior"]).abs().masked_fill(~is_sampled, 0).amax(dim=1)
+        blamed = [row for row in ratios.argsort().tolist()[::-1] if ratios[row] > MAX_LOG_RATIO]
+    tokenizer = trainer.inputs.tokenizer
+    causes = find_causes(blamed, episodes, tensors)[:BLAMED_SHOWN]
+    explanation.blame = [explain_episode(row, episodes, tensors, tokenizer) for row in causes]
+    explanation.tokens = describe_tokens(
+        episodes, log_probs, tensors["advantages"], tensors["mask"], tokenizer
+    )
+    return explanation
+
+
+def prepare_batch(trainer: Trainer, batch: DataProto) -> str:
+    """Add log-probs and advantages -> why the run would skip the step, "" if it would not.
+
+    Both parts compute all tensors before they refuse the batch.
+    """
+    reasons = []
+    for prepare in (trainer.compute_log_probs, trainer.compute_advantages):
+        try:
+            prepare(batch)
+        except NonFiniteStep as skipped:
+            reasons.append(str(skipped))
+    return "; ".join(dict.fromkeys(reasons))
+
+
+def measure_gradients(
+    explanation: Explanation, episodes: Sequence[Episode], meter: GradientMeter
+) -> list[int]:
+    """Measure the batch, its groups, and an exploding group's episodes -> the rows with the blame.
+
+    If the gradient is not finite, the batch is halved until single episodes are found.
+    """
+    everything = range(len(episodes))
+    whole = meter.measure(everything)
+    explanation.gradient_norm = whole.norm
+    if not whole.is_finite:
+        explanation.reason = explanation.reason or f"the gradient norm is {whole.norm}"
+
+        def is_bad(rows: Sequence[int]) -> bool:
+            return not meter.measure(rows).is_finite
+
+        return find_bad(everything, is_bad)
+    members: dict[str, list[int]] = {}
+    for row, episode in enumerate(episodes):
+        members.setdefault(episode.group_id, []).append(row)
+    parts = {name: meter.measure(rows) for name, rows in members.items()}
+    norms = {name: part.norm for name, part in parts.items()}
+    explanation.signal_to_noise = measure_signal(list(norms.values()), whole.norm)
+    explanation.groups = [
+        describe_group(name, [episodes[row] for row in members[name]], part, whole.norm)
+        for name, part in parts.items()
+    ]
+    outlier = find_outlier_group(norms)
+    if not outlier:
+        return []
+    sizes = {row: meter.measure([row]).norm for row in members[outlier]}
+    return [max(sizes, key=sizes.__getitem__)]
+
+
+def describe_group(name: str, episodes: Sequence[Episode], part: Gradient, batch: float) -> Json:
+    """Describe the gradient of a group. batch: the norm of the whole gradient."""
+    means = {name: math.fsum(rs) / len(rs) for name, rs in list_rewards(episodes).items()}
+    return {
+        "group": name,
+        "row": episodes[0].row_id,
+        "prompt": episodes[0].question,
+        "episodes": len(episodes),
+        "reward": next(iter(means.values())),  # the one trained on
+        "rewards": means,
+        "norm": part.norm,
+        "cosine": part.cosine(batch),
+        "share": part.share(batch),
+    }
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+def write(explanation: Explanation, folder: Path) -> Path:
+    """Write runs/<name>/explain_<step>.json -> its path. NaN becomes null."""
+    out = folder / f"explain_{explanation.step}.json"
+    with files.replace_atomically(out) as partial:
+        # NaN becomes None
+        content = TypeAdapter(Json).dump_python(dataclasses.asdict(explanation), mode="json")
+        partial.write_text(json.dumps(content, indent=1))
+    return out
+
+
+def print_explanation(explanation: Explanation) -> None:
+    """Print what matters most."""
+    say(f"step {explanation.step}, from {explanation.checkpoint}")
+    if explanation.reason:
+        say(f"  not usable: {explanation.reason}")
+    for culprit in explanation.blame:
+        reasons = "; ".join(culprit["reasons"])
+        say(f"  blame: episode {culprit['episode']} of {culprit['row']}: {reasons}")
+    if explanation.reason and not explanation.blame:
+        say("  blame: no single episode. Read the reason")
+    importance = explanation.importance
+    signal = explanation.signal_to_noise
+    known = "unknown" if signal is None else f"{signal:.2f}"
+    say(f"  gradient norm {explanation.gradient_norm:.3g}, signal-to-noise {known}")
+    say(
+        f"  policy against the sampler: KL {importance['kl']:.3g}, effective sample size "
+        f"{importance['ess']:.3f} of the episodes, {importance['token_ess']:.3f} of the tokens"
+    )
+    groups = sorted(explanation.groups, key=lambda group: -abs(group["share"]))
+    for group in groups[:SHOWN]:
+        cosine = "none" if group["cosine"] is None else f"{group['cosine']:+.2f}"
+        rewards = ", ".join(f"{name} {mean:.3g}" for name, mean in group["rewards"].items())
+        say(
+            f"  group {group['group']}: share {group['share']:.0%}, norm {group['norm']:.3g}, "
+            f"cosine {cosine}, {rewards}  {group['prompt'][:50]!r}"
+        )
+    for token in explanation.tokens[:SHOWN]:
+        direction = "up" if token["advantage"] > 0 else "down"
+        say(
+            f"  token {token['token']!r} {direction}, p {token['probability']:.2g}, after "
+            f"{token['before']!r} ({token['row']})"
+        )

@@ -1,0 +1,100 @@
+"""Describe the results of a probe: as tables, and as a file of rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from env import Json
+from kit.errors import remove_control_characters
+from kit.runs.console import count_nouns
+from lab.probe import truths
+from lab.probe.audit import BROKEN, RECORDED, Outcome, RowAudit, Weakness, list_replies
+from lab.probe.responses import LEAK, RIGHT, WRONG
+
+TITLES = {
+    BROKEN: "The verifier cannot be satisfied, fails, or gives two rewards (broken)",
+    WRONG: "Rewarded, but deserves nothing: a wrong answer, or none (wrong)",
+    LEAK: "Rewarded, but deserves nothing, although it contains the answer (leak)",
+    RIGHT: "Not rewarded, but right (right)",
+}
+MAX_SHOWN = 60  # characters of an example
+MAX_LISTED = 3  # failures
+
+
+def build_report(name: str, rows: Sequence[RowAudit], weaknesses: Sequence[Weakness]) -> Group:
+    """Build what the console shows of a verifier."""
+    parts: list[Text | Table] = [Text(f"\n{name}"), *map(Text, describe(rows))]
+    for expects, title in TITLES.items():
+        shown = [each for each in weaknesses if each.expects == expects]
+        if not shown:
+            continue
+        table = Table("  response", "rows", "reward", "example", box=None, header_style="dim")
+        for weakness in shown:
+            reply = pick_example(weakness).reply
+            reward = reply.reason if reply.reward is None else f"{reply.reward:.3g}"
+            example = escape(shorten(reply.error or reply.text))
+            counted = f"{len(weakness.weak)} of {weakness.applied}"
+            table.add_row(f"  {weakness.kind}", counted, reward, example)
+        parts += [Text(f"  {title}", style="bold"), table]
+    return Group(*parts)
+
+
+def describe(rows: Sequence[RowAudit]) -> Iterator[str]:
+    """Yield the lines above the tables of a verifier."""
+    replies = list_replies(rows)
+    rewards = [reply.reward for reply in replies if reply.reward is not None]
+    count = f"{count_nouns(len(rows), 'row')}, {len(replies)} responses"
+    yield f"    {count}, rewards from {min(rewards):g} to {max(rewards):g}"
+    forms = Counter(row.case.form for row in rows if row.case.truth)
+    for form, number in forms.most_common():
+        shown = truths.write(form, "X").replace("\n", "\\n")
+        yield f"    the truth earns the full reward as {shown}, for {count_nouns(number, 'row')}"
+    unknown = sum(not row.case.answers for row in rows)
+    if unknown:
+        rows_without = count_nouns(unknown, "row")
+        yield f"    only responses without a truth were sent for {rows_without} without a known one"
+    failed = Counter(reply.reason for reply in replies if reply.error)
+    if failed:
+        most = ", ".join(f"{number} {reason}" for reason, number in failed.most_common(MAX_LISTED))
+        yield f"    {failed.total()} responses got no reward, and count as neither: {most}"
+
+
+def pick_example(weakness: Weakness) -> Outcome:
+    """Return the clearest example: of a right answer the one with the lowest reward."""
+    sign = 1 if weakness.expects == RIGHT else -1
+    return min(weakness.weak, key=lambda outcome: sign * outcome.gain)
+
+
+def shorten(text: str) -> str:
+    """Return a text in quotes on one line, cut in the middle."""
+    shown = remove_control_characters(text)
+    if len(shown) > MAX_SHOWN:
+        half = MAX_SHOWN // 2 - 2
+        shown = f"{shown[:half]}...{shown[-half:]}"
+    return repr(shown)
+
+
+def list_exploits(weaknesses: Sequence[Weakness]) -> Iterator[Json]:
+    """Yield the row of each wrongly judged response, with the response in the field `probe`.
+
+    A later probe of these rows sends the response again.
+    """
+    for weakness in weaknesses:
+        for task, kind, expects, reply, scale in weakness.weak:
+            if expects == BROKEN:
+                continue
+            recorded = {
+                "kind": kind.removeprefix("recorded: "),
+                "expects": RIGHT if expects == RIGHT else WRONG,
+                "response": reply.text,
+                "reward": reply.reward,
+                "full_reward": scale.full,
+                "row": task.row_id,
+            }
+            yield {**task.row, RECORDED: recorded}

@@ -1,0 +1,153 @@
+"""Tests that `explain` names planted episodes, with FSDP and a recorded step of a tiny model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kit.runs import checkpoints, replay
+from lab.explain import command
+from lab.explain.gradients import call_workers, find_trainer, measuring
+from tests.helpers.recipes import metrics_of
+from tests.helpers.runs import assert_same
+from tests.helpers.stack import NO_EVALUATION
+
+CHANGES = ["trainer.total_training_steps=2", "trainer.save_freq=1", NO_EVALUATION]
+NO_STD = "algorithm.norm_adv_by_std_in_grpo=false"
+PLANTED = 19  # the line of the planted episode
+
+
+@pytest.fixture(scope="module")
+def recorded(stack) -> Path:
+    """The folder of a run of one step."""
+    with stack.trainer("to_explain", *CHANGES) as trainer:
+        trainer.step_or_skip()
+        return trainer.run.folder
+
+
+@contextlib.contextmanager
+def replaying(stack, recorded: Path, plant: Callable[[dict], None], *changes: str):
+    """Yield a Trainer before step 1, with one episode of the recording changed by `plant`."""
+    lines = [json.loads(line) for line in (recorded / "rollouts/step_1.jsonl").open()]
+    plant(lines[PLANTED])
+    folder = stack.workspace / "planted"
+    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text((recorded / "config.yaml").read_text())
+    path = folder / "rollouts" / "step_1.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with stack.trainer("explained", *CHANGES, *changes) as trainer:
+        loaded = replay.load(replay.Recording({1: path}), trainer.recipe, trainer.inputs)
+        trainer.servers = replay.ReplayServers(loaded)
+        trainer.update_weights()
+        yield trainer
+
+
+def name_planted(recorded: Path) -> dict:
+    lines = (recorded / "rollouts/step_1.jsonl").read_text().splitlines()
+    record = json.loads(lines[PLANTED])
+    return {"row": record["_episode"]["row_id"], "episode": record["_ng_rollout_index"]}
+
+
+def plant_nothing(record: dict) -> None:
+    """Leave the episode as it is."""
+
+
+def plant_nan_reward(record: dict) -> None:
+    record["reward"] = record["_episode"]["reward"] = math.nan
+
+
+def plant_nan_log_prob(record: dict) -> None:
+    record["response"]["output"][-1]["generation_log_probs"][0] = math.nan
+
+
+def plant_outlier(record: dict) -> None:
+    record["reward"] = record["_episode"]["reward"] = 1e6
+
+
+@pytest.mark.parametrize(
+    ("plant", "changes", "reason"),
+    [
+        (plant_nan_reward, [], "its reward is nan"),
+        (plant_nan_log_prob, [], "1 of its recorded log-probs are NaN or infinite"),
+        (plant_outlier, [NO_STD, "trainer.replay_min_ess=0"], "its reward is 1e+06, the median"),
+    ],
+)
+def test_a_planted_episode_has_the_blame(stack, recorded, plant, changes, reason):
+    with replaying(stack, recorded, plant, *changes) as trainer:
+        explanation = command.explain_step(trainer)
+    (culprit,) = explanation.blame
+    assert {key: culprit[key] for key in ("row", "episode")} == name_planted(recorded)
+    assert any(reason in text for text in culprit["reasons"]), culprit["reasons"]
+    assert bool(explanation.reason) == (plant is not plant_outlier)
+    path = command.write(explanation, trainer.run.folder)
+    assert json.loads(path.read_text())["blame"][0]["row"] == culprit["row"]
+
+
+def test_the_parts_add_up_to_the_gradient_of_the_recorded_update(stack, recorded):
+    """And no weight changes."""
+    saved = stack.workspace / "after_explain"
+    with replaying(stack, recorded, plant_nothing) as trainer:
+        explanation = command.explain_step(trainer)
+        trainer.workers.actor.save_checkpoint(str(saved), None, 0, None)
+        assert "optimizer_step" not in call_workers(trainer.workers.actor, list_attributes)
+    assert not explanation.blame and not explanation.reason
+    update = next(m for m in metrics_of(recorded) if "actor/grad_norm" in m)
+    assert explanation.gradient_norm == pytest.approx(update["actor/grad_norm"], rel=1e-4)
+    assert sum(group["share"] for group in explanation.groups) == pytest.approx(1.0, abs=1e-4)
+    cosines = [g["cosine"] for g in explanation.groups if g["cosine"] is not None]
+    assert len(cosines) > 2 and all(-1 <= cosine <= 1 for cosine in cosines)
+    assert explanation.signal_to_noise > 0
+    assert explanation.importance["ess"] > 0.999
+    assert explanation.tokens[0]["size"] >= explanation.tokens[-1]["size"] > 0
+    model = "model_world_size_1_rank_0.pt"
+    before, after = (checkpoints.read(folder / model) for folder in (stack.fresh, saved))
+    assert_same(before, after)
+
+
+MASK_FIRST = """
+import dataclasses
+
+def mask_first(episodes):
+    first = episodes[0].group_id
+    return [
+        dataclasses.replace(one, response_mask=[0] * len(one.response_mask))
+        if one.group_id == first else one
+        for one in episodes
+    ]
+"""
+
+
+def test_a_masked_group_has_no_part_of_the_update(stack, recorded, tmp_path):
+    (tmp_path / "masks.py").write_text(MASK_FIRST)
+    change = f"env.filters=[{tmp_path}/masks.py:mask_first]"
+    with replaying(stack, recorded, plant_nothing, change) as trainer:
+        explanation = command.explain_step(trainer)
+    masked, *others = sorted(explanation.groups, key=lambda group: group["norm"])
+    assert (masked["share"], masked["norm"], masked["cosine"]) == (0, 0, None)
+    assert sum(group["share"] for group in others) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_two_halves_have_the_sum_of_the_batch(stack, recorded):
+    import training
+
+    with replaying(stack, recorded, plant_nothing) as trainer:
+        trainer.state = trainer.state.__class__(step=1)
+        episodes = trainer.collect()
+        batch = training.to_batch(episodes, trainer.inputs, trainer.recipe)
+        assert command.prepare_batch(trainer, batch) == ""
+        with measuring(trainer.workers.actor, batch, trainer.recipe) as meter:
+            whole = meter.measure(range(len(episodes)))
+            halves = [meter.measure(range(24)), meter.measure(range(24, len(episodes)))]
+    assert whole.dot == pytest.approx(whole.norm**2, rel=1e-6)
+    assert sum(half.dot for half in halves) == pytest.approx(whole.dot, rel=1e-4)
+    assert whole.is_finite and halves[0].norm > 0
+
+
+def list_attributes(worker) -> list[str]:
+    """The attributes of the engine's object in a worker."""
+    return list(vars(find_trainer(worker).engine))

@@ -1,0 +1,237 @@
+"""The probe finds planted weaknesses, and none in a verifier that has none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kit.errors import ConfigError, RunError
+from kit.gym.network import GymStartError
+from lab.convert import check
+from lab.probe import command
+from lab.probe.audit import BROKEN, find_weaknesses
+from tests.helpers.recipes import CPU, RECIPE, tiny, write_rows
+
+SOURCE = """
+import os, re
+
+def number(text):
+    found = re.fullmatch(r"(-?[\\d,]+)\\.?", text.strip().strip("$").removesuffix(" apples"))
+    return found and found[1].replace(",", "")
+
+def accepts(ground_truth, text):
+    text = text.rpartition("step by step.\\n\\n")[2]
+    return number(text) == ground_truth
+
+def strict(data_source, solution_str, ground_truth, extra_info):
+    return float(accepts(ground_truth, solution_str))
+
+def contains(data_source, solution_str, ground_truth, extra_info):
+    return float(ground_truth in solution_str)
+
+def pays_empty(data_source, solution_str, ground_truth, extra_info):
+    return float(not solution_str.strip() or accepts(ground_truth, solution_str))
+
+def penalizes(data_source, solution_str, ground_truth, extra_info):
+    if accepts(ground_truth, solution_str):
+        return 1.0
+    return 0.0 if number(solution_str) else -1.0
+
+def fails_on_truth(data_source, solution_str, ground_truth, extra_info):
+    if ground_truth in solution_str and ground_truth != "1234":
+        raise ValueError("no such file")
+    return float(accepts(ground_truth, solution_str))
+
+def exact(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str == ground_truth)
+
+def unreachable(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str == f"<<{ground_truth}>>")
+
+def alternates(data_source, solution_str, ground_truth, extra_info):
+    with open("calls.txt", "a") as calls:
+        calls.write("x")
+    return float(accepts(ground_truth, solution_str)) + os.path.getsize("calls.txt") / 1e6
+
+TRIAL = ("So the answer is 7.", "7")  # wrong answers of the check before the probe
+
+def fails(data_source, solution_str, ground_truth, extra_info):
+    if solution_str in TRIAL or accepts(ground_truth, solution_str):
+        return float(accepts(ground_truth, solution_str))
+    raise ValueError("no number")
+
+def always_fails(data_source, solution_str, ground_truth, extra_info):
+    with open("calls.txt", "a") as calls:
+        calls.write("x")
+    if os.path.getsize("calls.txt") > 7:  # the first ones are of the check before the probe
+        raise ValueError("the judge is down")
+    return 1.0
+
+class Game:
+    def reset(self, row):
+        self.answer = row["answer"]
+
+    def step(self, text):
+        return None, float(self.answer in text), True
+"""
+ROWS = [
+    {
+        "responses_create_params": {"input": [{"role": "user", "content": question}]},
+        "answer": answer,
+    }
+    for question, answer in (("say 1234", "1234"), ("say 88", "88"), ("i want 7", "7"))
+]
+
+
+@pytest.fixture(scope="module")
+def model(workspace):
+    """A model folder whose tokenizer has all characters. Nothing loads the weights."""
+    folder = workspace / "all_characters"
+    shutil.copytree(workspace / "tied", folder)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    size = 1 + max([*vocabulary.values(), *(token["id"] for token in tokenizer["added_tokens"])])
+    characters = [chr(code) for code in (10, *range(32, 127)) if chr(code) not in vocabulary]
+    vocabulary.update(zip(characters, range(size, size + len(characters)), strict=True))
+    path.write_text(json.dumps(tokenizer))
+    config = json.loads((folder / "config.json").read_text())
+    config["vocab_size"] = size + len(characters)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def probe(workspace, model, tmp_path, monkeypatch, capsys):
+    """A function that probes a verifier of SOURCE -> (exit status, weaknesses, console)."""
+    monkeypatch.chdir(tmp_path)
+    found = []
+
+    def find(*arguments):
+        found[:] = find_weaknesses(*arguments)
+        return found
+
+    monkeypatch.setattr(command, "find_weaknesses", find)
+    (tmp_path / "my.py").write_text(SOURCE)
+    write_rows(tmp_path / "rows.jsonl", ROWS)
+
+    def run(verifier, *arguments, words=()):
+        own = ("env.train_files=[rows.jsonl]", f"env.verifier=my.py:{verifier}")
+        words = tiny(workspace, *own, f"actor_rollout_ref.model.path={model}", *words)
+        files = ["--config", str(CPU), "--config", str(RECIPE)]
+        status = 0
+        try:
+            command.main([*files, *arguments, *words, "env.verifier_pool.processes=1"])
+        except SystemExit as error:
+            status = error.code
+        return status, found, " ".join(capsys.readouterr().out.split())
+
+    return run
+
+
+def read_rows(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def list_kinds(weaknesses, *expects):
+    return {each.kind for each in weaknesses if each.expects in expects}
+
+
+def test_a_verifier_without_a_planted_weakness_passes(probe):
+    status, weaknesses, console = probe("strict")
+    assert (status, weaknesses) == (0, [])
+    assert "the truth earns the full reward as X, for 3 rows" in console
+    assert "0 kinds of weakness in 1 verifier" in console
+
+
+def test_a_verifier_that_searches_for_the_answer_is_fooled(probe):
+    status, result, console = probe("contains", "--output", "exploits.jsonl")
+    assert status == command.WEAK == 3
+    assert {"the prompt", "every candidate, one by one"} <= list_kinds(result, "wrong")
+    assert {"negated", "quoted in a refusal", "in a comment of code"} <= list_kinds(result, "leak")
+    assert "empty" not in list_kinds(result, "wrong")
+    assert "deserves nothing" in console
+    assert check("exploits.jsonl")  # env.py accepts the file
+    rows = read_rows("exploits.jsonl")
+    assert len(rows) == sum(len(each.weak) for each in result)
+    assert all(row["probe"]["reward"] == 1.0 for row in rows if row["probe"]["expects"] == "wrong")
+
+
+def test_recorded_exploits_are_sent_again(probe, tmp_path):
+    probe("pays_empty", "--output", "exploits.jsonl")
+    exploits = read_rows("exploits.jsonl")
+    assert {row["probe"]["kind"] for row in exploits} >= {"empty", "white space"}
+    write_rows(tmp_path / "rows.jsonl", exploits[:1])
+    _, result, _ = probe("pays_empty")
+    assert f"recorded: {exploits[0]['probe']['kind']}" in list_kinds(result, "wrong")
+    assert probe("strict")[:2] == (0, [])
+
+
+def test_a_verifier_that_rejects_what_a_person_accepts(probe):
+    _, result, _ = probe("exact")
+    assert "with a thousands separator" in list_kinds(result, "right")
+    assert not list_kinds(result, "wrong", "leak")
+
+
+@pytest.mark.parametrize(
+    ("verifier", "kind", "shown"),
+    [
+        ("unreachable", "the truth, in any of 11 forms", "3 of 3 0 '1234'"),
+        ("fails_on_truth", "fails on the truth", "2 of 3 raised"),
+        ("alternates", "sent a second time", "3 of 3 "),
+    ],
+)
+def test_a_verifier_that_no_response_can_satisfy_is_broken(probe, verifier, kind, shown):
+    """--ignore does not remove that."""
+    ignored = ("--ignore", "leak", "--ignore", "wrong", "--ignore", "right")
+    status, weaknesses, console = probe(verifier, *ignored)
+    assert (status, list_kinds(weaknesses, BROKEN)) == (3, {kind})
+    assert f"{kind} {shown}" in console and "1 kind of weakness in 1 verifier" in console
+
+
+def test_a_failure_is_no_finding(probe):
+    status, result, console = probe("fails")
+    assert "got no reward, and count as neither" in console
+    assert (status, result) == (0, [])
+
+
+def test_nothing_is_no_half_of_the_full_reward_where_others_get_a_penalty(probe):
+    status, result, console = probe("penalizes")
+    assert (status, result) == (0, [])
+    assert "rewards from -1 to 1" in console
+
+
+def test_a_server_that_is_down_is_one_line(probe):
+    down = ("env.verifier=null", "+gym.servers.down.url=http://127.0.0.1:9")
+    rows = [row | {"agent_ref": {"name": "down"}} for row in ROWS]
+    write_rows(Path("rows.jsonl"), rows)
+    with pytest.raises(GymStartError, match=r"http://127\.0\.0\.1:9") as error:
+        probe("strict", words=down)
+    assert "\n" not in str(error.value)
+
+
+def test_the_first_turn_of_a_game_is_probed(probe):
+    status, result, _ = probe("Game")
+    assert status == 3 and "the prompt" in list_kinds(result, "wrong")
+
+
+def test_ignored_kinds_do_not_count(probe):
+    ignored = ("--ignore", "leak", "--ignore", "wrong", "--ignore", "right")
+    assert probe("contains", *ignored)[0] == 0
+    status, result, _ = probe("contains", "--ignore", "negated")
+    assert status == 3 and "negated" not in list_kinds(result, "leak")
+
+
+def test_bad_arguments_and_lost_verifiers_are_one_line(probe):
+    with pytest.raises(ConfigError, match=r"^--rows 0 is no number of rows\. Set 1 or more\.$"):
+        probe("strict", "--rows", "0")
+    with pytest.raises(ConfigError, match=r"^--threshold 2 is no share\. Set a number up to 1\.$"):
+        probe("strict", "--threshold", "2")
+    with pytest.raises(RunError) as error:
+        probe("always_fails")
+    assert str(error.value).startswith("The verifier always_fails gave no reward to any of ")
+    assert "the judge is down" in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).endswith("Correct the verifier or its rows, then probe again.")

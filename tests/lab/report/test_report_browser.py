@@ -1,0 +1,195 @@
+"""The report page in a browser: the table, the charts, the tokens, and the size of the screen.
+
+`make soak` runs this file. test_report_page.py needs no browser.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lab.report import report_page
+from tests.helpers.models import make_model
+from tests.helpers.recipes import ROOT, run
+from tests.helpers.runs import SCRIPT, write_synthetic_run
+
+pytestmark = pytest.mark.soak
+# JavaScript: the texts of the cells of each row in the table
+ROWS = """[...document.querySelectorAll('#episodes > tbody > tr')].map(
+    row => [...row.cells].map(cell => cell.innerText))"""
+BACKGROUND = "node => getComputedStyle(node).backgroundColor"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "model", tied=True)
+
+
+@pytest.fixture(scope="module")
+def large_page(tmp_path_factory, model) -> Path:
+    """The page of a synthetic run of 20,000 episodes."""
+    folder = tmp_path_factory.mktemp("report") / "runs" / "large"
+    write_synthetic_run(folder, 18, 1000, model)
+    return report_page.write_page([folder], folder / "report.html")
+
+
+# --- a browser -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def open_page(browser, path: Path, **settings):
+    """Open a page from its file, and wait for it. An error or a network request fails the test."""
+    page = browser.new_page(**settings)
+    problems: list[str] = []
+
+    def check_message(message) -> None:
+        if message.type == "error":
+            problems.append(message.text)
+
+    def check_request(request) -> None:
+        if request.url.startswith("http"):
+            problems.append(request.url)
+
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", check_message)
+    page.on("request", check_request)
+    page.goto(path.as_uri())
+    page.wait_for_selector("html[data-ready]", timeout=30_000)
+    yield page
+    title = page.title()
+    page.close()
+    assert not problems and title != "1"  # SCRIPT would set the title to 1
+
+
+def wait_for_rows(page, condition=lambda rows: True) -> list[list[str]]:
+    """Wait until the rows of the table meet a condition, and return the texts of their cells.
+
+    The table sorts and searches some time after the input.
+    """
+    deadline = time.monotonic() + 20
+    rows = page.evaluate(ROWS)
+    while not condition(rows):
+        assert time.monotonic() < deadline, rows
+        page.wait_for_timeout(50)
+        rows = page.evaluate(ROWS)
+    return rows
+
+
+def wait_for_column(page, column: int, texts: list[str]) -> None:
+    """Wait until a column of the table has these texts."""
+
+    def has_texts(rows) -> bool:
+        return [cells[column] for cells in rows] == texts
+
+    wait_for_rows(page, has_texts)
+
+
+def get_column_titles(page) -> list[str]:
+    return page.locator("#episodes > thead .dt-column-title").all_inner_texts()
+
+
+# --- the page in a browser -----------------------------------------------------------------------
+
+
+def test_an_episode_opens_with_its_tokens_colored(chromium, large_page):
+    with open_page(chromium, large_page, viewport={"width": 1400, "height": 1000}) as page:
+        file = get_column_titles(page).index("file")
+        search = page.locator("#episodes_wrapper input[type=search]")
+        search.fill("what is 11 plus 611 in step_7")
+        wait_for_column(page, file, ["step_7"])
+        page.locator("#episodes > tbody > tr").first.click()
+        episode = page.locator(".open")
+        text = episode.inner_text()
+        assert "look(" in text
+        assert "seen <b>611</b>" in text
+        assert "the answer to 611" in text
+        assert "form" not in get_column_titles(page)
+
+        def get_shades() -> set[str]:
+            return {tokens.nth(i).evaluate(BACKGROUND) for i in range(24)}
+
+        episode.get_by_role("button", name="log-prob").click()
+        tokens = episode.locator(".token")
+        titles = [tokens.nth(i).get_attribute("title") for i in range(24)]
+        assert tokens.count() == 24
+        assert all(re.match(r"log-prob -\d", title) for title in titles)
+        assert "advantage 0.111" in titles[0]
+        assert len(get_shades()) > 5
+        episode.get_by_role("button", name="advantage").click()
+        assert len(get_shades()) == 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_readable_on_a_phone_in_light_and_dark_mode(chromium, large_page, scheme):
+    def sum_color(color: str) -> int:
+        return sum(int(part) for part in re.findall(r"\d+", color)[:3])
+
+    viewport = {"width": 390, "height": 844}
+    with open_page(chromium, large_page, viewport=viewport, color_scheme=scheme) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        text_color = sum_color(page.evaluate("getComputedStyle(document.body).color"))
+        background = sum_color(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        contrast = text_color - background if scheme == "dark" else background - text_color
+        assert contrast > 300
+        cells = page.locator("#episodes > tbody > tr").first.locator("td")
+        assert cells.count() == 3  # prompt, response, reward
+        cell = sum_color(cells.first.evaluate("node => getComputedStyle(node).color"))
+        assert abs(cell - background) > 300
+        page.locator("#episodes > tbody > tr").first.click()
+        page.locator(".open").get_by_role("button", name="log-prob").click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_the_page_of_two_runs_compares_them_and_lists_the_keys_that_differ(
+    chromium, model, tmp_path
+):
+    """The second run has another learning rate."""
+    for name, steps in (("one", 3), ("two", 4)):
+        folder = write_synthetic_run(tmp_path / "runs" / name, steps, 60, model)
+        if name == "two":
+            text = (folder / "config.yaml").read_text()
+            (folder / "config.yaml").write_text(text.replace("lr: 3.0e-05", "lr: 0.007"))
+    command = [sys.executable, "-m", "lab.report.report_page"]
+    command += [str(tmp_path / "runs/one"), str(tmp_path / "runs/two")]
+    done = run(command, tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0 and done.stdout == "report.html\n", done.stderr
+    viewport = {"width": 1400, "height": 1000}
+    with open_page(chromium, tmp_path / "report.html", viewport=viewport) as page:
+        assert "actor_rollout_ref.actor.optim.lr" in page.locator("#difference").inner_text()
+        assert len(page.locator("#difference tbody tr").all()) == 1
+        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length >= 2")
+        chart = page.locator(".chart", has_text="Reward").first.locator(".plot")
+        assert chart.evaluate("node => node.data.map(d => d.name)") == ["one", "two"]
+        assert {cells[0] for cells in wait_for_rows(page)} <= {"one", "two"}
+
+
+def test_an_explained_step_is_a_section_with_its_blame(chromium, model, tmp_path):
+    """Its texts come from the policy and the rows, so they may contain a script."""
+    folder = write_synthetic_run(tmp_path / "runs" / "one", 2, 20, model)
+    group = {"group": "2/0", "row": "a:1", "prompt": SCRIPT, "episodes": 4, "reward": 0.5}
+    token = {"token": SCRIPT, "before": "=", "after": "", "probability": 0.5, "advantage": -1.0}
+    content = {
+        "step": 2,
+        "reason": "",
+        "gradient_norm": None,
+        "importance": {"kl": 0.01, "ess": 0.75},
+        "signal_to_noise": None,
+        "groups": [group | {"norm": 2.0, "cosine": None, "share": 1.0}],
+        "tokens": [token | {"row": "a:1"}],
+        "blame": [{"row": "a:1", "episode": 3, "reasons": ["its reward is nan"]}],
+    }
+    (folder / "explain_2.json").write_text(json.dumps(content))
+    path = report_page.write_page([folder], tmp_path / "report.html")
+    with open_page(chromium, path) as page:
+        section = page.locator("#explained")
+        section.locator("summary").click()
+        text = section.inner_text()
+        assert "step 2: gradient norm not finite" in text and "its reward is nan" in text
+        assert "Episode 3 of a:1" in text and "100%" in text
+        assert section.locator("img").count() == 0

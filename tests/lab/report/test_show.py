@@ -1,0 +1,97 @@
+"""The output in a terminal: the command `show`, the table of steps of a run, and --quiet."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from kit.runs import cli, console
+from kit.runs.run import Run
+from lab.report import report_page, show
+from tests.helpers.models import make_model
+from tests.helpers.recipes import ROOT, load, run
+from tests.helpers.runs import write_synthetic_run
+
+
+def test_show_prints_steps_and_the_best_and_worst_episodes(tmp_path, capsys):
+    model = make_model(tmp_path / "model", tied=True)
+    folder = write_synthetic_run(tmp_path / "runs" / "large", 18, 100, model)
+    report_page.write_page([folder], folder / "report.html")
+    show.main([str(folder), "--worst", "5"])
+    out = " ".join(capsys.readouterr().out.split())  # without line breaks
+    assert "18/20 steps" in out and "reward" in out and "best episodes of step_18" in out
+    assert out.count("what is") == 8 and "report.html" in out
+    assert "No problems detected" in out
+    done = run([sys.executable, str(ROOT / "algorithm.py"), "show", str(tmp_path)], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and "is not a run directory" in done.stderr
+
+
+def test_the_table_has_one_column_per_score_and_no_empty_step():
+    """A score that counts failures as 0 has no column. A reward that equals acc has none either."""
+    metrics = {
+        "rollout/reward/mean": [np.nan, np.nan, 0.5],
+        "val-core/s/acc/mean@1": [np.nan, 0.25, 0.75],
+        "val-core/s/reward/mean@1": [np.nan, 0.25, 0.875],
+        "val-aux/s/acc/mean@1_failed_as_0": [np.nan, 0.25, 0.75],
+        "timing_s/start": [9.0, np.nan, np.nan],
+    }
+    table = show.build_step_table(pd.DataFrame(metrics, index=[0, 1, 2]))
+    titles = [column.header for column in table.columns]
+    assert titles == ["step", "reward", "held-out acc", "held-out reward"]
+    assert list(table.columns[0].cells) == ["1", "2"]
+    assert list(table.columns[2].cells) == ["0.25", "0.75"]
+    del metrics["val-core/s/reward/mean@1"]
+    table = show.build_step_table(pd.DataFrame(metrics, index=[0, 1, 2]))
+    assert [column.header for column in table.columns] == titles[:3]
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+def test_steps_are_a_table_at_a_terminal_and_lines_elsewhere(
+    interactive, monkeypatch, tmp_path, workspace
+):
+    """The table shows the time left, computed from the mean time of the completed steps."""
+    monkeypatch.chdir(workspace)
+    file = io.StringIO()
+    terminal = Console(
+        file=file, force_terminal=interactive, force_interactive=interactive, width=120
+    )
+    monkeypatch.setattr(console, "console", terminal)
+    name = f"trainer.experiment_name=shown{interactive}"
+    recipe, _ = load(workspace, name, "trainer.total_training_steps=40")
+    with Run(recipe) as training:
+        now = 0.0
+        bar = training.display.bar
+        monkeypatch.setattr(bar, "get_time", lambda: now)
+        bar.reset(training.display.task, total=40)
+        for step in range(1, 11):
+            now += 60
+            training.stages.begin_step(step)
+            training.stages.timing["gen"] = 2.0
+            metrics = {"reward": f"0.{step}", "loss": "0.1"}
+            training.display.print_step(step, metrics, training.stages.timing)
+        seconds_left = bar.tasks[0].time_remaining
+    text = file.getvalue()
+    if interactive:
+        assert seconds_left == pytest.approx(30 * 60, rel=0.02)
+        last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).rpartition("step ")[2]
+        assert "0.10" in last and "0.3" in last and "0.2 " not in last and "left" in last
+    else:
+        expected = "step 1/40  reward 0.1  loss 0.1  2.0s (gen 2.0)"
+        assert text.splitlines()[0].startswith(expected)
+        assert "left" not in text and "\x1b" not in text
+
+
+@pytest.mark.parametrize(("arguments", "interactive"), [(["--quiet"], False), ([], True)])
+def test_quiet_prints_plain_lines_in_a_terminal_too(arguments, interactive, monkeypatch):
+    monkeypatch.setattr(cli, "console", Console(force_interactive=True))
+    monkeypatch.setattr(sys, "argv", ["algorithm.py", "--config", "nobody.yaml", *arguments])
+    with pytest.raises(SystemExit, match="no such file"), cli.exit_on_errors():
+        cli.read_plan()
+    assert cli.console.is_interactive == interactive

@@ -1,0 +1,163 @@
+"""The estimate of a run's price, on planted metrics with known answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from kit import features
+from kit.config import resources
+from kit.config.load import ACTOR, load_config
+from kit.config.redaction import redacted
+from kit.data.json_lines import read_steps
+from kit.data.metrics import ALL_TOKENS
+from kit.errors import ConfigError
+from lab.run_price import Price, price
+
+START = {"step": 0, "timing_s/start": 24.0}
+GPU = ["trainer.device=cuda", "trainer.n_gpus_per_node=4", "trainer.nnodes=2"]
+
+
+def step(number: int, seconds: float, **others: float) -> dict[str, float]:
+    """The metrics of a step: 32 episodes, of which 4 failed and 8 were filtered."""
+    named = {name.replace("__", "/"): value for name, value in others.items()}
+    episodes = {"rollout/episodes": 32, "rollout/kept": 20, "rollout/failed_frac": 0.125}
+    episodes |= {ALL_TOKENS: 1000.0, "rollout/zero_variance_groups": 2}
+    return {"step": number, "timing_s/step": seconds, **episodes, **named}
+
+
+def plant(folder: Path, lines: list[dict[str, float]], *changes: str) -> Path:
+    """Write a run with these lines of metrics.jsonl."""
+    folder.mkdir(parents=True)
+    config, _ = load_config(["math_cpu", "cpu"], ["trainer.total_training_steps=20", *changes])
+    OmegaConf.save(redacted(config), folder / "config.yaml")
+    text = "".join(json.dumps({"time": 1.7e9, **line}) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text)
+    return folder
+
+
+def measure(folder: Path) -> price.Costs:
+    return price.measure(read_steps(folder / "metrics.jsonl"), folder)
+
+
+def test_the_estimate_adds_steps_evaluations_and_checkpoints(tmp_path, capsys):
+    """Left: 15 steps, evaluations after 10 and 20, checkpoints after 8, 12, 16 and 20."""
+    lines = [START, {"step": 0, "timing_s/testing": 30.0}, step(1, 90)]
+    lines += [step(n, 10) for n in (2, 3)]
+    lines += [step(4, 14, timing_s__save_checkpoint=4.0), step(5, 10)]
+    changes = ["trainer.save_freq=4", "trainer.test_freq=10"]
+    folder = plant(tmp_path / "r", lines, *changes, *GPU)
+    features.run_tool("price", [str(folder), "--rate", "3600"])
+    output = capsys.readouterr().out
+    assert "r: step 5 of 20\nstep        10 s, the mean of 4" in output
+    assert "so far      2.73 min, 0.364 device-hours on 8 GPUs, money 1312.00" in output
+    assert "to the end  3.77 min, 0.502 device-hours on 8 GPUs, money 1808.00" in output
+    shares = "of the episodes, 12.5% failed, 25.0% were filtered, and 50.0% had a group"
+    assert "tokens      1,000 a step" in output and shares in output
+    features.run_tool("price", [str(folder), "--steps", "105"])
+    assert "step 5 of 105" in capsys.readouterr().out
+
+
+def test_work_that_was_never_measured_is_named(tmp_path):
+    folder = plant(tmp_path / "r", [START, *[step(n, 10) for n in (1, 2, 3)]])
+    line = price.describe_running(folder, price.read_config(folder), "train", 20)
+    cores = resources.cores()
+    assert line.startswith("price       to step 20: 2.83 min, ")
+    assert f"{170 / 3600 * cores:.3g} CPU hours on {cores} cores, plus" in line
+    assert line.endswith("evaluations, not measured yet, plus 1 checkpoint, not measured yet")
+
+
+def test_a_resumed_run_counts_each_step_once_and_no_start(tmp_path):
+    """It stopped after step 4, and trained steps 3 and 4 again. Both first steps are slow."""
+    lines = [START, step(1, 50), *[step(n, 10) for n in (2, 3, 4)]]
+    lines += [{"step": 2, "timing_s/start": 26.0}, step(3, 40), *[step(n, 12) for n in (4, 5, 6)]]
+    costs = measure(plant(tmp_path / "r", lines))
+    assert (costs.done, costs.counted, costs.step) == (6, 4, (10 + 3 * 12) / 4)
+    assert costs.spent == 50 + 10 + 40 + 3 * 12
+
+
+def test_sft_has_its_time_in_the_update(tmp_path):
+    lines = [{"step": n, "timing_s/update_actor": 5.0} for n in range(1, 5)]
+    lines[1] |= {"timing_s/save_checkpoint": 3.0, "timing_s/testing": 2.0}
+    folder = plant(tmp_path / "r", lines)
+    costs = measure(folder)
+    assert (costs.step, costs.spent, costs.tokens) == (5, 4 * 5 + 3 + 2, None)
+    assert "unused" not in "\n".join(price.describe(folder))
+
+
+def test_bad_input_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere has 0 training steps, and an estimate needs 3"):
+        price.main([str(tmp_path / "nowhere")])
+    folder = plant(tmp_path / "r", [step(n, 1) for n in range(1, 6)])
+    for rate in ("-1", "nan", "inf"):
+        with pytest.raises(ConfigError, match=r"--rate .* is no price"):
+            price.main([str(folder), f"--rate={rate}"])
+    (folder / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"r is no training run: it has no config.yaml"):
+        price.main([str(folder)])
+
+
+def test_values_of_another_form_are_left_out_or_one_line(tmp_path):
+    lines = [step(n, 10) for n in (1, 2, 3)]
+    odd = [{**step(4, 10), "timing_s/step": None}, {**step(5, 10), "rollout/kept": None}]
+    folder = plant(tmp_path / "r", [*lines, *odd])
+    assert "step 5 of 20" in next(price.describe(folder))
+    path = folder / "config.yaml"
+    recipe = path.read_text()
+    path.write_text(recipe + 'note: "a\\n${oc.env:HOME}"\n')
+    assert "step 5 of 20" in next(price.describe(folder))
+    path.write_text(recipe.replace("total_training_steps: 20", "total_training_steps: null"))
+    with pytest.raises(ConfigError, match="of another form"):
+        list(price.describe(folder))
+
+
+@given(st.integers(0, 50), st.integers(1, 50), st.integers(-1, 12))
+def test_what_is_due_over_two_parts_is_due_over_the_whole(first, second, freq):
+    total = first + second
+    until_first = sum(1 for n in range(1, first + 1) if freq > 0 and n % freq == 0)
+    assert price.count_due(freq, 0, total) == until_first + price.count_due(freq, first, total)
+    assert price.count_due(freq, total, total) == 0 < price.count_due(freq, total - 1, total)
+
+
+def test_a_run_prints_one_line_after_its_third_step(tmp_path, capsys):
+    lines = [START, step(1, 60), *[step(n, 10) for n in range(2, 7)]]
+    folder = plant(tmp_path / "r", lines)
+    recipe = SimpleNamespace(verl=price.read_config(folder))
+    readers: list[Any] = []
+    run = SimpleNamespace(
+        recipe=recipe, folder=folder, last=20, log=SimpleNamespace(readers=readers)
+    )
+    launch: Any = SimpleNamespace(run=run)
+    Price(recipe.verl, "train").after_start(launch, [])
+    for line in lines:
+        readers[0](int(line["step"]), line)
+    printed = capsys.readouterr().out.strip().splitlines()
+    assert len(printed) == 1 and printed[0].startswith("price       to step 20: ")
+
+
+def dry_run(folder: Path, *changes: str) -> list[str]:
+    config, _ = load_config(["math_cpu", "cpu"], ["trainer.total_training_steps=20", *changes])
+    return list(price.describe_earlier(config, "train", folder))
+
+
+def test_a_dry_run_estimates_the_whole_run_by_an_earlier_one_of_the_same_work(tmp_path):
+    """20 steps of 10 s, and evaluations of 5 s before them, after 10 and after 20."""
+    lines = [START | {"timing_s/testing": 5.0}, step(1, 60), *[step(n, 10) for n in range(2, 7)]]
+    assert dry_run(tmp_path) == []
+    plant(tmp_path / "a", lines)
+    plant(tmp_path / "two", lines[:3])
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.yaml").write_text("a: [")
+    idle = ["data.seed=9", f"{ACTOR}.optim.lr=1e-5", "trainer.experiment_name=x"]
+    (line,) = dry_run(tmp_path, *idle, "trainer.test_freq=10")
+    assert line.startswith("price       3.58 min, ")
+    assert line.endswith(f"plus 1 checkpoint, not measured yet, as {tmp_path / 'a'}")
+    for change in ("data.train_batch_size=16", "env.val_files=[]", "trainer.nnodes=2"):
+        assert dry_run(tmp_path, change) == []

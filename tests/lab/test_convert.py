@@ -1,0 +1,421 @@
+"""The commands of env.py: check row files, and convert other files to rows."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+
+import pandas
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.configuration import set_hypothesis_home_dir
+from pyarrow import parquet
+
+import env
+from kit.data import verl_rows
+from kit.data.tasks import match_server
+from kit.data.verl_rows import read_rows
+from lab import convert
+from tests.helpers.recipes import GYM_PYTHON, ROOT, row, run, write_rows
+
+# Otherwise Hypothesis writes its files into the repository.
+set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")
+HYPOTHESIS_SETTINGS = settings(max_examples=100, derandomize=True, deadline=None)
+
+
+def make_gsm8k_row(i: int, **changes) -> dict:
+    """Make a row as verl's examples/data_preprocess/gsm8k.py does."""
+    gsm8k_row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{i} + 1? Let's think step by step."}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+        "extra_info": {
+            "split": "train",
+            "index": i,
+            "answer": f"So #### {i + 1}",
+            "question": f"{i} + 1?",
+        },
+    }
+    return gsm8k_row | changes
+
+
+def run_command(*arguments, cwd=ROOT, **variables):
+    """Run `python env.py` with these arguments and environment variables."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, str(value))
+        command = [sys.executable, str(ROOT / "env.py"), *map(str, arguments)]
+        return run(command, cwd=cwd, timeout=60)
+
+
+def run_in_process(monkeypatch, capsys, *arguments) -> tuple[int, str]:
+    """Run a command of env.py in this process. Return its exit status, and its output or error."""
+    monkeypatch.setattr(sys, "argv", ["env.py", *map(str, arguments)])
+    try:
+        convert.main()
+    except SystemExit as error:
+        if isinstance(error.code, int):
+            return error.code, ""
+        return 1, str(error.code)
+    return 0, capsys.readouterr().out
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+def make_row_with_content(kind: str) -> dict:
+    """Make a row whose message has one content part of this type."""
+    message = {"role": "user", "content": [{"type": kind}]}
+    return {"responses_create_params": {"input": [message]}}
+
+
+def test_check_counts_the_rows_and_names_the_first_line_of_each_problem(tmp_path):
+    audio = make_row_with_content("input_audio")
+    good = write_rows(tmp_path / "good.jsonl", [row(), audio, row(), audio])
+    done = run_command("check", good)
+    reason = "is not supported here, only text. Remove such rows."
+    text = f"{good}: 2 rows load, 2 refused\n    2 x input_audio {reason} (first {good}:2)\n"
+    assert (done.returncode, done.stdout) == (0, text), done.stderr
+
+    bad = tmp_path / "bad.jsonl"
+    lines = [
+        "{oops",
+        '{"question": "x"}',
+        json.dumps(make_row_with_content("input_file")),
+        json.dumps(row()),
+    ]
+    bad.write_text("".join(f"{line}\n" for line in lines))
+    done = run_command("check", bad, tmp_path / "nowhere.jsonl", good)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 1
+    assert lines[0] == f"{bad}: 1 rows load, 1 refused"
+    assert lines[1] == f"    1 x input_file {reason} (first {bad}:3)"
+    assert lines[2].startswith(f"    error: {bad}:1: not JSON")
+    assert lines[3].startswith(
+        f"    error: {bad}:2: it has question, but neither Gym's responses_create_params "
+        "nor verl's `prompt`"
+    )
+    assert lines[5].startswith(f"    error: {tmp_path}/nowhere.jsonl: no such file")
+    assert "\n".join(lines[6:]) + "\n" == text
+    assert run_command("check").returncode == 2
+
+
+# --- examples of nemo-gym -------------------------------------------------------------------------
+
+
+def read_shipped_rows(server: str) -> list[dict]:
+    """Read the example rows that nemo-gym ships with a server."""
+    folder = f"lib/*/site-packages/resources_servers/{server}/data"
+    rows = []
+    for path in sorted(GYM_PYTHON.parent.parent.glob(f"{folder}/*example*.jsonl")):
+        if "rollouts" not in path.name:
+            rows += [shipped for _, shipped in read_rows(str(path))]
+    return rows
+
+
+def test_examples_writes_the_rows_that_gym_ships_with_a_server(tmp_path):
+    done = run_command("examples", "--server", "mcqa", "--out", tmp_path, "--python", GYM_PYTHON)
+    output = f"{tmp_path}/mcqa_examples.jsonl: 10 rows\n"
+    assert (done.returncode, done.stdout) == (0, output), done.stderr
+    written = [example for _, example in read_rows(tmp_path / "mcqa_examples.jsonl")]
+    reference = {"type": "responses_api_agents", "name": "mcqa_simple_agent"}
+    assert written == [{"agent_ref": reference} | shipped for shipped in read_shipped_rows("mcqa")]
+    servers = {"mcqa": "mcqa", "math": "math"}
+    assert all(match_server(example, servers) == "mcqa" for example in written)
+
+    blackjack = list(convert.read_examples("blackjack", str(GYM_PYTHON)))
+    assert blackjack[0]["agent_ref"]["name"] == "blackjack_gymnasium_agent"
+    # nemo-gym's file has two equal rows
+    assert len(blackjack) == 5 and blackjack[0] == blackjack[1]
+    # nemo-gym has the v4 rows of this server in two files
+    structured = list(convert.read_examples("structured_outputs", str(GYM_PYTHON)))
+    assert len(structured) == 10
+
+    failed = run_command("examples", "--server", "mcqb", "--out", tmp_path, "--python", GYM_PYTHON)
+    assert (
+        failed.returncode == 1
+        and "mcqb/data: no example*.jsonl" in failed.stderr
+        and " mcqa," in failed.stderr
+    )
+
+
+def test_examples_needs_an_interpreter_with_gym_and_a_server(tmp_path):
+    python = tmp_path / "python"
+    failed = run_command("examples", "--server", "mcqa", "--out", tmp_path, "--python", python)
+    assert (
+        failed.returncode == 1
+        and f"--python {tmp_path}/python cannot import nemo_gym" in failed.stderr
+    )
+    assert run_command("examples", "--out", tmp_path).returncode == 2
+
+
+# --- rows of Gym and verl -------------------------------------------------------------------------
+
+
+# Strategies of Hypothesis: each draws one kind of value.
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
+
+
+def nest(values):
+    """Return a strategy for lists and dictionaries of these values."""
+    return st.lists(values, max_size=3) | st.dictionaries(TEXTS, values, max_size=3)
+
+
+def add_message_type(message: dict) -> dict:
+    return message | {"type": "message"}
+
+
+JSON_VALUES = st.recursive(SCALARS | TEXTS, nest)
+JSON_OBJECTS = st.dictionaries(TEXTS, JSON_VALUES, max_size=3)
+ROLES = st.sampled_from(["system", "user", "assistant"])
+MESSAGES = st.fixed_dictionaries({"role": ROLES, "content": TEXTS})
+VERL_PROMPTS = TEXTS.filter(bool) | st.lists(MESSAGES, min_size=1, max_size=3)
+VERL_ROWS = st.fixed_dictionaries(
+    {"data_source": TEXTS, "prompt": VERL_PROMPTS},
+    optional={
+        "reward_model": JSON_OBJECTS,
+        "extra_info": JSON_OBJECTS | st.none(),
+        "ability": TEXTS,
+        "other": JSON_VALUES,
+    },
+)
+GYM_MESSAGES = MESSAGES | MESSAGES.map(add_message_type)
+GYM_INPUTS = TEXTS.filter(bool) | st.lists(GYM_MESSAGES, min_size=1, max_size=3)
+GYM_PARAMETERS = st.fixed_dictionaries(
+    {"input": GYM_INPUTS}, optional={"temperature": st.just(0.5)}
+)
+AGENT_REFERENCE = {"type": "responses_api_agents", "name": "mcqa_simple_agent"}
+GYM_ROWS = st.fixed_dictionaries(
+    {"responses_create_params": GYM_PARAMETERS},
+    optional={
+        "agent_ref": st.just(AGENT_REFERENCE),
+        "answer": JSON_VALUES,
+        "extra_info": JSON_OBJECTS,
+        "reward_model": JSON_OBJECTS,
+        "data_source": JSON_VALUES,
+        "prompt": JSON_VALUES,
+    },
+)
+
+
+def to_json(value) -> str:
+    """Return JSON, in which 1, 1.0 and true differ, although they are equal in Python."""
+    return json.dumps(value, sort_keys=True)
+
+
+@HYPOTHESIS_SETTINGS
+@given(VERL_ROWS)
+def test_a_row_of_verl_is_the_same_after_both_conversions(verl_row):
+    gym_row = verl_rows.parse_row(verl_row, "x:1")
+    names = {*verl_row, "responses_create_params"}
+    assert names - gym_row.keys() == {"prompt"}
+    assert to_json(convert.to_verl(gym_row, "x:1")) == to_json(verl_row)
+
+
+@HYPOTHESIS_SETTINGS
+@given(GYM_ROWS)
+def test_a_gym_row_is_the_same_after_both_conversions(gym_row):
+    try:
+        verl_row = convert.to_verl(gym_row, "x:1")
+    except env.UnsupportedRowError as error:
+        # An empty message of the assistant is dropped, so no message may remain.
+        assert "verl's rows have a prompt" in str(error)
+        return
+    assert {"prompt", "data_source"} <= verl_row.keys() or "reward_model" in verl_row
+    assert to_json(verl_rows.parse_row(verl_row, "x:1")) == to_json(gym_row)
+
+
+@settings(HYPOTHESIS_SETTINGS, max_examples=25)
+@given(st.lists(VERL_ROWS, max_size=3), st.lists(GYM_ROWS, max_size=3))
+def test_files_are_the_same_after_both_conversions(tmp_path_factory, verl_file, gym_file):
+    """For any values: if Parquet would change the rows, they are refused."""
+    folder = tmp_path_factory.getbasetemp()
+    gym_file = [gym_row for gym_row in gym_file if env.render_row(gym_row, "x:1")[0]]
+    for rows in (verl_file, [convert.to_verl(gym_row, "x:1") for gym_row in gym_file]):
+        try:
+            convert.write_verl(folder / "verl.parquet", rows)
+        except env.DataError as error:
+            assert "Parquet would change these rows" in str(error)
+            continue
+        read = [gym_row for _, gym_row in read_rows(str(folder / "verl.parquet"))]
+        assert to_json([convert.to_verl(gym_row, "x:1") for gym_row in read]) == to_json(rows)
+    assert not list(folder.glob("*.part*"))
+
+
+def test_the_commands_convert_files_of_verl_to_gym_and_back(tmp_path):
+    rows = [make_gsm8k_row(i) for i in range(3)]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "train.parquet")
+    done = run_command("from-verl", tmp_path / "train.parquet", "--out", tmp_path / "gym")
+    output = f"{tmp_path}/gym/train.jsonl: 3 rows\n"
+    assert (done.returncode, done.stdout) == (0, output), done.stderr
+    done = run_command("to-verl", tmp_path / "gym" / "train.jsonl", "--out", tmp_path / "verl")
+    output = f"{tmp_path}/verl/train.parquet: 3 rows\n"
+    assert (done.returncode, done.stdout) == (0, output), done.stderr
+    assert parquet.read_table(tmp_path / "verl" / "train.parquet").to_pylist() == rows
+    done = run_command("check", tmp_path / "train.parquet", tmp_path / "gym" / "train.jsonl")
+    assert done.returncode == 0 and done.stdout.count("3 rows load, 0 refused") == 2
+
+
+TOOL = {"type": "function", "name": "f", "parameters": {}}
+
+
+def test_a_gym_row_gets_the_fields_of_verls_reward_functions():
+    gym_row = row("2?", answer=7, agent_ref={"name": "mcqa_simple_agent"})
+    verl_row = convert.to_verl(gym_row, "x:1")
+    prompt = [{"role": "user", "content": "2?"}]
+    assert verl_row["data_source"] == "mcqa" and verl_row["prompt"] == prompt
+    assert verl_row["reward_model"] == {"style": "rule", "ground_truth": "7"}
+    for params in ({"input": []}, {"input": "x", "tools": [TOOL]}):
+        with pytest.raises(env.UnsupportedRowError, match="x:1: verl's rows have a prompt without"):
+            convert.to_verl({"responses_create_params": params}, "x:1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "ground_truth"),
+    [
+        ({"expected_answer": "right", "answer": "a whole solution"}, "right"),
+        ({"expected_answer": None, "answer": "right"}, "right"),
+        ({"answer": "right"}, "right"),
+        ({"expected_answer": " ", "solution": "right"}, "right"),
+        ({"answer": ["4", "5"]}, '["4", "5"]'),
+        ({}, ""),
+    ],
+)
+def test_expected_answer_has_priority_over_answer(fields, ground_truth):
+    gym_row = row("2?")
+    gym_row.pop("answer", None)
+    gym_row |= fields
+    assert convert.to_verl(gym_row, "x:1")["reward_model"]["ground_truth"] == ground_truth
+
+
+def test_rows_of_verl_use_the_prompt_key_of_the_recipe():
+    source = {"question": "2?", "data_source": "x", "prompt": 7}
+    gym_row = verl_rows.parse_row(source, "x:1", "question")
+    verl_row = convert.to_verl(gym_row, "x:1", "question")
+    assert verl_row == {"question": "2?", "data_source": "x", "prompt": 7}
+    verl_row = convert.to_verl(row("2?", expected_answer="a", answer="b"), "x:1")
+    assert verl_row["reward_model"]["ground_truth"] == "a"
+
+
+def test_nothing_is_written_unless_all_rows_are_valid(tmp_path, monkeypatch, capsys):
+    rows = [make_gsm8k_row(0), make_gsm8k_row(1, prompt=None)]
+    path = write_rows(tmp_path / "bad.jsonl", rows)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "bad.jsonl").write_text("as it was")
+    pattern = rf"error: {tmp_path}/(bad\.jsonl:2|none\.jsonl): [^\n]+"
+    commands = [["from-verl", path], ["to-verl", path], ["to-verl", tmp_path / "none.jsonl"]]
+    for arguments in commands:
+        status, error = run_in_process(monkeypatch, capsys, *arguments, "--out", out)
+        assert status == 1 and re.fullmatch(pattern, error)
+    assert (out / "bad.jsonl").read_text() == "as it was" and len(list(out.iterdir())) == 1
+    status, error = run_in_process(monkeypatch, capsys, "from-verl", path, "--out", tmp_path)
+    assert status == 1 and "bad.jsonl: the command would overwrite an input" in error
+    arguments = ["from-verl", path, "elsewhere/bad.json", "--out", out]
+    status, error = run_in_process(monkeypatch, capsys, *arguments)
+    assert status == 1 and "or write two files there" in error
+
+
+# --- any table ------------------------------------------------------------------------------------
+
+
+MAP_FUNCTIONS = """
+def row(entry):
+    truth = {"ground_truth": str(entry["answer"])}
+    return {"prompt": entry["question"], "data_source": "trivia", "reward_model": truth}
+
+def nothing(entry):
+    return None if entry["answer"] == "2" else row(entry)
+
+def raises(entry):
+    return entry["wrong"]
+
+def no_row(entry):
+    return {"question": entry["question"]}
+"""
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """A folder with MAP_FUNCTIONS, and a table of two rows as CSV, TSV, parquet and JSON lines."""
+    folder = tmp_path_factory.mktemp("table")
+    (folder / "my_map.py").write_text(MAP_FUNCTIONS)
+    frame = pandas.DataFrame({"question": ["one?", 'two, "2"?\nor'], "answer": [1, 2]})
+    frame.to_csv(folder / "t.csv", index=False)
+    frame.to_csv(folder / "t.tsv", index=False, sep="\t")
+    frame.to_parquet(folder / "t.parquet")
+    frame.to_json(folder / "t.jsonl", orient="records", lines=True)
+    return folder
+
+
+def test_a_table_becomes_rows_by_a_function(table, monkeypatch, capsys):
+    monkeypatch.chdir(table)
+    for name in ("t.csv", "t.tsv", "t.parquet", "t.jsonl"):
+        arguments = ["from", "--data", name, "--map", "my_map.py:row", "--out", "out"]
+        result = run_in_process(monkeypatch, capsys, *arguments)
+        assert result == (0, "out/t.jsonl: 2 rows\n"), name
+        rows = [converted for _, converted in read_rows("out/t.jsonl")]
+        prompts = [converted["responses_create_params"]["input"] for converted in rows]
+        assert prompts == ["one?", 'two, "2"?\nor']
+        assert [converted["reward_model"]["ground_truth"] for converted in rows] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("data", "function", "message"),
+    [
+        (
+            "t.csv",
+            "my_map.py:raises",
+            r"t\.csv:1: --map=my_map\.py:raises failed at .*my_map\.py:10: KeyError: 'wrong'",
+        ),
+        (
+            "t.csv",
+            "my_map.py:nothing",
+            r"t\.csv:2: --map=my_map\.py:nothing returned None\. Return a row",
+        ),
+        ("t.csv", "my_map.py:no_row", "t.csv:1: it has question, but neither Gym's"),
+        (
+            "t.csv",
+            "my_map.py:other",
+            r"--map=my_map\.py:other: .* has no function other\. It has row, nothing",
+        ),
+        ("t.csv", "other.py:row", "--map=other.py:row: no file other.py in the current folder"),
+        ("none.csv", "my_map.py:row", "none.csv: no such file"),
+        ("my_map.py", "my_map.py:row", r"my_map\.py:\d+: not JSON"),
+        ("torn.parquet", "my_map.py:row", "torn.parquet: cannot be read "),
+    ],
+)
+def test_an_error_of_a_map_or_a_table_is_one_line(
+    table, monkeypatch, capsys, data, function, message
+):
+    monkeypatch.chdir(table)
+    (table / "torn.parquet").write_bytes((table / "t.parquet").read_bytes()[:200])
+    arguments = ["from", "--data", data, "--map", function, "--out", "nowhere"]
+    status, error = run_in_process(monkeypatch, capsys, *arguments)
+    assert status == 1 and re.fullmatch(f"error: {message}[^\n]*", error), error
+    assert not (table / "nowhere").exists() or not list((table / "nowhere").iterdir())
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(table):
+    variables = {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": table / "hub",
+        "HF_HUB_OFFLINE": "0",
+    }
+    arguments = ["from", "--data", "openai/gsm8k", "--map", "my_map.py:row"]
+    failed = run_command(*arguments, cwd=table, **variables)
+    assert failed.returncode == 1 and "set --data to its file" in failed.stderr
+    assert re.fullmatch(
+        r"error: openai/gsm8k: no such file, and it cannot be loaded from the hub \([^\n]+\n",
+        failed.stderr,
+    )
