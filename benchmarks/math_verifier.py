@@ -41,7 +41,7 @@ from kit.gym.python_verifiers.settings import read_verifiers  # noqa: E402
 from kit.gym.servers import running_servers  # noqa: E402
 from kit.gym.verifiers import VerifierRouter  # noqa: E402
 
-VERIFIER = "kit/extras/math_answers.py:verify_math"
+VERIFIER = "extras/math_answers.py:verify_math"
 GYM_CONFIG = {"should_use_judge": False, "library_verifier_timeout_seconds": 30}
 CORES = 16  # of the machine in the estimate
 SENTENCES = (  # of the reasoning before an answer

@@ -25,8 +25,8 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from extras.preflight import gpus as preflight_gpus  # noqa: E402
 from kit.data.json_lines import read_metrics  # noqa: E402
-from kit.extras.preflight import gpus as preflight_gpus  # noqa: E402
 
 LOGS = ROOT / "runs" / "bench"
 # Instructions of a CPU that decide how fast it multiplies matrices, and in which type.

@@ -62,6 +62,7 @@ PROJECT = (
     "env",
     "gym_client",
     "kit",
+    "extras",
     "lab",
     "templates",
     "tests",

@@ -7,10 +7,9 @@
     gym/       start and stop Gym servers, route rows to verifiers, limit concurrency
     rollout/   chat formats, the client of the rollout engine, the OpenAI-compatible policy endpoint
     runs/      command line, preparation, launch, run folder, console, checkpoints, signals
-    extras/    optional features
     cpu/       everything that only a machine without GPU needs
 
 A package imports only from those above it, and from env.py and gym_client.py. training.py and
 inference.py stand between rollout/ and runs/ and do not import each other. Nothing imports a module
-of extras/, of cpu/ or of lab/ (beside kit/) by name, except features and verl's keys.
+of cpu/, or of extras/ and lab/ beside kit/, by name, except features and verl's keys.
 """

@@ -312,35 +312,33 @@ class Entry(NamedTuple):
 
 
 ENTRIES = (
-    Entry("kit.extras.preflight", "Preflight", "every run", always, True),
-    Entry("kit.extras.supervisor", "Supervisor", "every run", always, True),
+    Entry("extras.preflight", "Preflight", "every run", always, True),
+    Entry("extras.supervisor", "Supervisor", "every run", always, True),
     Entry("lab.report", "Report", "every run", always, True),
     Entry("lab.run_price", "Price", "every run", trains, True),
     Entry("lab.run_card", "RunCard", "every run", trains, True),
-    Entry("kit.extras.judges", "ServerJudges", "a Gym server", starts_servers, True),
-    Entry("kit.extras.judges", "Judges", "gym.judges", uses_judges),
+    Entry("extras.judges", "ServerJudges", "a Gym server", starts_servers, True),
+    Entry("extras.judges", "Judges", "gym.judges", uses_judges),
+    Entry("extras.policy_programs", "PolicyPrograms", "env.verifier_pool.sandbox", uses_sandbox),
     Entry(
-        "kit.extras.policy_programs", "PolicyPrograms", "env.verifier_pool.sandbox", uses_sandbox
-    ),
-    Entry(
-        "kit.extras.shadow_verifier",
+        "extras.shadow_verifier",
         "ShadowVerifier",
         "env.shadow_verifier",
         uses_shadow_verifier,
     ),
-    Entry("kit.extras.megatron", "Megatron", "model_engine", uses_megatron),
+    Entry("extras.megatron", "Megatron", "model_engine", uses_megatron),
     Entry(
-        "kit.extras.backends",
+        "extras.backends",
         "Backends",
         "rollout.name, or another option of the rollout engine",
         uses_other_backend,
     ),
-    Entry("kit.extras.hf_rollout", "", "rollout.name=hf", uses_transformers),
-    Entry("kit.extras.gloo", "Gloo", "checkpoint_engine.backend=gloo", uses_gloo),
-    Entry("kit.extras.monitor", "Monitor", "rollout.prometheus.enable", uses_monitor),
-    Entry("kit.extras.one_step_off", "OneStepOff", "trainer.one_step_off", samples_ahead),
+    Entry("extras.hf_rollout", "", "rollout.name=hf", uses_transformers),
+    Entry("extras.gloo", "Gloo", "checkpoint_engine.backend=gloo", uses_gloo),
+    Entry("extras.monitor", "Monitor", "rollout.prometheus.enable", uses_monitor),
+    Entry("extras.one_step_off", "OneStepOff", "trainer.one_step_off", samples_ahead),
     Entry(
-        "kit.extras.rollout_workers",
+        "extras.rollout_workers",
         "RolloutWorkers",
         "rollout.agent.num_workers",
         uses_rollout_workers,
@@ -424,8 +422,8 @@ class Command(Protocol):
 
 def load_sft() -> Command:
     """Return the command that trains on conversations."""
-    require("kit.extras.sft", "the command sft")
-    from kit.extras import sft
+    require("extras.sft", "the command sft")
+    from extras import sft
 
     return sft
 
@@ -472,8 +470,8 @@ def make_image_processor(
 ) -> TextProcessor | None:
     """Return the processor of a model that reads images, None if it can only read text here."""
     model = config.actor_rollout_ref.model.path
-    require("kit.extras.images", f"the model {model}, which reads images,")
-    from kit.extras.images import make_processor
+    require("extras.images", f"the model {model}, which reads images,")
+    from extras.images import make_processor
 
     return make_processor(config, hf_config, tokenizer)
 
@@ -484,15 +482,15 @@ def install_environment(server: str, python: str, key: str) -> Path:
     python: the interpreter that has nemo-gym. key: of the recipe, for messages. Raises
     GymStartError.
     """
-    require("kit.extras.gym_environments", key)
-    from kit.extras import gym_environments
+    require("extras.gym_environments", key)
+    from extras import gym_environments
 
     return gym_environments.install_environment(server, python)
 
 
 def require_code_scorer(reason: str) -> None:
     """Check that responses that are code can be scored. Raises ConfigError."""
-    require("kit.extras.policy_programs", reason)
+    require("extras.policy_programs", reason)
 
 
 def score_code(
@@ -505,6 +503,6 @@ def score_code(
 
     verifier: verl's scorer with its settings. arguments: of its call. memory: bytes.
     """
-    from kit.extras.policy_programs.program_scores import score_code
+    from extras.policy_programs.program_scores import score_code
 
     return score_code(verifier, runner, arguments, memory)

@@ -102,7 +102,7 @@ def timeout_s(item: pytest.Item, group: str) -> float:
 
     pyproject.toml sets pytest-timeout's method `thread`. The method `signal` would use SIGALRM,
     which kit/runs/stages.py needs. After a timeout, pytest's process ends. Then
-    kit/extras/supervisor/reaper.py kills the processes that a run started.
+    extras/supervisor/reaper.py kills the processes that a run started.
     """
     if item.get_closest_marker("soak"):
         return 3600.0

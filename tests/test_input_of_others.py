@@ -18,14 +18,14 @@ from omegaconf import OmegaConf
 import env
 import gym_client
 import inference
+from extras.judges.judge_proxy import JudgeError
+from extras.policy_programs.sandbox import sandbox_command
 from gym_client import Gym, GymError, message_response
 from kit.config import adapters
 from kit.config.recipe_text import read_saved
 from kit.config.redaction import has_settings
 from kit.data.episode import Episode
 from kit.errors import ConfigError, RunError, UserFunctionError
-from kit.extras.judges.judge_proxy import JudgeError
-from kit.extras.policy_programs.sandbox import sandbox_command
 from kit.gym import network, servers
 from kit.gym.network import FetchError, GymStartError, discover_servers
 from kit.gym.server_process import ProcessSpec

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.recipes import ROOT
+from tests.helpers.recipes import ROOT, SOURCES
 
 ROOT_MODULES = ("algorithm", "inference", "training", "env", "gym_client")
 # File and folder names that may exist in the root.
@@ -30,10 +30,12 @@ ROOT_NAMES = (
     "README.md",
     "pyproject.toml",
     "requirements*",
+    "scripts",
     "benchmarks",
     "configs",
     "docs",
     "kit",
+    "extras",
     "lab",
     "mkdocs.yml",
     "templates",
@@ -94,13 +96,6 @@ def list_files() -> list[Path]:
 
 def read_lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines()
-
-
-def list_sources() -> list[Path]:
-    """The Python files of the root, kit/, lab/ and templates/."""
-    tops = [ROOT / name for name in ("kit", "lab", "templates")]
-    folders = [ROOT, *tops, *(inner for top in tops for inner in top.rglob("*"))]
-    return [path for path in list_files() if path.suffix == ".py" and path.parent in folders]
 
 
 # --- the repository needs no other folder --------------------------------------------------------
@@ -167,7 +162,7 @@ def test_no_folder_of_a_script_has_a_module_with_a_standard_library_name():
 
 
 def get_module_name(path: Path) -> str:
-    """The dotted name of a file, such as env, kit.data.episode or kit.extras.judges."""
+    """The dotted name of a file, such as env, kit.data.episode or extras.judges."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts).removesuffix(".__init__")
 
@@ -189,7 +184,7 @@ def list_imports(path: Path) -> Iterator[str]:
 
 
 FEATURES = ROOT / "kit" / "features.py"
-MODULES = {get_module_name(path): path for path in list_sources()}
+MODULES = {get_module_name(path): path for path in SOURCES}
 
 
 @functools.cache
@@ -197,7 +192,7 @@ def list_project_imports(path: Path) -> frozenset[str]:
     """The modules of this repository that a file imports, without the packages above them."""
     names = {name for name in list_imports(path) if name in MODULES}
     packages = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
-    # `from kit.extras.judges import judge_proxy` does not use the package kit.extras.judges
+    # `from extras.judges import judge_proxy` does not use the package extras.judges
     own = {"kit", get_module_name(path)}
     return frozenset(names - packages - own)
 
@@ -239,7 +234,7 @@ class RemoveTexts(ast.NodeTransformer):
 
 
 def test_only_the_table_of_features_names_an_extra():
-    extras = {path.stem for path in (ROOT / "kit" / "extras").iterdir()} - {"__init__"}
+    extras = {path.stem for path in (ROOT / "extras").iterdir()} - {"__init__", "__pycache__"}
     assert {"sft", "megatron", "policy_programs", "gloo"} <= extras
     assert extras > COMMON_NAMES
     problems = []
@@ -266,11 +261,11 @@ def test_only_the_table_of_features_names_a_module_of_the_lab():
 def test_extras_do_not_import_each_other():
     problems = []
     for name, path in MODULES.items():
-        if not name.startswith(("kit.extras.", "kit.cpu.")):
+        if not name.startswith(("extras.", "kit.cpu.")):
             continue
-        folder = ".".join(name.split(".")[:3])
+        folder = ".".join(name.split(".")[:2])
         for other in list_project_imports(path):
-            if other.startswith("kit.extras.") and not f"{other}.".startswith(f"{folder}."):
+            if other.startswith("extras.") and not f"{other}.".startswith(f"{folder}."):
                 problems.append(f"{name} imports {other}")
     assert problems == []
 

@@ -11,8 +11,8 @@ import pandas
 import pytest
 
 import gym_client
+from extras.judges import judge_proxy, judge_settings
 from kit.config import user_functions
-from kit.extras.judges import judge_proxy, judge_settings
 from kit.gym import servers as gym_servers
 from kit.runs.workers import optional_roles, start_roles
 from tests.helpers.http import JUDGE_CONFIG, StubJudge, completion

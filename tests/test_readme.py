@@ -23,7 +23,7 @@ from tests.helpers.pages import (
     read_blocks,
     read_shown_files,
 )
-from tests.helpers.recipes import ROOT, run
+from tests.helpers.recipes import ROOT, SOURCES, run
 
 LANGUAGES = {"bash", "python", "text"}  # of code blocks: commands, files, output
 ACTIVATE = ["source", ".venv/bin/activate"]
@@ -157,7 +157,6 @@ def find_recipe_names(text: str) -> set[str]:
 
 def test_the_recipes_of_commands_in_source_files_exist(monkeypatch):
     monkeypatch.chdir(ROOT)  # the shared session changes the working directory
-    for pattern in ("*.py", "kit/**/*.py", "lab/**/*.py", "templates/*.py", "configs/**/*.yaml"):
-        for path in ROOT.glob(pattern):
-            for name in find_recipe_names(path.read_text()):
-                read_yaml(name)
+    for path in [*SOURCES, *ROOT.glob("configs/**/*.yaml")]:
+        for name in find_recipe_names(path.read_text()):
+            read_yaml(name)

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.recipes import ROOT
 
 # {requirements file: the code that runs with it}
-PRODUCT = ["*.py", "kit/**/*.py", "lab/**/*.py", "templates/**/*.py"]
+PRODUCT = ["*.py", "kit/**/*.py", "extras/**/*.py", "lab/**/*.py", "templates/**/*.py"]
 CODE = {
     "requirements.txt": PRODUCT,
     "requirements-cpu.in": [*PRODUCT, "tests/**/*.py", "benchmarks/*.py", "configs/**/*.py"],
@@ -48,7 +48,7 @@ def normalize(package: str) -> str:
 def test_the_requirements_name_every_package_that_the_code_imports(name):
     paths = {path for pattern in CODE[name] for path in ROOT.glob(pattern)}
     imported = {package for path in paths for package in list_imports(ast.parse(path.read_text()))}
-    own = {"kit", "lab", "tests", "templates", "configs", *(path.stem for path in paths)}
+    own = {"kit", "extras", "lab", "tests", "templates", "configs", *(path.stem for path in paths)}
     packages = imported - own - sys.stdlib_module_names - ELSEWHERE
     assert len(packages) > 30
     distributions = packages_distributions()

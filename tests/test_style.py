@@ -9,16 +9,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from tests.helpers.recipes import ROOT
+from tests.helpers.recipes import ROOT, SOURCES
 
-SOURCES = sorted(
-    [
-        *ROOT.glob("*.py"),
-        *ROOT.glob("kit/**/*.py"),
-        *ROOT.glob("lab/**/*.py"),
-        *ROOT.glob("templates/**/*.py"),
-    ]
-)
 MAX_FUNCTION_LINES = 50
 MAX_SUMMARY = 100  # characters of a docstring's first line
 MAX_COMPREHENSION = 160  # characters, about two lines

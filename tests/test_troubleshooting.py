@@ -7,15 +7,9 @@ import functools
 import re
 
 from lab.report.metric_docs import DOCS, STATUSES, find_metric
-from tests.helpers.recipes import ROOT
+from tests.helpers.recipes import ROOT, SOURCES
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
-SOURCES = [
-    *ROOT.glob("*.py"),
-    *ROOT.glob("kit/**/*.py"),
-    *ROOT.glob("lab/**/*.py"),
-    *ROOT.glob("templates/*.py"),
-]
 # Code in headings that is a message of another program, or a setting.
 FOREIGN_MESSAGES = (
     "operator torchvision::nms does not exist",

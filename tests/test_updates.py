@@ -8,8 +8,8 @@ import torch
 from verl.utils import tensordict_utils as tu
 
 import training
+from extras import sft
 from kit.config.recipe import Recipe
-from kit.extras import sft
 from tests.helpers.workers import (
     ACTOR,
     FUSED,

@@ -30,12 +30,12 @@ from verl.workers.utils.losses import sft_loss, value_loss
 
 import algorithm
 import training
+from extras.sft import update_sft
 from kit.config.load import load_config
 from kit.config.recipe import Recipe
 from kit.config.user_functions import register_in_verl
 from kit.data.episode import Episode, TurnSpan
 from kit.data.selection import select_trainable, take_groups
-from kit.extras.sft import update_sft
 from kit.runs import prepare
 from kit.runs.checkpoints import LoopState
 from kit.runs.workers import start_workers

@@ -28,11 +28,8 @@ from kit.data.ground_truths import find_ground_truth, is_empty
 ROUTES = ("agent_ref", "task_source")  # fields of a row that name its server
 # of the folder of a model or a server
 SUFFIXES = (".safetensors", ".bin", ".py", ".yaml", ".yml", ".json", ".txt", ".jinja", ".model")
-OF_KIT = {
-    "kit",
-    "lab",
-    *(name.removesuffix(".py") for name in KIT_FILES),
-}  # modules that are no user's
+# modules that are no user's
+OF_KIT = {"kit", "extras", "lab", *(name.removesuffix(".py") for name in KIT_FILES)}
 PART = 2**20  # bytes
 PARTS = 64  # of a file that are read; a smaller file is read as a whole
 TEMPLATE = "the chat template"

@@ -7,13 +7,13 @@ import shutil
 import pytest
 from omegaconf import OmegaConf
 
+from extras import sft
 from kit.config import checks, user_functions
 from kit.config.load import base_configs, load_config
 from kit.config.recipe import freeze
 from kit.config.user_functions import ADVANTAGE, LOSS_MODE, TEACHER
 from kit.config.values import describe_invalid
 from kit.errors import ConfigError
-from kit.extras import sft
 from kit.runs import prepare, summary, trial
 from tests.helpers.recipes import (
     CPU,

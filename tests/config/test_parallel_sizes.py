@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
+from extras.megatron import Megatron
 from kit.config import checks, parallel_sizes
 from kit.config.load import ACTOR, ROLLOUT, load_config
 from kit.config.recipe import find_parallelism, freeze
 from kit.errors import ConfigError
-from kit.extras.megatron import Megatron
 from tests.helpers.recipes import load
 
 TENSOR = f"{ROLLOUT}.tensor_model_parallel_size"

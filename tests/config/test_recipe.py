@@ -10,7 +10,7 @@ from omegaconf.errors import ReadonlyConfigError
 
 from kit.config.recipe import Recipe
 from kit.errors import ConfigError, UserFunctionError
-from tests.helpers.recipes import ROOT, load
+from tests.helpers.recipes import ROOT, SOURCES, load
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -42,12 +42,7 @@ def test_only_recipes_and_their_loading_change_what_may_be_written():
     """No other code removes the protection of a recipe, which `for_verl` makes unnecessary."""
     names = {"set_readonly", "read_write", "flag_override"}
     files = set()
-    for path in [
-        *ROOT.glob("*.py"),
-        *ROOT.glob("kit/**/*.py"),
-        *ROOT.glob("lab/**/*.py"),
-        *ROOT.glob("benchmarks/*.py"),
-    ]:
+    for path in [*SOURCES, *ROOT.glob("benchmarks/*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if getattr(node, "attr", getattr(node, "id", "")) in names:
                 files.add(path.relative_to(ROOT).as_posix())

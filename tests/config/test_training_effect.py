@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extras import sft
 from kit.config.load import ACTOR, load_config
 from kit.config.recipe import freeze
 from kit.config.training_effect import find_long_warmups, warn_of_lost_updates
 from kit.errors import ConfigError
-from kit.extras import sft
 from tests.helpers.recipes import CPU, RECIPE, load, make_partial, tiny, write_chats
 
 STEPS = 12

@@ -77,7 +77,7 @@ LOOKUP_FUNCTIONS = ("get", "getattr", "_get_attr", "pop", "select")
 def list_kit_sources() -> list[Path]:
     """The Python files of the kit that may use a key."""
     paths = []
-    for pattern in ("*.py", "kit/**/*.py", "lab/**/*.py", "templates/*.py"):
+    for pattern in ("*.py", "kit/**/*.py", "extras/**/*.py", "lab/**/*.py", "templates/*.py"):
         paths += ROOT.glob(pattern)
     return [path for path in paths if path.name not in EXCLUDED_KIT_FILES]
 

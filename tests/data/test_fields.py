@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import env
+from extras import sft
 from kit.data import fields
 from kit.data.tasks import TaskLoader
 from kit.data.verl_rows import parse_row
-from kit.extras import sft
 from kit.rollout import openai_server
 from kit.rollout.openai_requests import read_request
 from lab import convert

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import env
+from extras import sft
 from kit.data import row_files, tasks
 from kit.data.row_files import find_files
 from kit.data.tasks import FileEntry, TaskLoader, limit_rows, parse_entries
 from kit.errors import ConfigError
-from kit.extras import sft
 from templates.samplers import by_pass_rate
 from tests.helpers.recipes import load, row, write_rows
 

@@ -15,9 +15,9 @@ from datasets import Dataset, DatasetDict, disable_progress_bars
 from pyarrow import feather
 
 import env
+from extras import sft
 from kit.data.row_files import find_files, parse_object, read_raw_rows
 from kit.data.verl_rows import read_rows
-from kit.extras import sft
 from lab import convert
 
 disable_progress_bars()

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 import inference
-from kit.extras import monitor
+from extras import monitor
 from kit.rollout.client import Client
 from kit.rollout.sampling import make_rollout_context
 from tests.helpers.recipes import load

@@ -19,7 +19,7 @@ from tests.helpers.recipes import CLEAN_ENV, ROOT, row, write_rows
 
 FEATURES = sorted(
     path.relative_to(ROOT)
-    for path in (ROOT / "kit" / "extras").iterdir()
+    for path in (ROOT / "extras").iterdir()
     if path.name not in ("__init__.py", "__pycache__")
 )
 # {feature: the changes of a recipe that turn it on}
@@ -36,7 +36,7 @@ CHANGES = {
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
         "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
-        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=kit.extras.gloo",
+        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=extras.gloo",
     ],
     "hf_rollout.py": ["actor_rollout_ref.rollout.name=hf"],
     "images.py": ["actor_rollout_ref.model.path={reads_images}"],
@@ -53,9 +53,9 @@ results = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # libraries print while they are imported
 import torch, transformers, verl.trainer.ppo.core_algos, verl.workers.engine_workers
 import vllm.tool_parsers, hydra, aiohttp, httpx, psutil, orjson
-assert not [name for name in sys.modules if name.startswith(("kit.extras.", "lab."))]
+assert not [name for name in sys.modules if name.startswith(("extras.", "lab."))]
 
-PROJECT = ("kit", "lab", "env", "gym_client", "algorithm", "inference", "training")
+PROJECT = ("kit", "extras", "lab", "env", "gym_client", "algorithm", "inference", "training")
 
 def forget_project():
     for name in list(sys.modules):
@@ -84,7 +84,7 @@ for line in sys.stdin:
         except BaseException:
             traceback.print_exc()
             status = 2
-        print("MODULES", *sorted(n for n in sys.modules if n.startswith(("kit.", "lab."))))
+        print("MODULES", *sorted(n for n in sys.modules if n.partition(".")[0] in PROJECT))
         sys.stdout.flush()
         os._exit(status)
     os.close(write_end)
@@ -132,7 +132,7 @@ def make_copy(folder: Path) -> Path:
     folder.mkdir()
     for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)
-    for name in ("kit", "lab", "configs", "templates"):
+    for name in ("kit", "extras", "lab", "configs", "templates"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     (folder / ".venv-gym").symlink_to(ROOT / ".venv-gym")
@@ -179,9 +179,9 @@ def test_a_dry_run_of_math_imports_few_features(workspace, driver):
     assert status == 0 and "nothing was started" in output, output[-3000:]
     modules = output.partition("MODULES")[2].split()
     files = [name for name in modules if not (ROOT / name.replace(".", "/")).is_dir()]
-    features = [name for name in files if name.startswith(("kit.extras.", "lab.", "kit.cpu."))]
+    features = [name for name in files if name.startswith(("extras.", "lab.", "kit.cpu."))]
     assert len(files) > 20
-    estimates = ("kit.extras.preflight.", "lab.run_price.")
+    estimates = ("extras.preflight.", "lab.run_price.")
     assert [name for name in features if not name.startswith(estimates)] == []
 
 
@@ -199,7 +199,7 @@ def test_a_recipe_that_needs_deleted_features_gets_one_error_for_each(
     assert status == 1 and output.count("error: ") == 1, output[-3000:]
     assert "Traceback" not in output, output[-3000:]
     for name in CHANGES.keys() - ALONE:
-        text = f"needs kit/extras/{name.removesuffix('.py')}, which this copy does not have"
+        text = f"needs extras/{name.removesuffix('.py')}, which this copy does not have"
         assert text in output, (name, output[-3000:])
 
 
@@ -210,7 +210,7 @@ def test_a_deleted_feature_that_is_not_in_that_list_has_its_own_error(
     changes = [change.replace("{reads_images}", str(vision_model)) for change in CHANGES[name]]
     arguments = make_arguments("math", "math_with_judge", workspace)
     status, output = driver.run(bare, [*arguments, *changes])
-    text = f"needs kit/extras/{name.removesuffix('.py')}, which this copy does not have"
+    text = f"needs extras/{name.removesuffix('.py')}, which this copy does not have"
     assert status == 1 and text in output, output[-3000:]
     assert output.count("error: ") == 1 and "Traceback" not in output, output[-3000:]
 
@@ -219,7 +219,7 @@ def test_a_deleted_feature_that_is_not_in_that_list_has_its_own_error(
     ("source", "error"),
     [
         ("openai/gsm8k", ""),
-        ("taco", "env.verifier=verl with data_source=taco needs kit/extras/policy_programs, which"),
+        ("taco", "env.verifier=verl with data_source=taco needs extras/policy_programs, which"),
     ],
 )
 def test_without_the_scorer_of_programs_verls_other_scorers_work(
@@ -237,8 +237,8 @@ def test_without_the_scorer_of_programs_verls_other_scorers_work(
 def test_every_feature_that_a_recipe_turns_on_is_tested():
     """The other features are commands, or every run uses them if they exist."""
     needed = {entry.module for entry in features.ENTRIES if not entry.is_optional}
-    needed |= {"kit.extras.images", "kit.extras.sft"}
-    tested = {f"kit.extras.{name.removesuffix('.py')}" for name in CHANGES}
+    needed |= {"extras.images", "extras.sft"}
+    tested = {f"extras.{name.removesuffix('.py')}" for name in CHANGES}
     assert needed - tested == {"kit.cpu.preload"}  # the last test deletes it
 
 

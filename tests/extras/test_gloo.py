@@ -7,7 +7,7 @@ import concurrent.futures
 
 import torch
 
-from kit.extras.gloo.engine import GlooCheckpointEngine
+from extras.gloo.engine import GlooCheckpointEngine
 
 
 async def receive(engine) -> dict[str, torch.Tensor]:

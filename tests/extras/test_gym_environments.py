@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kit.extras import gym_environments
-from kit.extras.judges import list_models
+from extras import gym_environments
+from extras.judges import list_models
 from kit.gym import process_specs
 from kit.gym.network import GymStartError
 from tests.helpers.recipes import GYM_PYTHON, ROOT

@@ -42,7 +42,7 @@ def trainer_with_servers(stack, name, workers, manager, *changes):
 @pytest.fixture(scope="module")
 def hf(stack):
     """A separate actor with a transformers server: (workers, manager)."""
-    importlib.import_module("kit.extras.hf_rollout")
+    importlib.import_module("extras.hf_rollout")
     recipe, _ = load(stack.workspace, *SESSION, overlays=["hf"])
     workers = start_workers(recipe)
     manager = stack.servers.loop.run(inference.start_servers(recipe, workers.actor))
@@ -98,7 +98,7 @@ def test_transformers_repeat_a_response_for_the_same_seed(stack, hf):
 
 def sample_tokens(requests, scores):
     """Sample a token for each row of each scores [B, V] -> (tokens [N, B], log-probs [N, B])."""
-    hf_rollout = importlib.import_module("kit.extras.hf_rollout")
+    hf_rollout = importlib.import_module("extras.hf_rollout")
     sampler = hf_rollout.RecordingSampler(
         [hf_rollout.Request([5], params, None) for params in requests], scores[0].device
     )
@@ -207,7 +207,7 @@ def test_a_pause_ends_running_responses_and_later_ones_are_sampled(stack, hf):
 
 @pytest.mark.parametrize("error", [None, ValueError("no memory")])
 def test_a_canceled_request_does_not_stop_the_server(monkeypatch, error):
-    hf_rollout = importlib.import_module("kit.extras.hf_rollout")
+    hf_rollout = importlib.import_module("extras.hf_rollout")
     monkeypatch.setattr(hf_rollout, "GATHER_S", 0.0)
     started = threading.Event()
     canceled = threading.Event()

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import env
-from kit.extras import images
+from extras import images
 from tests.helpers.http import served
 from tests.helpers.models import COLORS, data_url, image_row, load_image_processor, png
 

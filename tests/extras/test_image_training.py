@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from extras import sft
 from kit.config.load import load_config
 from kit.errors import ConfigError
-from kit.extras import sft
 from tests.helpers.models import COLORS, data_url, image_row, png
 from tests.helpers.recipes import (
     CPU,

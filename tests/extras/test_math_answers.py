@@ -12,18 +12,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from extras import math_answers
 from gym_client import Gym, GymError, message_response
 from kit.config.python_files import import_file
-from kit.extras import math_answers
 from kit.gym.servers import running_servers
 from tests.helpers.recipes import GYM_PYTHON, ROOT
 from tests.helpers.verifiers import list_rewards, make_router, play, run_session
 
-VERIFIER = "kit/extras/math_answers.py:verify_math"
+VERIFIER = "extras/math_answers.py:verify_math"
 # Variants of the verifier: one interrupts math-verify after 0.5 s, one loses its process.
 CHANGED_VERIFIERS = """
 import os
-from kit.extras import math_answers
+from extras import math_answers
 
 verify_math = math_answers.verify_math
 

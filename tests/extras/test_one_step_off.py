@@ -12,8 +12,8 @@ from concurrent.futures import CancelledError, Future
 import pytest
 import torch
 
+from extras.one_step_off.servers import BackgroundLoop, Servers
 from kit.errors import Stop
-from kit.extras.one_step_off.servers import BackgroundLoop, Servers
 from kit.rollout import sampling
 from kit.rollout.client import Client
 from kit.runs import checkpoints

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kit.extras import monitor
+from extras import monitor
 from kit.gym.network import find_free_port
 from tests.helpers.recipes import ROOT
 

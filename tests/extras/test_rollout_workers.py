@@ -13,9 +13,9 @@ import ray
 
 import env
 import inference
+from extras.rollout_workers.workers import RolloutWorker, RolloutWorkers, split_limits
 from kit.data.episode import Episode
 from kit.errors import RunError
-from kit.extras.rollout_workers.workers import RolloutWorker, RolloutWorkers, split_limits
 from kit.gym.network import find_free_port
 from kit.rollout.sampling import (
     Sampling,

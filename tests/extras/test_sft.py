@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 
 import env
+from extras import sft
 from kit.config.load import load_config
 from kit.data.processor import TextProcessor
-from kit.extras import sft
 from kit.rollout.chat_template import ChatTemplate
 from kit.runs.launch import Started
 from kit.runs.run import Run

@@ -14,12 +14,12 @@ from omegaconf import OmegaConf
 import gym_client
 import inference
 from env import Task
+from extras.shadow_verifier import ShadowVerifier, score
 from kit.config.load import base_configs
 from kit.data.episode import Episode, ParsedResponse, TurnSpan
 from kit.data.metrics import compute_rollout_metrics, compute_validation_metrics
 from kit.data.rollout_files import from_record, to_record, write_record
 from kit.errors import RunError
-from kit.extras.shadow_verifier import ShadowVerifier, score
 from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.verifiers import VerifierRouter
 from tests.helpers.verifiers import make_recipe

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extras.math_answers import verify_math
+from extras.policy_programs.program_scores import score_program
 from gym_client import GymError
-from kit.extras.math_answers import verify_math
-from kit.extras.policy_programs.program_scores import score_program
 from kit.gym.python_verifiers import verl_scorer
 from templates.reward import compute_score as score_last_number
 from templates.task import Guess
@@ -242,7 +242,7 @@ ROWS = {  # {name: (fields, outcome of a right and of a wrong response)}
 
 def test_an_episode_of_each_row_has_the_right_reward_or_none(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    router = make_router(tmp_path, "kit/extras/math_answers.py:verify_math")
+    router = make_router(tmp_path, "extras/math_answers.py:verify_math")
 
     async def verify_all():
         async with router:

@@ -27,7 +27,7 @@ from transformers import (
 )
 from verl.utils.model import load_valuehead_model
 
-from kit.extras import without_flash_attn as substitute
+from extras import without_flash_attn as substitute
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,

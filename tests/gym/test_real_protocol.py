@@ -10,9 +10,9 @@ import pytest
 
 import env
 import inference
+from extras.judges.judge_proxy import JudgeProxy
+from extras.judges.judge_settings import Judge
 from gym_client import Connection, EpisodeIndex, Gym, GymError, message_response
-from kit.extras.judges.judge_proxy import JudgeProxy
-from kit.extras.judges.judge_settings import Judge
 from kit.gym.network import HOST, find_free_port
 from kit.gym.servers import GymServers, running_servers
 from kit.rollout import openai_server

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+from extras import judges, monitor
+from extras.judges import judge_settings
 from kit.errors import ConfigError
-from kit.extras import judges, monitor
-from kit.extras.judges import judge_settings
 from kit.gym import network, process_specs, server_process
 from kit.gym.network import FetchError, GymStartError, discover_servers, fetch, find_free_port
 from kit.gym.process_specs import check_server

@@ -18,8 +18,8 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
+from extras.judges import judge_proxy, judge_settings
 from gym_client import Gym, GymError, message_response
-from kit.extras.judges import judge_proxy, judge_settings
 from kit.gym import network, process_specs, server_process
 from kit.gym import servers as gym_servers
 from kit.gym.network import GymStartError, discover_servers, find_free_port, wait_ready

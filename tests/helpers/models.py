@@ -16,8 +16,8 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
+from extras.images import ImageProcessor, make_processor
 from kit.config.model_files import load_model_files
-from kit.extras.images import ImageProcessor, make_processor
 from tests.helpers.recipes import row
 
 ACTIONS = {

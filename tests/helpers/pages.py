@@ -27,6 +27,7 @@ EXAMPLES = ROOT / "docs" / "examples"
 CLONED_FILES = (
     ".venv-gym",
     "kit",
+    "extras",
     "lab",
     "templates",
     "configs",

@@ -22,6 +22,11 @@ CLEAN_ENV = {name: value for name, value in os.environ.items() if not name.start
 
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("kit", "extras", "lab", "templates")
+# The product's code.
+SOURCES = sorted(
+    [*ROOT.glob("*.py"), *(p for name in FOLDERS for p in ROOT.glob(f"{name}/**/*.py"))]
+)
 
 
 RECIPE = ROOT / "tests" / "tiny.yaml"

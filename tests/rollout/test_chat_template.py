@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 import env
+from extras import sft
 from gym_client import GymError
 from kit.data.processor import TextProcessor
-from kit.extras import sft
 from kit.rollout import openai_server
 from kit.rollout.chat import parse_response
 from kit.rollout.chat_template import (

@@ -16,10 +16,10 @@ import pytest
 
 import env
 import gym_client
+from extras import sft
 from kit.config import checks
 from kit.data.episode import Episode
 from kit.data.processor import TextProcessor
-from kit.extras import sft
 from kit.rollout import openai_server
 from kit.rollout.chat import parse_response
 from kit.rollout.chat_template import (

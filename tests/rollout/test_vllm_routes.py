@@ -13,9 +13,9 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
+from extras.judges import judge_processes, judge_settings
 from kit.config.keys import to_plain
 from kit.config.load import load_config
-from kit.extras.judges import judge_processes, judge_settings
 
 KEY = "judge-key"
 ORIGIN = {"Origin": "https://example.com"}

@@ -354,7 +354,7 @@ def test_the_store_for_weights_over_gloo_listens_on_one_address(
 ) -> None:
     import ray
 
-    from kit.extras.gloo.engine import GlooCheckpointEngine
+    from extras.gloo.engine import GlooCheckpointEngine
 
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     engine = GlooCheckpointEngine(bucket_size=1, is_master=True)

@@ -17,7 +17,7 @@ from kit.runs import verifier_trial
 from tests.helpers.recipes import ROOT
 from tests.helpers.verifiers import EXAMPLE_SOURCE, make_recipe
 
-MATH = "kit/extras/math_answers.py:verify_math"
+MATH = "extras/math_answers.py:verify_math"
 TEMPLATE = "templates/reward.py:compute_score"
 
 

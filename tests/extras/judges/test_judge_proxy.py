@@ -13,9 +13,9 @@ from datetime import datetime, timedelta, timezone
 import httpx
 import pytest
 
-from kit.extras.judges import judge_proxy
-from kit.extras.judges.judge_proxy import JudgeProxy
-from kit.extras.judges.judge_settings import Judge
+from extras.judges import judge_proxy
+from extras.judges.judge_proxy import JudgeProxy
+from extras.judges.judge_settings import Judge
 from kit.gym import network
 from tests.helpers.http import StubJudge, completion
 

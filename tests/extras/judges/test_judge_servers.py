@@ -9,10 +9,10 @@ import re
 
 import pytest
 
+from extras.judges import find_missing_judges, list_models
+from extras.judges.judge_proxy import JudgeProxy
+from extras.judges.judge_settings import Judge, build_judges, find_problems
 from gym_client import Gym, GymError, message_response
-from kit.extras.judges import find_missing_judges, list_models
-from kit.extras.judges.judge_proxy import JudgeProxy
-from kit.extras.judges.judge_settings import Judge, build_judges, find_problems
 from kit.gym import servers as gym_servers
 from tests.helpers.http import JUDGE_CONFIG, StubJudge, completion
 from tests.helpers.models import ACTIONS, make_model

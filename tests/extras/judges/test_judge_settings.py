@@ -9,19 +9,19 @@ import re
 
 import pytest
 
-from kit.config.load import load_config
-from kit.config.redaction import redacted
-from kit.errors import ConfigError
-from kit.extras import judges
-from kit.extras.judges.judge_processes import reserve_gpus, vllm_process_spec
-from kit.extras.judges.judge_proxy import JudgeProxy
-from kit.extras.judges.judge_settings import (
+from extras import judges
+from extras.judges.judge_processes import reserve_gpus, vllm_process_spec
+from extras.judges.judge_proxy import JudgeProxy
+from extras.judges.judge_settings import (
     Judge,
     build_judges,
     check_endpoint,
     describe_judges,
     find_problems,
 )
+from kit.config.load import load_config
+from kit.config.redaction import redacted
+from kit.errors import ConfigError
 from kit.gym import servers as gym_servers
 from kit.runs import prepare
 from tests.helpers.http import StubJudge

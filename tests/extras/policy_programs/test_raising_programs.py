@@ -16,8 +16,8 @@ from http.server import ThreadingHTTPServer
 
 import pytest
 
+from extras.policy_programs.program_scores import score_program
 from gym_client import GymError
-from kit.extras.policy_programs.program_scores import score_program
 from kit.gym.python_verifiers.settings import read_spec
 from tests.helpers.http import JsonHandler
 from tests.helpers.verifiers import list_rewards, make_router, play

@@ -10,8 +10,8 @@ import shutil
 
 import pytest
 
+from extras.policy_programs import sandbox
 from kit.errors import ConfigError
-from kit.extras.policy_programs import sandbox
 from tests.helpers.recipes import load, row, write_rows
 from tests.helpers.verifiers import (
     MATH_ROW,

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kit.extras.preflight import gpus
+from extras.preflight import gpus
 from tests.helpers import nodes
 from tests.helpers.recipes import ROOT
 
-FOLDER = ROOT / "kit" / "extras" / "preflight"
+FOLDER = ROOT / "extras" / "preflight"
 
 
 def write_program(folder: Path, name: str, body: str) -> None:

@@ -15,9 +15,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from kit.extras import preflight
-from kit.extras.preflight import memory
-from kit.extras.preflight.memory import GIB
+from extras import preflight
+from extras.preflight import memory
+from extras.preflight.memory import GIB
 from tests.helpers import nodes
 from tests.helpers.nodes import QWEN, make_recipe, qwen
 from tests.helpers.recipes import ROOT

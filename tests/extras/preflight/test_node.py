@@ -14,10 +14,10 @@ from transformers import (
     Qwen2_5_VLConfig,
 )
 
+from extras.preflight import Preflight, attention, gpus, memory, node
+from extras.preflight.memory import GIB
 from kit.config.load import load_config
 from kit.config.recipe import freeze
-from kit.extras.preflight import Preflight, attention, gpus, memory, node
-from kit.extras.preflight.memory import GIB
 from tests.helpers import nodes
 from tests.helpers.nodes import make_recipe, qwen
 
@@ -163,7 +163,7 @@ def test_torch_replaces_flash_attn_for_all_models(smi, no_packages):
     ).verl
     models = (config.actor_rollout_ref.model, config.critic.model)
     assert [model.override_config.attn_implementation for model in models] == ["torch_varlen"] * 2
-    assert list_modules(config) == ["kit.rollout.verl_patches", "kit.extras.without_flash_attn"]
+    assert list_modules(config) == ["kit.rollout.verl_patches", "extras.without_flash_attn"]
     assert not list(attention.check_model(config, qwen("1.5B"), "train"))
     assert not list(attention.warnings(config, "train"))
     (line,) = attention.describe(config, "train")
@@ -217,7 +217,7 @@ def test_without_a_substitute_the_trainer_uses_sdpa_and_a_warning_names_the_cost
     (warning,) = attention.warnings(config, "train")
     assert "covers all pairs of tokens of a micro-batch. Install flash-attn (make math" in warning
     assert warning.endswith(PAGE)
-    is_loaded = "kit.extras.without_flash_attn" in list_modules(config)
+    is_loaded = "extras.without_flash_attn" in list_modules(config)
     assert is_loaded == (reason == "a window")  # for the log-probs
 
 
@@ -265,7 +265,7 @@ def test_another_node_may_have_flash_attn(no_packages, monkeypatch, tmp_path):
     assert not list(attention.check_model(config, qwen("1.5B"), "train"))
     assert list_modules(config) == ["kit.rollout.verl_patches"]
     named = make_recipe("1.5B", f"+{ATTENTION}.attn_implementation=torch_varlen").verl
-    assert "kit.extras.without_flash_attn" in list_modules(named)
+    assert "extras.without_flash_attn" in list_modules(named)
 
 
 @pytest.mark.parametrize("package", ["flash_attn", "kernels"])
@@ -277,5 +277,5 @@ def test_flash_attn_is_used_if_it_is_installed(smi, monkeypatch, package):
     assert get_attention(config) is None
     assert not list(attention.check_model(config, qwen("1.5B"), "train"))
     assert not list(attention.warnings(config, "train"))
-    is_loaded = "kit.extras.without_flash_attn" in list_modules(config)
+    is_loaded = "extras.without_flash_attn" in list_modules(config)
     assert is_loaded == (package == "kernels")

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kit.extras.supervisor import process_monitor
-from kit.extras.supervisor.process_monitor import ProcessMonitor
+from extras.supervisor import process_monitor
+from extras.supervisor.process_monitor import ProcessMonitor
 from kit.runs import isolation
 
 

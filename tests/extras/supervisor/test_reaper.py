@@ -16,7 +16,7 @@ from tests.helpers.recipes import CLEAN_ENV, ROOT
 DRIVER = """
 import os, select, subprocess, sys, time
 from pathlib import Path
-from kit.extras.supervisor.process_monitor import ProcessMonitor
+from extras.supervisor.process_monitor import ProcessMonitor
 from kit.runs import isolation
 
 monitor = ProcessMonitor(Path("."), Path("checkpoints"), print)

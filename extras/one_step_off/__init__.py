@@ -24,7 +24,7 @@ from kit.features import Feature
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from kit.extras.one_step_off.servers import BackgroundLoop, Servers
+    from extras.one_step_off.servers import BackgroundLoop, Servers
 
 
 class OneStepOff(Feature):
@@ -47,12 +47,12 @@ class OneStepOff(Feature):
 
     def make_loop(self) -> BackgroundLoop:
         """Return an event loop that also runs while the driver waits for an update."""
-        from kit.extras.one_step_off.servers import BackgroundLoop
+        from extras.one_step_off.servers import BackgroundLoop
 
         return BackgroundLoop()
 
     def servers_class(self) -> type[Servers]:
         """Return the class that samples ahead."""
-        from kit.extras.one_step_off.servers import Servers
+        from extras.one_step_off.servers import Servers
 
         return Servers

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from extras.judges.judge_settings import Judge
 from kit.errors import ConfigError
-from kit.extras.judges.judge_settings import Judge
 from kit.gym import network
 from kit.gym.server_process import MODELS, ProcessSpec
 
 DEFAULT_START_TIMEOUT_S = 600.0  # for a vLLM to load its model
 # of vLLM, and to download its model
 VLLM_VARIABLES = re.compile(r"(?:VLLM|NCCL|TORCH|HF)_\w+|HUGGING_FACE_HUB_TOKEN|\w+_(?i:proxy)")
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 
 
 def model_server_spec(judge: Judge, base_url: str, api_key: str, python: str) -> ProcessSpec:

@@ -26,6 +26,6 @@ class RolloutWorkers(Feature):
         self, launch: Launch, context: RolloutContext, urls: Mapping[str, str]
     ) -> EpisodeWorkers:
         """Start the workers."""
-        from kit.extras.rollout_workers import workers
+        from extras.rollout_workers import workers
 
         return workers.RolloutWorkers(launch.recipe, context, urls, launch.inputs, launch.logs)

@@ -31,9 +31,9 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from extras.judges.judge_processes import model_server_spec, vllm_process_spec
+from extras.judges.judge_settings import Judge
 from kit.errors import QuotingError
-from kit.extras.judges.judge_processes import model_server_spec, vllm_process_spec
-from kit.extras.judges.judge_settings import Judge
 from kit.gym import network
 from kit.gym.process_specs import PYTHON
 from kit.gym.server_process import ProcessSpec

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from kit.extras.policy_programs.isolation import run_isolated
+from extras.policy_programs.isolation import run_isolated
 from kit.gym.python_verifiers.calls import CallResult, score
 from kit.gym.python_verifiers.verl_scorer import PROGRAM_SOURCES, call_verl, runs_response
 

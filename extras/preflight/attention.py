@@ -1,7 +1,7 @@
 """The attention of a run on a GPU node where flash-attn is not installed.
 
 verl 0.9.1 loads the policy and the reference with flash_attention_2, unless the recipe names
-another attention. Without flash-attn, kit/extras/without_flash_attn.py computes the same by torch.
+another attention. Without flash-attn, extras/without_flash_attn.py computes the same by torch.
 Two parts of verl call functions of flash-attn themselves: sequence parallelism
 (verl/models/transformers/monkey_patch.py) and Qwen2-VL (verl/models/transformers/qwen2_vl.py).
 """
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from extras.preflight import gpus
 from kit import features
 from kit.config.load import ACTOR, FSDP, MODEL
-from kit.extras.preflight import gpus
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FLASH_ATTENTION = "flash_attention_2"  # verl's default
 VARLEN = "torch_varlen"  # of SUBSTITUTE_MODULE
 SDPA = "sdpa"  # torch.nn.functional.scaled_dot_product_attention
-SUBSTITUTE_MODULE = "kit.extras.without_flash_attn"
+SUBSTITUTE_MODULE = "extras.without_flash_attn"
 INSTALL = "Install flash-attn (make math FLASH_ATTN=build)"
 PAGE = 'See docs/backends.md, "flash-attn".'
 PACKAGE = "flash_attn"

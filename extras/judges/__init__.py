@@ -19,8 +19,8 @@ from kit.gym.network import HOST, GymStartError
 from kit.gym.server_process import MODELS, RESOURCES, ProcessSpec, build_settings
 
 if TYPE_CHECKING:
+    from extras.judges.judge_settings import Judge
     from kit.config.recipe import Recipe
-    from kit.extras.judges.judge_settings import Judge
     from kit.rollout.inputs import RunInputs
     from kit.runs.launch import Launch
 
@@ -51,13 +51,13 @@ class Judges(Feature):
 
     def _build(self, policy: Mapping[str, str] | None = None) -> dict[str, Judge]:
         """Return the judges by name. policy: the policy endpoint, when its address is known."""
-        from kit.extras.judges import judge_settings
+        from extras.judges import judge_settings
 
         return judge_settings.build_judges(self.specs, self.timeout_s, policy, self.cpu_dtype)
 
     def check_recipe(self, config: DictConfig) -> Iterator[str]:
         """Yield a message for each invalid or unused judge."""
-        from kit.extras.judges import judge_settings
+        from extras.judges import judge_settings
 
         yield from judge_settings.find_problems(self.specs, self.timeout_s, self.device)
         used: set[str] = set()
@@ -73,7 +73,7 @@ class Judges(Feature):
 
     def check_inputs(self, recipe: Recipe, inputs: RunInputs) -> None:
         """Check that each judge with base_url answers. Raises ConfigError."""
-        from kit.extras.judges import judge_settings
+        from extras.judges import judge_settings
 
         for judge in self._build().values():
             if judge.url and not judge.start:
@@ -81,7 +81,7 @@ class Judges(Feature):
 
     def summary_lines(self, recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
         """Yield the lines of the summary that describe the judges."""
-        from kit.extras.judges import judge_settings
+        from extras.judges import judge_settings
 
         yield from judge_settings.describe_judges(self._build())
 
@@ -89,7 +89,7 @@ class Judges(Feature):
         """Start the proxy in front of the judges, and plan their processes."""
         if not launch.policy:  # this command does not sample
             return
-        from kit.extras.judges import judge_processes, judge_proxy
+        from extras.judges import judge_processes, judge_proxy
 
         judges = self._build(launch.policy)
         starts = [server.start for server in launch.recipe.gym.servers.values() if server.start]

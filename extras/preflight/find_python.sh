@@ -2,7 +2,7 @@
 # Print the interpreter for .venv-gpu: the system's Python 3.12 if it has its headers, or the one that uv installs.
 # Triton compiles against the headers at run time, and flash-attn's wheel is for Python 3.12.
 #
-#   bash kit/extras/preflight/find_python.sh UV
+#   bash extras/preflight/find_python.sh UV
 
 set -u
 headers='import os, sys, sysconfig; sys.exit(not os.path.isfile(sysconfig.get_path("include") + "/Python.h"))'

@@ -1,6 +1,6 @@
 """The GPUs that this process may use: how many, their memory, and whether CUDA starts.
 
-    python -P kit/extras/preflight/gpus.py
+    python -P extras/preflight/gpus.py
 
 This starts CUDA, and prints the number of GPUs or one line with the reason (make math).
 """

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from extras.preflight import attention, memory, node
 from kit.config.recipe import Recipe
-from kit.extras.preflight import attention, memory, node
 from kit.features import Feature
 from kit.rollout.inputs import RunInputs
 

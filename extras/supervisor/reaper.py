@@ -3,7 +3,7 @@
 It kills the run's other processes and removes their temporary files. A driver may be killed by a
 user, or by the kernel when memory is low.
 
-    python -P kit/extras/supervisor/reaper.py DRIVER_FD DRIVER_PID CHECKPOINTS
+    python -P extras/supervisor/reaper.py DRIVER_FD DRIVER_PID CHECKPOINTS
 
 DRIVER_FD: a pidfd of the driver. CHECKPOINTS: the run's folder of checkpoints.
 
@@ -30,9 +30,9 @@ from typing import Any
 import psutil
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kit.extras.supervisor.process_monitor import remove_leftovers
+from extras.supervisor.process_monitor import remove_leftovers
 from kit.runs.processes import kill_processes
 
 STDIN = 0

@@ -20,7 +20,7 @@ class Supervisor(Feature):
 
     def before_ray(self, launch: Launch) -> None:
         """Start the process monitor."""
-        from kit.extras.supervisor.process_monitor import ProcessMonitor
+        from extras.supervisor.process_monitor import ProcessMonitor
 
         checkpoints = Path(launch.recipe.trainer.default_local_dir)
         stages = launch.run.stages

@@ -4,7 +4,7 @@
     log-probs     in blocks of rows. Without flash-attn, verl computes them token by token
     value models  use the attention of their config. verl loads them with flash_attention_2
 
-kit/extras/preflight/attention.py adds this module to VERL_USE_EXTERNAL_MODULES if flash-attn is
+extras/preflight/attention.py adds this module to VERL_USE_EXTERNAL_MODULES if flash-attn is
 missing. Then verl imports it at the start of each process. Sequence parallelism is not replaced.
 """
 

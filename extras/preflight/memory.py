@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
+from extras.preflight import gpus
 from kit.config.load import ACTOR, FSDP, ROLLOUT
 from kit.config.model_files import expert_count
 from kit.config.recipe import Recipe
-from kit.extras.preflight import gpus
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -2,10 +2,10 @@
 # Install flash-attn in .venv-gpu, if it is not installed. It is not in requirements-gpu.txt: the registry has only its
 # source. verl's developers publish a wheel for these versions (verl-wheelhouse, named in verl's pyproject.toml).
 #
-#   bash kit/extras/preflight/flash_attn.sh UV VENV ["build" | FILE.whl]
+#   bash extras/preflight/flash_attn.sh UV VENV ["build" | FILE.whl]
 #
 # "build" compiles it for this node's GPUs, which takes about an hour of all cores. Without flash-attn, most recipes still
-# train (kit/extras/preflight/attention.py). The wheel's address has not been tried: no test machine could reach it.
+# train (extras/preflight/attention.py). The wheel's address has not been tried: no test machine could reach it.
 
 set -u
 uv=$1 venv=$2 choice=${3:-}

@@ -4,7 +4,7 @@ import gguf
 import pytest
 from gguf import TokenType
 
-from kit.cpu.unpack_gemma3 import read_tokenizer
+from scripts.unpack_gemma3 import read_tokenizer
 
 # Longer pieces have lower scores, so a unigram model, such as transformers reads, splits them.
 NAMES = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]

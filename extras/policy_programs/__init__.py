@@ -27,7 +27,7 @@ class PolicyPrograms(Feature):
 
     def check_recipe(self, config: DictConfig) -> Iterator[str]:
         """Check env.verifier_pool.sandbox: it is known, and works on this machine."""
-        from kit.extras.policy_programs import sandbox
+        from extras.policy_programs import sandbox
 
         setting = f"env.verifier_pool.sandbox={self.sandbox}"
         problem = sandbox.find_problem()
@@ -38,6 +38,6 @@ class PolicyPrograms(Feature):
 
     def sandbox_command(self, command: Sequence[str], readable: Sequence[Path]) -> list[str]:
         """Return the command line that runs a verifier process in bubblewrap."""
-        from kit.extras.policy_programs import sandbox
+        from extras.policy_programs import sandbox
 
         return sandbox.sandbox_command(command, readable)

@@ -1,1 +1,0 @@
-"""Optional features, each of which can be deleted. kit/features.py has their table."""
