@@ -41,7 +41,7 @@ from kit.runs.checkpoints import LoopState
 from kit.runs.workers import start_workers
 from tests.helpers import plain_torch
 from tests.helpers.plain_torch import Data, compute_log_probs
-from tests.helpers.recipes import CPU, RECIPE, tiny
+from tests.helpers.recipes import CPU, RECIPE, ROOT, tiny
 from tests.helpers.stack import kill_workers, with_values
 from tests.helpers.workers import ACTOR, changed
 
@@ -454,7 +454,20 @@ def moved_actor(worker_variants, checkpoints):
     actor.load_checkpoint(initial)
 
 
-@pytest.mark.parametrize("name", plain_torch.RECIPES)
+# The others differ from these by their advantage or loss, which other tests compare with papers.
+FAST = ("dapo", "distill", "grpo", "ppo", "remax", "rollout_correction", "spin", "turn_gae")
+NAMES = [
+    pytest.param(name, marks=[] if name in FAST else pytest.mark.soak)
+    for name in plain_torch.RECIPES
+]
+
+
+def test_every_algorithm_recipe_is_compared():
+    recipes = {path.stem for path in (ROOT / "configs" / "algorithms").glob("*.yaml")}
+    assert recipes == {*plain_torch.RECIPES, "sft", "lora"}
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_step_of_each_recipe_equals_plain_torch(
     stack, values, moved_actor, workspace, tmp_path, name
 ):
