@@ -19,7 +19,7 @@ from kit.errors import ConfigError
 from kit.rollout import chat
 from kit.runs import prepare, summary
 from tests.helpers.models import make_mixture
-from tests.helpers.recipes import GYM_PYTHON, ROOT, command, metrics_of, run, tiny
+from tests.helpers.recipes import GYM_PYTHON, command, metrics_of, run, tiny
 from tests.helpers.rollouts import CHATML, STOPS, bytes_tokenizer, call, context_of
 
 
@@ -86,8 +86,6 @@ def summarize(workspace, *overrides: str, changes: Sequence[str] = ()) -> str:
 @pytest.mark.parametrize("name", DEVICES)
 def test_verl_accepts_the_recipes_for_gpus(workspace, wide, name):
     assert f"devices     {DEVICES[name]}" in summarize(workspace, name)
-    lines = (ROOT / "configs" / f"{name}.yaml").read_text().splitlines()
-    assert len(lines) <= 15
 
 
 ROLLOUT = "actor_rollout_ref.rollout"
