@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from kit.config.load import MODEL, ROLLOUT, base_configs
 from kit.config.model_files import expert_count
 from kit.config.recipe import Recipe
-from kit.errors import ConfigError
 from kit.features import Feature
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ENGINES = ("vllm", "hf", "sglang")
-QUANTIZATION = f"{ROLLOUT}.quantization"
 SPECULATIVE = f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
 FP8_BLOCK = 128  # verl quantizes to fp8 in blocks of 128 x 128
 UNREAD_BY_SGLANG = (  # keys of rollout that verl's SGLang server does not read
@@ -37,86 +34,55 @@ UNREAD_BY_SGLANG = (  # keys of rollout that verl's SGLang server does not read
 class Backends(Feature):
     """Another rollout engine than vLLM with its defaults."""
 
-    def __init__(self, config: DictConfig, command: str):
-        super().__init__(config, command)
-        engine_kwargs = config.actor_rollout_ref.rollout.engine_kwargs
-        self.drafts = dict((engine_kwargs.get("vllm") or {}).get("speculative_config") or {})
-
     def check_recipe(self, config: DictConfig) -> Iterator[str]:
         """The rollout engine supports the options that the recipe sets."""
         rollout = config.actor_rollout_ref.rollout
-        engine = f"{ROLLOUT}.name={rollout.name}"
         if rollout.name not in ENGINES:
-            note = ""
-            if rollout.name == "trtllm":
-                note = (
-                    " TensorRT-LLM must share the trainer's placement group, where each process "
-                    "takes its whole GPU."
-                )
-            yield f"{engine} is not one of {', '.join(ENGINES)}.{note} Change it."
+            yield f"{ROLLOUT}.name={rollout.name} is not one of {', '.join(ENGINES)}. Change it."
         if rollout.name == "sglang":
             yield from check_sglang(config)
         elif rollout.engine_kwargs.sglang:
-            yield (
-                f"{ROLLOUT}.engine_kwargs.sglang needs {ROLLOUT}.name=sglang. Set that, or remove "
-                "it."
-            )
+            yield f"{ROLLOUT}.engine_kwargs.sglang needs {ROLLOUT}.name=sglang. Set that."
         if rollout.name == "hf":
             yield from check_transformers(config)
-        if self.drafts:
-            yield from check_speculative(config, self.drafts)
+        if (rollout.engine_kwargs.get("vllm") or {}).get("speculative_config"):
+            yield from check_speculative(config)
 
     def set_sizes(self, config: DictConfig, hf_config: PretrainedConfig) -> None:
-        """Fill in values that follow from the rollout engine. Raises ConfigError."""
+        """Fill in values that follow from the rollout engine."""
         rollout = config.actor_rollout_ref.rollout
         if rollout.name == "sglang" and not rollout.max_model_len:
             longest = config.data.max_prompt_length + config.data.max_response_length
             rollout.max_model_len = longest + 1  # verl's SGLang server leaves one token free
-        if self.drafts:
-            rollout.disable_log_stats = False  # for rollout/drafts_accepted_frac
+
+    def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[str]:
+        """The model fits transformers' rollouts, and fp8 rollouts the device and the model."""
+        rollout = recipe.rollout
         text_config = hf_config.get_text_config()
         if rollout.name == "hf" and expert_count(text_config):
-            raise ConfigError(
+            yield (
                 f"{ROLLOUT}.name=hf takes no mixture of experts: verl sends each expert by itself, "
                 "and transformers has them in one tensor. Remove it, for vLLM."
             )
-
-    def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[str]:
-        """fp8 rollouts fit the device and the widths of the model."""
-        rollout = recipe.rollout
         if not rollout.quantization:
             return
+        key = f"{ROLLOUT}.quantization={rollout.quantization}"
         if rollout.quantization != "fp8" or rollout.name == "hf":
-            yield (
-                f"{QUANTIZATION}={rollout.quantization} is not supported: only fp8 is, with vLLM "
-                "and SGLang. Set that, or remove it."
-            )
+            yield f"{key} is not supported: only fp8 is, with vLLM and SGLang. Remove it."
         elif recipe.trainer.device == "cpu":
-            cpuinfo = Path("/proc/cpuinfo")
-            has_amx = "amx_tile" in (cpuinfo.read_text() if cpuinfo.is_file() else "")
-            reason = "verl's weight sync does not quantize on a CPU"
-            if not has_amx:
-                reason = "this CPU has no amx_tile, which vLLM's kernel needs"
-            yield f"{QUANTIZATION}=fp8 on a CPU: {reason}. Remove it."
+            yield f"{key} on a CPU: verl's weight sync does not quantize there. Remove it."
         else:
-            odd = indivisible_widths(hf_config.get_text_config())
-            if odd:
-                yield (
-                    f"{QUANTIZATION}=fp8 quantizes in blocks of {FP8_BLOCK}, which do not divide "
-                    f"this model's {', '.join(odd)}. Remove it."
-                )
+            for width in indivisible_widths(text_config):
+                yield f"{key} needs widths that {FP8_BLOCK} divides, not {width}. Remove it."
 
 
 def check_sglang(config: DictConfig) -> Iterator[str]:
     """SGLang has GPUs, and verl's SGLang server reads the options that the recipe sets."""
     rollout = config.actor_rollout_ref.rollout
     if config.trainer.device == "cpu":
-        yield (
-            f"{ROLLOUT}.name=sglang needs GPUs: the package registries have no build for a CPU. "
-            "Use vllm or hf."
-        )
+        yield f"{ROLLOUT}.name=sglang needs GPUs. Use vllm or hf."
     if rollout.full_determinism:
-        yield (f"{ROLLOUT}.full_determinism: verl passes no seed to SGLang's requests. Remove it.")
+        yield f"{ROLLOUT}.full_determinism: verl passes no seed to SGLang's requests. Remove it."
     if rollout.nnodes and rollout.free_cache_engine:
         yield (
             f"{ROLLOUT}.free_cache_engine: servers on separate GPUs would release their memory "
@@ -139,16 +105,18 @@ def check_transformers(config: DictConfig) -> Iterator[str]:
             f"{ROLLOUT}.name=hf has the whole model on each GPU. Remove "
             f"{ROLLOUT}.tensor_model_parallel_size."
         )
+    if rollout.nnodes or config.trainer.one_step_off:
+        yield f"{ROLLOUT}.name=hf samples between updates only. Remove --config separate or ahead."
     if model.lora_rank and not model.lora.merge:
         yield f"{ROLLOUT}.name=hf takes no separate adapter. Set {MODEL}.lora.merge=true."
 
 
-def check_speculative(config: DictConfig, drafts: Mapping[str, Any]) -> Iterator[str]:
-    """Speculative decoding uses n-grams, with vLLM. drafts: vLLM's speculative_config."""
+def check_speculative(config: DictConfig) -> Iterator[str]:
+    """Speculative decoding uses n-grams, with vLLM."""
     rollout = config.actor_rollout_ref.rollout
+    method = rollout.engine_kwargs.vllm.speculative_config.get("method")
     if rollout.name != "vllm":
         yield f"{SPECULATIVE}: {ROLLOUT}.name={rollout.name} takes no draft tokens. Remove it."
-    method = drafts.get("method")
     if method != "ngram":
         yield (
             f"{SPECULATIVE}.method={method} drafts with a model that gets no weight updates, so it "
@@ -163,18 +131,15 @@ def check_speculative(config: DictConfig, drafts: Mapping[str, Any]) -> Iterator
         )
 
 
-def indivisible_widths(text_config: Any) -> list[str]:
+def indivisible_widths(text_config: PretrainedConfig) -> list[str]:
     """The layer widths of a text model that are no multiple of FP8_BLOCK."""
     heads = text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-    key_heads = getattr(text_config, "num_key_value_heads", None) or heads
-    mlp = text_config.intermediate_size
-    if expert_count(text_config):
-        mlp = getattr(text_config, "moe_intermediate_size", mlp)
+    mlp = "moe_intermediate_size" if expert_count(text_config) else "intermediate_size"
     widths = {
         "hidden_size": text_config.hidden_size,
         "queries": heads * head_dim,
-        "keys": key_heads * head_dim,
-        "MLP": mlp,
+        "keys": (getattr(text_config, "num_key_value_heads", None) or heads) * head_dim,
+        "MLP": getattr(text_config, mlp, text_config.intermediate_size),
     }
     return [f"{name} {width}" for name, width in widths.items() if width % FP8_BLOCK]

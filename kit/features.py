@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import operator
 import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from kit.errors import ConfigError
 
 if TYPE_CHECKING:
     import asyncio
-    from types import TracebackType
+    from types import ModuleType, TracebackType
 
     from omegaconf import DictConfig
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from env import Json
     from gym_client import Gym
     from inference import OnDone, Servers
-    from kit.config.recipe import Parallelism, Recipe
+    from kit.config.recipe import Recipe
     from kit.data.episode import Episode
     from kit.data.processor import TextProcessor
     from kit.gym.python_verifiers.calls import CallResult
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from kit.rollout.inputs import RunInputs
     from kit.rollout.sampling import EpisodeRequest, RolloutContext, Sampling
     from kit.runs.launch import Launch
-    from kit.runs.prepare import Prepared
-    from kit.runs.run import Run
 
 Result = TypeVar("Result")
 
@@ -54,27 +53,9 @@ class Feature:
     never changes: other processes get copies of it. What it starts belongs to `Launch.stack`.
     """
 
-    # --- of a training engine ---
-
-    parallelism: Parallelism | None = None  # how its GPUs share a model and its rows
-    layout = ""  # the same in words, for the summary
-    layout_keys: Sequence[str] = ()  # keys that a resumed run must not change
-    skips_nonfinite_steps = True  # whether its optimizer leaves the weights as they are
-
     def __init__(self, config: DictConfig, command: str):
         """Parse the recipe. command: train, rollout, evaluate or sft."""
         self.command = command
-
-    def checkpoint_files(self, contents: Sequence[str], ranks: int) -> Sequence[str] | None:
-        """Return the files of an actor's or a critic's checkpoint, if it writes others than FSDP.
-
-        contents: of checkpoint.save_contents.
-        """
-        return None
-
-    def resume_notes(self, checkpoint: Path) -> Iterable[str]:
-        """Return lines to print about a checkpoint that the run resumes from."""
-        return ()
 
     # --- before the recipe is complete; problems are exceptions or texts ---
 
@@ -83,10 +64,6 @@ class Feature:
 
     def check_recipe(self, config: DictConfig) -> Iterable[Exception | str]:
         """Return the problems that can be found without verl."""
-        return ()
-
-    def check_workers(self, recipe: Recipe) -> Iterable[Exception | str]:
-        """Return the problems that can be found when verl is imported."""
         return ()
 
     def set_sizes(self, config: DictConfig, hf_config: PretrainedConfig) -> None:
@@ -235,21 +212,6 @@ def starts_servers(config: DictConfig, command: str) -> bool:
     return command != "sft" and any(server.get("start") for server in servers)
 
 
-def uses_judges(config: DictConfig, command: str) -> bool:
-    """Whether a verifier uses a language model as a judge."""
-    return bool(command != "sft" and config.gym.judges)
-
-
-def uses_sandbox(config: DictConfig, command: str) -> bool:
-    """Whether Python verifiers run in a sandbox."""
-    return bool(command != "sft" and config.env.verifier_pool.sandbox)
-
-
-def uses_shadow_verifier(config: DictConfig, command: str) -> bool:
-    """Whether a second verifier looks at the episodes."""
-    return bool(command != "sft" and config.env.shadow_verifier)
-
-
 def uses_megatron(config: DictConfig, command: str) -> bool:
     """Whether Megatron trains."""
     return bool(config.model_engine == "megatron")
@@ -267,11 +229,6 @@ def uses_other_backend(config: DictConfig, command: str) -> bool:
     )
 
 
-def uses_transformers(config: DictConfig, command: str) -> bool:
-    """Whether transformers samples."""
-    return bool(config.actor_rollout_ref.rollout.name == "hf")
-
-
 def uses_gloo(config: DictConfig, command: str) -> bool:
     """Whether weights are sent to separate servers by gloo."""
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
@@ -279,20 +236,13 @@ def uses_gloo(config: DictConfig, command: str) -> bool:
 
 
 def uses_monitor(config: DictConfig, command: str) -> bool:
-    """Whether the run serves metrics to Prometheus, or reads those of speculative decoding."""
-    rollout = config.actor_rollout_ref.rollout
-    drafts = (rollout.engine_kwargs.get("vllm") or {}).get("speculative_config")
-    return bool(rollout.prometheus.enable or drafts)
+    """Whether the run serves metrics to Prometheus."""
+    return bool(config.actor_rollout_ref.rollout.prometheus.enable)
 
 
 def samples_ahead(config: DictConfig, command: str) -> bool:
     """Whether the next batch is sampled while this one is trained on."""
     return bool(command == "train" and config.trainer.one_step_off == 1)
-
-
-def uses_rollout_workers(config: DictConfig, command: str) -> bool:
-    """Whether other processes run the episodes."""
-    return bool(command != "sft" and config.actor_rollout_ref.rollout.agent.num_workers)
 
 
 def forks_workers(config: DictConfig, command: str) -> bool:
@@ -305,10 +255,17 @@ class Entry(NamedTuple):
     """A feature that can be deleted."""
 
     module: str
-    class_name: str  # of its Feature; empty: verl imports the module, and the kit calls nothing
+    class_name: str  # of its Feature
     turned_on_by: str  # a key of the recipe, or a command
-    is_on: Callable[[DictConfig, str], bool]
+    # None: the key turned_on_by, unless the command is sft, which has no episodes
+    is_on: Callable[[DictConfig, str], bool] | None = None
     is_optional: bool = False  # True: a run that turns it on also works without it
+
+    def is_needed(self, config: DictConfig, command: str) -> bool:
+        """Whether a recipe or a command turns the feature on."""
+        if self.is_on:
+            return self.is_on(config, command)
+        return command != "sft" and bool(operator.attrgetter(self.turned_on_by)(config))
 
 
 ENTRIES = (
@@ -318,46 +275,26 @@ ENTRIES = (
     Entry("lab.run_price", "Price", "every run", trains, True),
     Entry("lab.run_card", "RunCard", "every run", trains, True),
     Entry("extras.judges", "ServerJudges", "a Gym server", starts_servers, True),
-    Entry("extras.judges", "Judges", "gym.judges", uses_judges),
-    Entry("extras.policy_programs", "PolicyPrograms", "env.verifier_pool.sandbox", uses_sandbox),
-    Entry(
-        "extras.shadow_verifier",
-        "ShadowVerifier",
-        "env.shadow_verifier",
-        uses_shadow_verifier,
-    ),
+    Entry("extras.judges", "Judges", "gym.judges"),
+    Entry("extras.policy_programs", "PolicyPrograms", "env.verifier_pool.sandbox"),
+    Entry("extras.shadow_verifier", "ShadowVerifier", "env.shadow_verifier"),
     Entry("extras.megatron", "Megatron", "model_engine", uses_megatron),
-    Entry(
-        "extras.backends",
-        "Backends",
-        "rollout.name, or another option of the rollout engine",
-        uses_other_backend,
-    ),
-    Entry("extras.hf_rollout", "", "rollout.name=hf", uses_transformers),
+    Entry("extras.backends", "Backends", "an option of the rollout engine", uses_other_backend),
     Entry("extras.gloo", "Gloo", "checkpoint_engine.backend=gloo", uses_gloo),
     Entry("extras.monitor", "Monitor", "rollout.prometheus.enable", uses_monitor),
     Entry("extras.one_step_off", "OneStepOff", "trainer.one_step_off", samples_ahead),
     Entry(
-        "extras.rollout_workers",
-        "RolloutWorkers",
-        "rollout.agent.num_workers",
-        uses_rollout_workers,
+        "extras.rollout_workers", "RolloutWorkers", "actor_rollout_ref.rollout.agent.num_workers"
     ),
     Entry("kit.cpu.preload", "Preload", "PRELOAD_MODULES", forks_workers),
 )
 
 
 def make_features(config: DictConfig, command: str) -> tuple[Feature, ...]:
-    """Make the features that a recipe and a command turn on, in the order of ENTRIES.
-
-    Raises ConfigError if one of them was deleted.
-    """
+    """Make the features that a recipe and a command turn on, in the order of ENTRIES."""
     made = []
     for entry in ENTRIES:
-        if not entry.class_name or not entry.is_on(config, command):
-            continue
-        if is_installed(entry.module) or not entry.is_optional:
-            require(entry.module, entry.turned_on_by)
+        if entry.is_needed(config, command) and is_installed(entry.module):
             module = importlib.import_module(entry.module)
             feature = cast("type[Feature]", getattr(module, entry.class_name))
             made.append(feature(config, command))
@@ -366,7 +303,8 @@ def make_features(config: DictConfig, command: str) -> tuple[Feature, ...]:
 
 def find_missing(config: DictConfig, command: str) -> list[ConfigError]:
     """Return an error for each feature that a recipe turns on, and that was deleted."""
-    needed = [entry for entry in ENTRIES if not entry.is_optional and entry.is_on(config, command)]
+    required = [entry for entry in ENTRIES if not entry.is_optional]
+    needed = [entry for entry in required if entry.is_needed(config, command)]
     missing = [entry for entry in needed if not is_installed(entry.module)]
     return [missing_error(entry.module, entry.turned_on_by) for entry in missing]
 
@@ -398,37 +336,14 @@ def is_installed(module: str) -> bool:
 # --- parts that a command, a model or rows need. All raise ConfigError if the part was deleted ---
 
 
-class Tool(Protocol):
-    """A module with a command that starts no run, or several."""
-
-    def main(self, arguments: Sequence[str]) -> None:
-        """Run the command with the arguments after its name."""
+# The commands of optional features that train without episodes: {name: its module}
+COMMANDS: Mapping[str, str] = {"sft": "extras.sft"}
 
 
-class Command(Protocol):
-    """A module with a command of algorithm.py that trains without episodes."""
-
-    def prepare(
-        self,
-        config: DictConfig,
-        defaults: DictConfig,
-        on_features: OnFeatures = ...,
-    ) -> Prepared:
-        """Check a configuration and load its rows, as kit.runs.prepare.prepare does."""
-
-    def run_command(self, recipe: Recipe, run: Run, inputs: RunInputs) -> None:
-        """Run the command."""
-
-
-def load_sft() -> Command:
-    """Return the command that trains on conversations."""
-    require("extras.sft", "the command sft")
-    from extras import sft
-
-    return sft
-
-
-COMMANDS: Mapping[str, Callable[[], Command]] = {"sft": load_sft}  # those of optional features
+def load_command(name: str) -> ModuleType:
+    """Return the module of one of COMMANDS, with `prepare` and `run_command`."""
+    require(COMMANDS[name], f"the command {name}")
+    return importlib.import_module(COMMANDS[name])
 
 
 # The commands that start no run, or several: {name: the module whose `main` it is}
@@ -445,8 +360,7 @@ TOOLS: Mapping[str, str] = {
 def run_tool(name: str, arguments: Sequence[str]) -> None:
     """Run one of TOOLS. Raises ConfigError if it was deleted."""
     require(TOOLS[name], f"the command {name}")
-    tool = cast("Tool", importlib.import_module(TOOLS[name]))
-    tool.main(arguments)
+    importlib.import_module(TOOLS[name]).main(arguments)
 
 
 def write_comparison(path: Path, runs: Sequence[Path], comparison: Mapping[str, object]) -> None:

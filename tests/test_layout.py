@@ -71,6 +71,7 @@ VALUES = {  # other names of extras in a module, with another meaning
     "kit.config.checks": {"gloo"},  # verl's name of a checkpoint engine
     "kit.config.load": {"megatron"},  # verl's name of a training engine
     "kit.config.numbers": {"megatron"},
+    "kit.config.recipe": {"megatron"},
     "kit.data.verl_rows": {"sft"},  # the command, in a hint
     "kit.runs.cli": {"sft"},  # the command, in the help
 }

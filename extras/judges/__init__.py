@@ -32,11 +32,10 @@ class ServerJudges(Feature):
     """The judges that the Gym servers of a run need, also if the recipe has none."""
 
     def check_recipe(self, config: DictConfig) -> Iterator[str]:
-        """Yield a message for each missing judge, and for each key that a server would see."""
+        """Yield a message for each missing judge."""
         judges = to_plain(config.gym.judges)
         for name, start in list_starts(config).items():
             yield from find_missing_judges(name, start, list_models(name, start), judges)
-            yield from find_visible_keys(name, start, judges)
 
 
 class Judges(Feature):
@@ -71,14 +70,6 @@ class Judges(Feature):
                     "Remove it."
                 )
 
-    def check_inputs(self, recipe: Recipe, inputs: RunInputs) -> None:
-        """Check that each judge with base_url answers. Raises ConfigError."""
-        from extras.judges import judge_settings
-
-        for judge in self._build().values():
-            if judge.url and not judge.start:
-                judge_settings.check_endpoint(judge)
-
     def summary_lines(self, recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
         """Yield the lines of the summary that describe the judges."""
         from extras.judges import judge_settings
@@ -95,7 +86,7 @@ class Judges(Feature):
         starts = [server.start for server in launch.recipe.gym.servers.values() if server.start]
         python = next((start.python for start in starts if start.python), None)
         proxy = launch.stack.enter_context(judge_proxy.JudgeProxy(judges))
-        launch.stack.enter_context(judge_processes.reserve_gpus(self.specs))
+        launch.stack.enter_context(judge_processes.reserve_gpus(judges))
         launch.gym_processes += proxy.process_specs(launch.logs, python)
         launch.gym_process_names += [f"{name} (a judge)" for name in judges]
         launch.serves_policy |= "policy" in self.specs.values()
@@ -136,14 +127,10 @@ def find_models(settings: Json) -> dict[str, str]:
     """
     if any(settings.get(key) is False for key in SWITCHES):
         return {}
-    models = {}
-    for key, value in settings.items():
-        is_model = isinstance(value, dict) and value.get("type") == MODELS
-        if is_model and isinstance(value.get("name"), str):
-            models[key] = value["name"]
-    if settings.get("judge_server_name"):  # verifif
-        models["judge_server_name"] = settings["judge_server_name"]
-    return models
+    servers = {key: value for key, value in settings.items() if isinstance(value, dict)}
+    models = {key: v.get("name") for key, v in servers.items() if v.get("type") == MODELS}
+    models["judge_server_name"] = settings.get("judge_server_name")  # verifif
+    return {key: name for key, name in models.items() if name}
 
 
 def find_missing_judges(
@@ -162,22 +149,4 @@ def find_missing_judges(
                 f"gym.servers.{name}: {server} needs the model {model} ({key}). Set "
                 f"gym.judges.{model}, or set another {key} in gym.servers.{name}.start.config. "
                 'See docs/guides/judges.md, "Configure judges".'
-            )
-
-
-def find_visible_keys(name: str, start: Json, judges: Json) -> Iterator[str]:
-    """Yield a message for each judge whose key `start.env` would show to a server.
-
-    No server needs it: servers call their judges through the proxy, which adds the key.
-    """
-    visible = start.get("env")
-    if not isinstance(visible, list):  # another check reports it
-        return
-    for judge, spec in judges.items():
-        variable = spec.get("api_key_env") if isinstance(spec, dict) else None
-        if variable and variable in visible:
-            yield (
-                f"gym.servers.{name}.start.env shows {variable}, the key of gym.judges.{judge}, to "
-                "the server. Remove it. If the server needs a key for another purpose, export it "
-                "under another name."
             )

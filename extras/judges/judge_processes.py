@@ -7,6 +7,7 @@ Each judge has one of Gym's model servers, which sends its requests to the judge
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import sys
@@ -15,15 +16,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from env import Json
 from extras.judges.judge_settings import Judge
-from kit.errors import ConfigError
+from kit.config.keys import ROOT
 from kit.gym import network
 from kit.gym.server_process import MODELS, ProcessSpec
 
-DEFAULT_START_TIMEOUT_S = 600.0  # for a vLLM to load its model
 # of vLLM, and to download its model
 VLLM_VARIABLES = re.compile(r"(?:VLLM|NCCL|TORCH|HF)_\w+|HUGGING_FACE_HUB_TOKEN|\w+_(?i:proxy)")
-REPOSITORY = Path(__file__).parents[2]
 
 
 def model_server_spec(judge: Judge, base_url: str, api_key: str, python: str) -> ProcessSpec:
@@ -32,21 +32,20 @@ def model_server_spec(judge: Judge, base_url: str, api_key: str, python: str) ->
     base_url, api_key: of the judge proxy. python: interpreter with nemo-gym.
     """
     prefix = "openai_" if judge.server == "openai_model" else ""
-    settings: dict[str, Any] = {
+    settings: Json = {
         f"{prefix}base_url": base_url,
         f"{prefix}api_key": api_key,
         f"{prefix}model": judge.model,
     }
     if judge.server in ("vllm_model", "genrm_model"):
         settings |= {"return_token_id_information": False, "uses_reasoning_parser": False}
-    overrides = settings | judge.config
     return ProcessSpec(
         judge.name,
         network.HOST,
         network.find_free_port(),
         MODELS,
         judge.server,
-        overrides=overrides,
+        overrides=settings | judge.config,
         config_key=f"gym.judges.{judge.name}.config",
         python=str(Path(python).absolute()),
     )
@@ -54,42 +53,41 @@ def model_server_spec(judge: Judge, base_url: str, api_key: str, python: str) ->
 
 def vllm_process_spec(judge: Judge) -> ProcessSpec:
     """Return the process of the vLLM server for a judge with `start`. Its port is in judge.url."""
-    start = judge.start or {}
+    assert judge.start
+    start = judge.start
     port = urlsplit(judge.url).port
-    gpus = start.get("gpus") or []
-    path = Path(start["model"]).expanduser()
-    model = str(path.resolve()) if path.is_dir() else str(start["model"])
-    arguments: dict[str, Any] = {
+    path = Path(start.model).expanduser()
+    model = str(path.resolve()) if path.is_dir() else start.model
+    options: Json = {
+        "model": model,
+        "served_model_name": judge.model,
         "host": network.HOST,
         "port": port,
         # No web page can call the server, and it answers only the routes that Gym uses.
         "allowed_origins": "[]",
         "middleware": "kit.rollout.vllm_routes.JudgeRoutes",
     }
-    if gpus:
-        arguments["tensor_parallel_size"] = len(gpus)
-    arguments |= start["args"]
     # PYTHONPATH: for the middleware
-    env = {"VLLM_API_KEY": judge.key, "PYTHONPATH": str(REPOSITORY)}
-    if gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
+    env = {"VLLM_API_KEY": judge.key, "PYTHONPATH": str(ROOT)}
+    if start.gpus:
+        options["tensor_parallel_size"] = len(start.gpus)
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(start.gpus)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", model, "--served-model-name", judge.model]
     return ProcessSpec(
         f"{judge.name}_vllm",
         network.HOST,
         port or 0,
-        command=command + _format_options(arguments),
+        command=command + _format_options(options | start.args),
         env=env,
         visible_variables=[name for name in os.environ if VLLM_VARIABLES.fullmatch(name)],
-        start_timeout_s=float(start.get("deadline_s") or DEFAULT_START_TIMEOUT_S),
+        start_timeout_s=start.deadline_s,
     )
 
 
-def _format_options(arguments: Mapping[str, Any]) -> list[str]:
+def _format_options(values: Json) -> list[str]:
     """Return command-line options. True is a flag without value; False and None are left out."""
     options = []
-    for key, value in arguments.items():
+    for key, value in values.items():
         if value is False or value is None:
             continue
         options.append(f"--{key.replace('_', '-')}")
@@ -99,41 +97,22 @@ def _format_options(arguments: Mapping[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def reserve_gpus(specs: Mapping[str, Any]) -> Generator[None, None, None]:
-    """Hide the judges' GPUs from this process and the processes that it starts, until exit.
-
-    specs: gym.judges. Raises ConfigError if a GPU is not visible here.
-    """
-    reserved = _find_reserved_gpus(specs)
+def reserve_gpus(judges: Mapping[str, Judge]) -> Generator[None, None, None]:
+    """Hide the judges' GPUs from this process and the processes that it starts, until exit."""
+    starts = [judge.start for judge in judges.values() if judge.start]
+    reserved = set(itertools.chain(*[start.gpus for start in starts]))
     if not reserved:
         yield
         return
     import torch
 
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if before:
-        visible = [entry.strip() for entry in before.split(",")]
-    else:
-        visible = [str(index) for index in range(torch.cuda.device_count())]
-    missing = reserved - set(visible)
-    if missing:
-        raise ConfigError(
-            f"`gym.judges`: start.gpus contains {', '.join(sorted(missing))}, but the visible GPUs "
-            f"are {', '.join(visible) or 'none'}. Set GPUs that are visible."
-        )
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for gpu in visible if gpu not in reserved)
+    visible: list[Any] = before.split(",") if before else [*range(torch.cuda.device_count())]
+    names = [str(gpu).strip() for gpu in visible]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for gpu in names if gpu not in reserved)
     try:
         yield
     finally:
         os.environ.pop("CUDA_VISIBLE_DEVICES")
         if before:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
-
-
-def _find_reserved_gpus(specs: Mapping[str, Any]) -> set[str]:
-    """Return the GPUs that the entries of gym.judges name."""
-    reserved: set[str] = set()
-    for spec in specs.values():
-        if spec != "policy" and spec.get("start"):
-            reserved.update(str(gpu) for gpu in spec["start"].get("gpus") or [])
-    return reserved

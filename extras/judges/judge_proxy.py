@@ -17,20 +17,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import email.utils
+import itertools
 import json
 import logging
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 from aiohttp import web
 
+from env import Json
 from extras.judges.judge_processes import model_server_spec, vllm_process_spec
 from extras.judges.judge_settings import Judge
 from kit.errors import QuotingError
@@ -44,7 +44,7 @@ ROUTES = ("chat/completions", "responses")
 MESSAGE_FIELDS = ("role", "content", "refusal", "tool_calls")
 FIRST_RETRY_DELAY_S = 0.5  # doubled for each further retry
 MAX_REQUEST_BYTES = 2**28
-MAX_QUOTE = 200  # characters or bytes of a judge's reply in an error
+MAX_QUOTE = 200  # characters of a judge's reply in an error
 logger = logging.getLogger(__name__)
 
 
@@ -56,11 +56,7 @@ class JudgeError(QuotingError):
     """
 
     def __init__(
-        self,
-        reason: str,
-        message: str,
-        is_retryable: bool = False,
-        retry_after_s: float = 0.0,
+        self, reason: str, message: str, is_retryable: bool = False, retry_after_s: float = 0.0
     ):
         super().__init__(message)
         self.reason = reason
@@ -72,169 +68,125 @@ class JudgeError(QuotingError):
 
 
 async def query_judge(
+    judge: Judge, http: aiohttp.ClientSession, route: str, body: Json, counts: Counter[str]
+) -> Json:
+    """Send a chat completion or Responses request to a judge, with retries, and return its reply.
+
+    An error with a Retry-After header does not count as an attempt. Adds the number of retries to
+    `counts`. Raises JudgeError: the last one, if the time ends.
+    """
+    request = {**body, **judge.parameters, "model": judge.model, "stream": False}
+    failures = [JudgeError("timeout", f"no reply within {judge.timeout_s:g} s")]
+    try:
+        async with asyncio.timeout(judge.timeout_s):
+            return await _send_with_retries(judge, http, route, request, failures)
+    except TimeoutError:
+        raise failures[-1] from None
+    finally:
+        counts["retries"] += len(failures) - 1
+
+
+async def _send_with_retries(
     judge: Judge,
     http: aiohttp.ClientSession,
     route: str,
-    body: Mapping[str, Any],
-    counts: Counter[str],
-) -> dict[str, Any]:
-    """Send a chat completion or Responses request to a judge, with retries, and return its reply.
-
-    An error with a Retry-After header does not count as an attempt, but the wait must end before
-    the timeout. Adds the number of retries to `counts`. Raises JudgeError.
-    """
-    request = {**body, **judge.parameters, "model": judge.model, "stream": False}
-    deadline = time.monotonic() + judge.timeout_s
+    request: Json,
+    failures: list[JudgeError],
+) -> Json:
+    """Send requests until one has a reply. Adds those to `failures` that are sent again."""
     delay_s = FIRST_RETRY_DELAY_S
     attempts = 0
     while True:
         try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                return await _send_request(judge, http, route, request)
-        except TimeoutError:
-            raise JudgeError("timeout", f"no reply within {judge.timeout_s:g} s") from None
+            return await _send_request(judge, http, route, request)
         except JudgeError as error:
-            if not error.retry_after_s:
-                attempts += 1
+            attempts += not error.retry_after_s
             if not error.is_retryable or attempts >= judge.attempts:
                 raise
-            wait_s = max(error.retry_after_s, delay_s)
-            if time.monotonic() + wait_s >= deadline:
-                message = (
-                    f"{error}; a retry after {wait_s:g} s would exceed the timeout of "
-                    f"{judge.timeout_s:g} s (timeout_s)"
-                )
-                raise JudgeError(error.reason, message) from None
-        counts["retries"] += 1
-        await asyncio.sleep(wait_s)
-        if attempts:
-            delay_s *= 2
+            failures.append(error)
+        await asyncio.sleep(failures[-1].retry_after_s or delay_s)
+        delay_s *= 2
 
 
 async def _send_request(
-    judge: Judge, http: aiohttp.ClientSession, route: str, request: dict[str, Any]
-) -> dict[str, Any]:
+    judge: Judge, http: aiohttp.ClientSession, route: str, request: Json
+) -> Json:
     """Send one request. Raises JudgeError."""
-    url = f"{judge.url}/{route}"
     try:
         # A redirect would send the row to another host, which would then give the verdict.
         async with http.post(
-            url, json=request, headers=judge.headers, allow_redirects=False
+            f"{judge.url}/{route}", json=request, headers=judge.headers, allow_redirects=False
         ) as response:
-            body = await _read_body(response)
+            body = await response.read()
     except (aiohttp.ClientError, OSError) as error:
         message = f"{type(error).__name__}: {judge.redact(str(error))[:MAX_QUOTE]}"
         raise JudgeError("connect", message, is_retryable=True) from None
     status = response.status
-    if 300 <= status < 400:
-        target = judge.redact(response.headers.get("Location", ""))[:MAX_QUOTE]
-        raise JudgeError(
-            f"http_{status}",
-            f"HTTP {status} redirects to {target!r}, and redirects are not followed. "
-            "If you trust that address, set it as base_url",
-        )
+    # A key that is cut would not be found.
+    quote = judge.redact(body.decode(errors="replace"))[:MAX_QUOTE]
     if status != 200:
         raise JudgeError(
             f"http_{status}",
-            f"HTTP {status}: {_quote(judge, body)}",
+            f"HTTP {status}: {quote}",
             is_retryable=status in RETRYABLE_STATUS,
             retry_after_s=_parse_retry_after(response.headers.get("Retry-After", "")),
         )
-    return _parse_completion(body, judge)
-
-
-async def _read_body(response: aiohttp.ClientResponse) -> bytes:
-    """Read the body of a response. Raises JudgeError if it exceeds network.MAX_BODY_BYTES."""
-    body = bytearray()
-    async for part in response.content.iter_any():
-        body += part
-        if len(body) > network.MAX_BODY_BYTES:
-            message = f"the reply is longer than {network.MAX_BODY_BYTES:,} bytes"
-            raise JudgeError("bad_answer", message)
-    return bytes(body)
-
-
-def _quote(judge: Judge, body: bytes) -> str:
-    """Return the start of a response's body, without the judge's key."""
-    return judge.redact(body.decode(errors="replace"))[:MAX_QUOTE]  # a cut key would not match
+    try:
+        return _parse_completion(json.loads(body))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        message = f"HTTP 200 without a completion: {quote!r}"
+        raise JudgeError("bad_answer", message, is_retryable=True) from None
 
 
 def _parse_retry_after(header: str) -> float:
-    """Return the wait of a Retry-After header in seconds, or 0 if it is neither number nor date."""
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        with contextlib.suppress(ValueError, TypeError):
-            return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - time.time())
-    return 0.0
+    """Return the seconds of a Retry-After header, or 0 if it has another form."""
+    return float(header) if header.isdecimal() else 0.0
 
 
-def _parse_completion(body: bytes, judge: Judge) -> dict[str, Any]:
-    """Return the JSON of a reply, with only those message fields that verifiers read.
+def _parse_completion(completion: Json) -> Json:
+    """Return a reply with only those message fields that verifiers read.
 
-    Raises JudgeError if it is not a completion or has no text.
+    Raises JudgeError if it has no text. Raises KeyError, TypeError or AttributeError if it is
+    neither a chat completion nor a Responses object.
     """
-    try:
-        completion = json.loads(body)
-        texts = extract_texts(completion)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        message = f"HTTP 200 without a completion: {_quote(judge, body)!r}"
-        raise JudgeError("bad_answer", message, is_retryable=True) from None
-    choices = completion.get("choices") or []
+    if "choices" not in completion:
+        messages = [item for item in completion["output"] if item.get("type") == "message"]
+        parts = itertools.chain(*[message["content"] for message in messages])
+        _check_texts([part.get("text") for part in parts], {str(completion.get("status"))})
+        return completion
+    choices = completion["choices"]
     for choice in choices:
         message = choice["message"]
         choice["message"] = {key: message[key] for key in message if key in MESSAGE_FIELDS}
         choice.pop("logprobs", None)
-    if not any(text.strip() for text in texts):
-        _raise_for_empty_reply(completion, choices)
-    return dict(completion)
+    reasons = {str(choice.get("finish_reason")) for choice in choices}
+    if any(choice["message"].get("refusal") for choice in choices):
+        reasons.add("content_filter")
+    _check_texts([choice["message"].get("content") for choice in choices], reasons)
+    return completion
 
 
-def extract_texts(body: Any) -> list[str]:
-    """Return the texts of a chat completion, or the text of a Responses object.
-
-    Raises KeyError, TypeError or AttributeError if `body` is neither.
-    """
-    if "choices" in body:
-        contents = [choice["message"].get("content") or "" for choice in body["choices"]]
-        return ["" + content for content in contents]  # raises TypeError if it is not a string
-    parts: list[dict[str, Any]] = []
-    for item in body["output"]:
-        if item.get("type") == "message":
-            parts.extend(item["content"])
-    return ["".join(part.get("text") or "" for part in parts)]
-
-
-def _raise_for_empty_reply(completion: dict[str, Any], choices: list[dict[str, Any]]) -> None:
-    """Raise the JudgeError for a completion without text."""
-    finish_reasons = {str(choice.get("finish_reason")) for choice in choices}
-    is_refused = any(choice["message"].get("refusal") for choice in choices)
-    if is_refused or "content_filter" in finish_reasons:
+def _check_texts(texts: list[str | None], reasons: set[str]) -> None:
+    """Raise JudgeError if all texts are empty. reasons: why the judge stopped."""
+    if "".join(text or "" for text in texts).strip():
+        return
+    if "content_filter" in reasons:
         raise JudgeError("refused", "the judge refused to reply")
-    if "length" in finish_reasons or completion.get("status") == "incomplete":
-        raise JudgeError(
-            "empty",
-            "the reply is empty, because the judge used all its tokens before it wrote text. "
-            "Raise parameters.max_tokens",
-        )
-    raise JudgeError("empty", "the reply is empty")
+    raise JudgeError(
+        "empty",
+        f"the reply has no text ({', '.join(sorted(reasons))}). If the judge used all its tokens "
+        "before it wrote text, raise parameters.max_tokens",
+    )
 
 
-def _count_tokens(completion: Mapping[str, Any]) -> Counter[str]:
+def _count_tokens(completion: Json) -> Counter[str]:
     """Return the tokens of the prompt and of the reply, as the judge reports them."""
-    usage = completion.get("usage")
-    counts: Counter[str] = Counter()
-    if not isinstance(usage, dict):
-        return counts
+    usage = completion.get("usage") or {}
     # The second name is that of the Responses API.
-    for key, other_key in (
-        ("prompt_tokens", "input_tokens"),
-        ("completion_tokens", "output_tokens"),
-    ):
-        tokens = usage.get(key) or usage.get(other_key)
-        if isinstance(tokens, int):
-            counts[key] = tokens
-    return counts
+    return Counter(
+        prompt_tokens=usage.get("prompt_tokens") or usage.get("input_tokens") or 0,
+        completion_tokens=usage.get("completion_tokens") or usage.get("output_tokens") or 0,
+    )
 
 
 # --- the server ----------------------------------------------------------------------------------
@@ -243,7 +195,7 @@ def _count_tokens(completion: Mapping[str, Any]) -> Counter[str]:
 class JudgeProxy:
     """The HTTP server that Gym's model servers use to reach `judges`. It runs in a thread.
 
-    Use it as `with JudgeProxy(judges) as proxy`. Without judges it starts nothing.
+    Use it as `with JudgeProxy(judges) as proxy`.
     """
 
     def __init__(self, judges: Mapping[str, Judge]):
@@ -252,25 +204,20 @@ class JudgeProxy:
         self.port = network.find_free_port()
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in judges}
         self._counts_lock = threading.Lock()
-        self._logged: dict[str, set[str]] = {name: set() for name in judges}  # reasons
+        self._logged: set[tuple[str, str]] = set()  # (judge, reason)
         self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._slots: dict[str, asyncio.Semaphore] = {}
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._has_started = threading.Event()
-        self._start_error: BaseException | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._started: Future[asyncio.AbstractEventLoop] = Future()
 
     def __enter__(self) -> JudgeProxy:
-        if self.judges:
-            self._thread.start()
-            self._has_started.wait()
-            if self._start_error:
-                raise self._start_error
+        self._thread.start()
+        self._started.result()
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        if self.judges:
-            self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join()
+    def __exit__(self, *_: object) -> None:
+        self._started.result().call_soon_threadsafe(self._stop.set)
+        self._thread.join()
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics since the last call, as judge/<name>/<metric>.
@@ -301,20 +248,15 @@ class JudgeProxy:
             spec.log = str(log_dir / f"gym_{spec.name}.log")
         return specs
 
-    def _run(self) -> None:
-        asyncio.run(self._serve())
-
     async def _serve(self) -> None:
         """Serve until `__exit__`."""
-        self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         try:
             async with self._listen():
-                self._has_started.set()
+                self._started.set_result(asyncio.get_running_loop())
                 await self._stop.wait()
-        except BaseException as error:
-            self._start_error = error
-            self._has_started.set()
+        except OSError as error:  # the port is taken
+            self._started.set_exception(error)
 
     @contextlib.asynccontextmanager
     async def _listen(self) -> AsyncGenerator[None, None]:
@@ -349,7 +291,7 @@ class JudgeProxy:
         async with self._slots[name]:
             return await self._forward(self.judges[name], route, await request.json())
 
-    async def _forward(self, judge: Judge, route: str, body: Any) -> web.Response:
+    async def _forward(self, judge: Judge, route: str, body: Json) -> web.Response:
         """Return the judge's reply, or status 422 with a JSON error if the judge fails.
 
         Gym's model server does not retry a 422.
@@ -364,8 +306,8 @@ class JudgeProxy:
             message = f"judge {judge.name} ({judge.url}): {error.reason}: {error}"
             # Gym may turn an error with the words `context length` into an empty reply.
             message = message.replace("context length", "context")
-            if error.reason not in self._logged[judge.name]:
-                self._logged[judge.name].add(error.reason)
+            if (judge.name, error.reason) not in self._logged:
+                self._logged.add((judge.name, error.reason))
                 logger.warning("%s. No reward is used that depends on it.", message)
             return web.json_response({"error": {"message": message}}, status=422)
         finally:

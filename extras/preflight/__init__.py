@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class Preflight(Feature):
     """Checks of this machine."""
 
-    def check_workers(self, recipe: Recipe) -> Iterator[str]:
+    def check_recipe(self, config: DictConfig) -> Iterator[str]:
         """A driver that is too old."""
-        yield from node.check_driver(recipe.verl)
+        yield from node.check_driver(config)
 
     def set_sizes(self, config: DictConfig, hf_config: PretrainedConfig) -> None:
         """Choose an attention that is installed."""
@@ -37,12 +37,11 @@ class Preflight(Feature):
 
     def warnings(self, recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
         """Everything that will not fit, or is missing on this node."""
-        yield from memory.find_shortages(recipe, inputs.model)
+        yield from memory.find_large_stages(recipe, inputs.model)
+        yield from memory.check_cache(recipe, inputs.model)
         yield from node.find_problems(recipe, inputs.model)
 
     def dry_run_lines(self, recipe: Recipe, inputs: RunInputs) -> list[str]:
         """The attention if it is not verl's, and the estimated memory of each stage."""
-        return [
-            *attention.describe(recipe.verl, self.command),
-            *memory.describe(recipe, inputs.model),
-        ]
+        lines = attention.describe(recipe.verl, self.command)
+        return lines + memory.describe(recipe, inputs.model)

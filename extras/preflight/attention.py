@@ -9,7 +9,6 @@ Two parts of verl call functions of flash-attn themselves: sequence parallelism
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ CALLS_FLASH_ATTENTION = ("qwen2_vl", "qwen2_5_vl")  # by model_type: verl's code
 
 def is_installed(package: str) -> bool:
     """Whether a package can be imported."""
-    return importlib.util.find_spec(package) is not None
+    return features.is_installed(package)
 
 
 def trains_here(config: DictConfig, command: str) -> bool:
@@ -116,9 +115,6 @@ def load_substitute(config: DictConfig) -> None:
     modules = variables.VERL_USE_EXTERNAL_MODULES.split(",")
     variables.VERL_USE_EXTERNAL_MODULES = ",".join(dict.fromkeys([*modules, SUBSTITUTE_MODULE]))
     importlib.import_module(SUBSTITUTE_MODULE)
-
-
-# --- describe ------------------------------------------------------------------------------------
 
 
 def describe(config: DictConfig, command: str) -> list[str]:

@@ -28,19 +28,12 @@ def read_smi(*options: str) -> list[str]:
 
 
 def list_visible() -> list[str] | None:
-    """The entries of CUDA_VISIBLE_DEVICES (indices or UUIDs); None if it is not set.
-
-    As for CUDA, an entry that is no index and no UUID hides itself and the entries after it.
-    """
+    """The entries of CUDA_VISIBLE_DEVICES (indices or UUIDs); None if it is not set."""
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is None:
         return None
-    entries: list[str] = []
-    for entry in map(str.strip, variable.split(",")):
-        if not (entry.isdigit() or entry.startswith(("GPU-", "MIG-"))):
-            break
-        entries.append(entry)
-    return entries
+    entries = [entry.strip() for entry in variable.split(",")]
+    return [entry for entry in entries if entry not in ("", "-1")]
 
 
 def count_gpus() -> int:

@@ -1,10 +1,9 @@
 """Estimate the memory that each stage of a recipe needs on each device, before anything starts.
 
 Layers are counted as Llama's: grouped-query attention, an MLP of three matrices, two norms. A
-critic and a teacher are assumed to be as large as the policy. Not counted: biases, fragmentation of
-the allocator, reward models, judges, separate pools, and tokens that verl's balancing adds beyond
-the limit of a micro-batch. The trainer on a CPU computes no logits of prompts, but the estimate
-includes them. A mixture of experts is not estimated.
+critic is assumed to be as large as the policy. Not counted: biases, fragmentation of the allocator,
+copies in the optimizer's step, reward models, teachers, judges, separate pools. A mixture of
+experts is not estimated.
 
 The estimates were compared with one GPU, called "the H100" below: an NVIDIA H100 80GB HBM3, driver
 580.159.04, torch 2.11.0, vLLM 0.24.0, on 2026-11-26. Two random models of 402M and 176M parameters
@@ -52,35 +51,20 @@ NEEDED_FIELDS = (  # of the Hugging Face configuration
     "num_attention_heads",
     "vocab_size",
 )
-MORE_GPUS = "raise trainer.n_gpus_per_node"
-OFFLOAD = f"set {ACTOR}.fsdp_config.param_offload and optimizer_offload"
-# {stage: the fix if it does not fit}, in the order in which they are printed. verl loads offloaded
-# weights and moments for the whole update (verl 0.9.1, workers/engine/base.py), so that offloading
-# does not help there.
-FIXES = {
-    "generate": f"Lower {ROLLOUT}.gpu_memory_utilization (on a CPU "
-    f"engine_kwargs.vllm.kv_cache_memory_bytes), {MORE_GPUS}, or {OFFLOAD}",
-    "log-probs": f"Lower {ROLLOUT}.log_prob_max_token_len_per_gpu, {MORE_GPUS}, or {OFFLOAD}",
-    "update": f"Lower {ACTOR}.ppo_max_token_len_per_gpu, {MORE_GPUS}, or add --config lora",
-    "critic": f"Lower critic.ppo_max_token_len_per_gpu, {MORE_GPUS}, or use an advantage without a "
-    "critic, such as grpo",
-    "sync": f"Lower {ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes, {MORE_GPUS}, or "
-    f"{OFFLOAD}",
+# {stage: the key to lower if it does not fit}, in the order in which they are printed
+KEYS = {
+    "generate": f"{ROLLOUT}.gpu_memory_utilization (on a CPU "
+    "engine_kwargs.vllm.kv_cache_memory_bytes)",
+    "log-probs": f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
+    "update": f"{ACTOR}.ppo_max_token_len_per_gpu",
+    "critic": "critic.ppo_max_token_len_per_gpu",
+    "sync": f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
 }
-TEMPORARY = "AdamW's temporary"
 PAGE = 'See docs/guides/gpu.md, "4. Read the memory lines".'
 Bytes = dict[str, float]  # {part: bytes}
 
 
 # --- sizes of a model ----------------------------------------------------------------------------
-
-
-class LayerWidths(NamedTuple):
-    """The widths of one layer's matrices."""
-
-    queries: int
-    keys: int
-    outputs: int  # of all matrices of the layer
 
 
 class ParameterCount(NamedTuple):
@@ -90,19 +74,23 @@ class ParameterCount(NamedTuple):
     layer: int
 
 
-def layer_widths(text_config: PretrainedConfig) -> LayerWidths:
-    """The widths of a layer. text_config: the Hugging Face configuration of a text model."""
+def head_widths(text_config: PretrainedConfig) -> tuple[int, int]:
+    """The widths of queries and keys of a text model."""
     heads = text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-    queries = heads * head_dim
-    keys = (getattr(text_config, "num_key_value_heads", None) or heads) * head_dim
-    return LayerWidths(queries, keys, 2 * (queries + keys) + 3 * text_config.intermediate_size)
+    key_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    return heads * head_dim, key_heads * head_dim
+
+
+def layer_outputs(text_config: PretrainedConfig) -> int:
+    """The outputs of all matrices of a layer."""
+    return 2 * sum(head_widths(text_config)) + 3 * text_config.intermediate_size
 
 
 def count_parameters(text_config: PretrainedConfig) -> ParameterCount:
     """The parameters of a model and of one of its layers."""
     hidden = text_config.hidden_size
-    layer = hidden * (layer_widths(text_config).outputs + 2)
+    layer = hidden * (layer_outputs(text_config) + 2)
     embeddings = 1 if getattr(text_config, "tie_word_embeddings", False) else 2
     outside = (embeddings * text_config.vocab_size + 1) * hidden  # the embeddings and the last norm
     return ParameterCount(text_config.num_hidden_layers * layer + outside, layer)
@@ -118,9 +106,8 @@ def activation_bytes(text_config: PretrainedConfig, itemsize: int) -> int:
     - the queries, keys, values and the output of the attention
     - the inputs of the norms once more, in fp32
     """
-    widths = layer_widths(text_config)
     hidden = text_config.hidden_size
-    attention = 2 * (widths.queries + widths.keys)
+    attention = 2 * sum(head_widths(text_config))
     return itemsize * (4 * hidden + attention + 4 * text_config.intermediate_size) + 8 * hidden
 
 
@@ -129,26 +116,13 @@ def itemsize(dtype: object) -> int:
     return 4 if "32" in str(dtype) else 2
 
 
-def compute_itemsize(engine: DictConfig) -> int:
-    """Bytes of a number in the type that an FSDP engine computes in."""
-    return itemsize((engine.get("mixed_precision") or {}).get("param_dtype"))
-
-
 def count_shards(recipe: Recipe, engine: DictConfig) -> int:
     """The GPUs among which FSDP shards a model."""
     world = recipe.trainer.n_gpus_per_node * recipe.trainer.nnodes
     return int(engine.fsdp_size if 0 < engine.fsdp_size < world else world)
 
 
-# --- the trainer ---------------------------------------------------------------------------------
-
-
-class ModelMemory(NamedTuple):
-    """The memory of a model under FSDP."""
-
-    resident: Bytes  # stays on the device while other models work
-    forward: Bytes  # of a forward pass, without activations and logits
-    update: Bytes  # of a micro-batch or of the optimizer's step: these two do not overlap
+# --- the trainer and the rollout engine ----------------------------------------------------------
 
 
 def estimate_states(
@@ -161,7 +135,7 @@ def estimate_states(
     count = count_parameters(text_config).model
     trained = count
     if model.lora_rank:
-        widths = 7 * text_config.hidden_size + layer_widths(text_config).outputs
+        widths = 7 * text_config.hidden_size + layer_outputs(text_config)
         trained = text_config.num_hidden_layers * model.lora_rank * widths
     shards = count_shards(recipe, engine)
     master = itemsize(engine.model_dtype)
@@ -173,16 +147,18 @@ def estimate_states(
     }
 
 
-def estimate_model(
-    recipe: Recipe,
-    text_config: PretrainedConfig,
-    section: DictConfig,
-    model: DictConfig,
-    token_logits: float,
-) -> ModelMemory:
-    """The memory of a model under FSDP. section: the actor's or the critic's.
+def list_resident(recipe: Recipe, engine: DictConfig, states: Bytes) -> Bytes:
+    """The states that stay on the device while other models work."""
+    is_cpu = recipe.trainer.device == "cpu"  # where offloading frees nothing
+    is_offloaded = {"weights": engine.param_offload, "optimizer": engine.optimizer_offload}
+    kept = [name for name in states if is_cpu or not is_offloaded.get(name, True)]
+    return {name: states[name] for name in kept}
 
-    token_logits: bytes of the logits of one token.
+
+def estimate_pass(
+    recipe: Recipe, text_config: PretrainedConfig, section: DictConfig, model: DictConfig
+) -> Bytes:
+    """The memory of an update's micro-batch. section: the actor's or the critic's.
 
     Layers are all-gathered for use, in the type of the computation (verl 0.9.1,
     workers/engine/fsdp/transformer_impl.py). The actor's update holds three tensors of logits
@@ -192,7 +168,7 @@ def estimate_model(
     engine = section.get("fsdp_config") or section.fsdp
     tokens = section.ppo_max_token_len_per_gpu
     count = count_parameters(text_config)
-    width = compute_itemsize(engine)
+    width = itemsize((engine.get("mixed_precision") or {}).get("param_dtype"))
     layers = text_config.num_hidden_layers
     activations = layers * activation_bytes(text_config, width)
     if model.enable_gradient_checkpointing:
@@ -201,91 +177,10 @@ def estimate_model(
     gathered = count.model
     if engine.reshard_after_forward:
         gathered -= (layers - 2) * count.layer
-    states: Bytes = estimate_states(recipe, text_config, engine, model)
-    if engine.offload_policy and section.strategy == "fsdp2":  # FSDP2 trains from host memory
-        states = {}
-    resident: Bytes = {}
-    is_cpu = recipe.trainer.device == "cpu"  # where offloading frees nothing
-    if states and (is_cpu or not engine.param_offload):
-        resident["weights"] = states["weights"]
-    if states and (is_cpu or not engine.optimizer_offload):
-        resident["optimizer"] = states["optimizer"]
-    all_gathered = {"all-gathered": float(width * gathered)}
-    micro_batch = states | all_gathered | {"activations": tokens * activations}
-    if token_logits:
-        micro_batch["logits"] = 3 * tokens * token_logits
-    optimizer_step = dict(states)
-    if states and makes_temporary(recipe, section.optim):
-        optimizer_step[TEMPORARY] = states["optimizer"] / 2  # as large as one of the moments
-    update = max(micro_batch, optimizer_step, key=lambda parts: sum(parts.values()))
-    return ModelMemory(resident, {"weights": states.get("weights", 0)} | all_gathered, update)
-
-
-def makes_temporary(recipe: Recipe, optim: DictConfig) -> bool:
-    """Whether AdamW's step makes a copy as large as a moment.
-
-    On GPUs torch updates all parameters together, unless the recipe asks for the fused kernel or a
-    loop. It then takes the root of the second moments (torch.optim.adam._multi_tensor_adam).
-    """
-    options = optim.override_optimizer_config or {}
-    is_together = not options.get("fused") and options.get("foreach") is not False
-    is_torch = optim.optimizer_impl == "torch.optim"
-    return bool(recipe.trainer.device != "cpu" and is_torch and is_together)
-
-
-# --- the stages ----------------------------------------------------------------------------------
-
-
-def estimate_stages(
-    recipe: Recipe, text_config: PretrainedConfig, device_bytes: int
-) -> dict[str, Bytes]:
-    """{stage: bytes of each part} on one device, for the stages of FIXES.
-
-    In `sync`, vLLM's weights are awake. Its KV cache wakes after the buckets are freed, so that it
-    belongs to `generate`.
-    """
-    is_cpu = recipe.trainer.device == "cpu"
-    overhead = OVERHEAD["cpu"] if is_cpu else OVERHEAD["cuda"]
-    if recipe.all_gpus > 1 and not is_cpu:
-        overhead += NCCL_BUFFERS
-    always = {"runtime overhead": overhead}
-    sampler = estimate_rollout_engine(recipe, text_config, device_bytes)
-    if recipe.command in ("rollout", "evaluate"):
-        return {"generate": sampler | always}
-    width = compute_itemsize(recipe.actor.fsdp_config)
-    token_logits = 0 if recipe.model.use_fused_kernels else width * text_config.vocab_size
-    actor = estimate_model(recipe, text_config, recipe.actor, recipe.model, token_logits)
-    if recipe.command == "sft":
-        return {"update": actor.update | always}
-    if is_cpu and recipe.has_reference and (recipe.teacher or not recipe.model.lora_rank):
-        always["reference"] = actor.forward["weights"]  # with GPUs it is in the host's memory
-    rollout = recipe.rollout
-    is_separate = bool(rollout.nnodes and not is_cpu)
-    beside_sampling = {} if is_separate else actor.resident
-    # what the engine keeps on the trainer's device while it sleeps, and while it gets new weights
-    asleep = {} if is_separate or rollout.free_cache_engine else sampler
-    awake = {} if is_separate else asleep or {"engine weights": sampler["engine weights"]}
-    # over NCCL, verl sends one bucket while it fills the other
-    buckets = 2 if is_separate and rollout.checkpoint_engine.backend == "nccl" else 1
-    bucket = buckets * rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20
-    tokens = rollout.log_prob_max_token_len_per_gpu
-    batch = {
-        "activations": tokens * activation_bytes(text_config, width),
-        "logits": 2 * tokens * token_logits,
-    }
-    stages = {
-        "generate": beside_sampling | sampler,
-        "log-probs": actor.resident | actor.forward | batch | asleep,
-        "update": actor.update | asleep,
-        "sync": actor.resident | awake | {"bucket": bucket},
-    }
-    if "values" in recipe.arguments and not recipe.kit.resource_pools.critic:
-        section = recipe.verl.critic
-        critic = estimate_model(recipe, text_config, section, section.model, 0)
-        for parts in stages.values():
-            parts["critic"] = sum(critic.resident.values())
-        stages["critic"] = critic.update | {"actor": sum(actor.resident.values())} | asleep
-    return {stage: stages[stage] | always for stage in FIXES if stage in stages}
+    parts = {"all-gathered": float(width * gathered), "activations": float(tokens * activations)}
+    if section is recipe.actor and not recipe.model.use_fused_kernels:
+        parts["logits"] = 3 * tokens * width * text_config.vocab_size
+    return parts
 
 
 def estimate_rollout_engine(
@@ -308,14 +203,76 @@ def estimate_rollout_engine(
 def cache_bytes_per_token(recipe: Recipe, text_config: PretrainedConfig) -> float:
     """Bytes of the KV cache for one token on one device: a key and a value in each layer."""
     rollout = recipe.rollout
-    numbers = 2 * text_config.num_hidden_layers * layer_widths(text_config).keys
+    numbers = 2 * text_config.num_hidden_layers * head_widths(text_config)[1]
     return float(numbers * itemsize(rollout.dtype) / rollout.tensor_model_parallel_size)
 
 
-def count_episodes(recipe: Recipe, text_config: PretrainedConfig, cache: float) -> int:
-    """The number of episodes of full length for which a replica's KV cache has room."""
-    token = cache_bytes_per_token(recipe, text_config)
-    return int(cache / token / recipe.rollout.max_model_len)
+# --- the stages ----------------------------------------------------------------------------------
+
+
+def estimate_stages(
+    recipe: Recipe, text_config: PretrainedConfig, device_bytes: int
+) -> dict[str, Bytes]:
+    """{stage: bytes of each part} on one device, for the stages of KEYS.
+
+    In `sync`, vLLM's weights are awake. Its KV cache wakes after the buckets are freed, so that it
+    belongs to `generate`.
+    """
+    is_cpu = recipe.trainer.device == "cpu"
+    overhead = OVERHEAD["cpu"] if is_cpu else OVERHEAD["cuda"]
+    if recipe.all_gpus > 1 and not is_cpu:
+        overhead += NCCL_BUFFERS
+    sampler = estimate_rollout_engine(recipe, text_config, device_bytes)
+    stages = {"generate": sampler}
+    if recipe.trains:
+        stages = estimate_training(recipe, text_config, sampler)
+    return {
+        stage: stages[stage] | {"runtime overhead": overhead} for stage in KEYS if stage in stages
+    }
+
+
+def estimate_training(
+    recipe: Recipe, text_config: PretrainedConfig, sampler: Bytes
+) -> dict[str, Bytes]:
+    """{stage: bytes of each part} of a command that trains. sampler: the rollout engine's bytes."""
+    engine = recipe.actor.fsdp_config
+    states = estimate_states(recipe, text_config, engine, recipe.model)
+    resident = list_resident(recipe, engine, states)
+    micro_batch = estimate_pass(recipe, text_config, recipe.actor, recipe.model)
+    if recipe.command == "sft":
+        return {"update": states | micro_batch}
+    rollout = recipe.rollout
+    is_separate = bool(rollout.nnodes and recipe.trainer.device != "cpu")
+    # what the engine keeps on the trainer's device while it sleeps, and while it gets new weights
+    asleep = {} if is_separate or rollout.free_cache_engine else sampler
+    awake = {} if is_separate else asleep or {"engine weights": sampler["engine weights"]}
+    width = itemsize((engine.get("mixed_precision") or {}).get("param_dtype"))
+    tokens = rollout.log_prob_max_token_len_per_gpu
+    forward = {
+        "weights": states["weights"],
+        "all-gathered": micro_batch["all-gathered"],
+        "activations": tokens * activation_bytes(text_config, width),
+    }
+    if "logits" in micro_batch:
+        forward["logits"] = 2 * tokens * width * text_config.vocab_size
+    bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20
+    if is_separate and rollout.checkpoint_engine.backend == "nccl":
+        bucket *= 2  # verl sends one bucket while it fills the other
+    stages = {
+        "generate": ({} if is_separate else resident) | sampler,
+        "log-probs": resident | forward | asleep,
+        "update": states | micro_batch | asleep,
+        "sync": resident | awake | {"bucket": bucket},
+    }
+    if "values" in recipe.arguments and not recipe.kit.resource_pools.critic:
+        critic = recipe.verl.critic
+        critic_states = estimate_states(recipe, text_config, critic.fsdp, critic.model)
+        for parts in stages.values():
+            parts["critic"] = sum(list_resident(recipe, critic.fsdp, critic_states).values())
+        micro_batch = estimate_pass(recipe, text_config, critic, critic.model)
+        actor = {"actor": sum(resident.values())}
+        stages["critic"] = critic_states | micro_batch | actor | asleep
+    return stages
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -354,6 +311,8 @@ def find_obstacle(recipe: Recipe, text_config: PretrainedConfig) -> str:
         return "the model is a mixture of experts"
     if recipe.verl.model_engine != FSDP:
         return f"model_engine={recipe.verl.model_engine}"
+    if recipe.actor.fsdp_config.offload_policy:
+        return f"{ACTOR}.fsdp_config.offload_policy"
     return ""
 
 
@@ -370,10 +329,11 @@ def describe(recipe: Recipe, text_config: PretrainedConfig) -> list[str]:
         lines.append(f"  {stage:9} {sum(parts.values()) / GIB:.1f}: {', '.join(sizes)}")
     if "generate" in stages:
         token = cache_bytes_per_token(recipe, text_config)
-        episodes = count_episodes(recipe, text_config, stages["generate"]["KV cache"])
+        length = recipe.rollout.max_model_len
+        episodes = int(stages["generate"]["KV cache"] / token / length)
         lines.append(
             f"KV cache    {token / 2**10:.0f} KiB a token: {episodes} concurrent episodes of "
-            f"{recipe.rollout.max_model_len} tokens"
+            f"{length} tokens"
         )
     return lines
 
@@ -388,20 +348,10 @@ def find_excess(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
         yield from find_large_stages(recipe, text_config, REFUSED_FROM, OVERRIDE)
 
 
-def find_shortages(recipe: Recipe, text_config: PretrainedConfig) -> list[str]:
-    """A line for each stage that does not fit, and one for a small KV cache, with the fix."""
-    if find_obstacle(recipe, text_config):
-        return []
-    shortages = list(find_large_stages(recipe, text_config, 1.0, ""))
-    if recipe.command != "sft":
-        shortages.extend(check_cache(recipe, text_config))
-    return shortages
-
-
 def find_large_stages(
-    recipe: Recipe, text_config: PretrainedConfig, factor: float, override: str
+    recipe: Recipe, text_config: PretrainedConfig, factor: float = 1.0, override: str = ""
 ) -> Iterator[str]:
-    """Each stage that needs more than `factor` times the device's memory, and the keys to change.
+    """Each stage that needs more than `factor` times the device's memory, and the key to change.
 
     override: a sentence for the message.
     """
@@ -410,16 +360,11 @@ def find_large_stages(
     device = find_device(recipe)
     for stage, parts in estimate_stages(recipe, text_config, device.size).items():
         needed = sum(parts.values())
-        if needed <= factor * device.size:
-            continue
-        fix = FIXES[stage]
-        if TEMPORARY in parts:
-            section = "critic" if stage == "critic" else ACTOR
-            fix = f"Set {section}.optim.override_optimizer_config={{fused: true}}, or {MORE_GPUS}"
-        yield (
-            f"{stage} needs {needed / GIB:.1f} GiB, {describe_device(recipe, device)}. {fix}. "
-            f"{override}{PAGE}"
-        )
+        if needed > factor * device.size:
+            yield (
+                f"{stage} needs {needed / GIB:.1f} GiB, {describe_device(recipe, device)}. Lower "
+                f"{KEYS[stage]}, or raise trainer.n_gpus_per_node. {override}{PAGE}"
+            )
 
 
 def check_cache(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
@@ -427,9 +372,11 @@ def check_cache(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
 
     A CPU samples so slowly that its recipe (configs/machines/cpu.yaml) chooses a small cache.
     """
+    if recipe.command == "sft" or find_obstacle(recipe, text_config):
+        return
     rollout = recipe.rollout
     cache = estimate_rollout_engine(recipe, text_config, find_device(recipe).size)["KV cache"]
-    episodes = count_episodes(recipe, text_config, cache)
+    episodes = int(cache / cache_bytes_per_token(recipe, text_config) / rollout.max_model_len)
     needed = 1
     if recipe.command == "train" and recipe.trainer.device != "cpu":
         share = recipe.data.train_batch_size * rollout.n / recipe.replicas

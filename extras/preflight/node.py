@@ -1,4 +1,4 @@
-"""Check disk, shared memory, GPUs, cores and packages of the node that a run starts on."""
+"""Check disk, shared memory, GPUs and packages of the node that a run starts on."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from extras.preflight import attention, gpus, memory
 from extras.preflight.memory import GIB
-from kit.config.load import FSDP, ROLLOUT
 from kit.config.recipe import Recipe
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-def find_problems(recipe: Recipe, text_config: Any) -> Iterator[str]:
+
+def find_problems(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
     """A line for each thing that this node lacks.
 
     text_config: the Hugging Face configuration of the text model.
     """
-    trains = recipe.command in ("train", "sft")
-    if trains and not memory.find_obstacle(recipe, text_config):
+    if recipe.trains and not memory.find_obstacle(recipe, text_config):
         yield from check_disk(recipe, text_config)
     yield from check_shared_memory(recipe)
     is_gpu_node = recipe.trainer.device != "cpu" and not memory.find_device(recipe).note
     if is_gpu_node:  # else the run will use another node
         yield from check_gpus(recipe)
-        yield from check_packages(recipe)
+        yield from attention.warnings(recipe.verl, recipe.command)
 
 
-def check_disk(recipe: Recipe, text_config: Any) -> Iterator[str]:
+def check_disk(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
     """The disk has room for the checkpoints that are kept, and for one more.
 
     A checkpoint has the weights and AdamW's moments of all ranks.
@@ -89,37 +90,12 @@ def check_shared_memory(recipe: Recipe) -> Iterator[str]:
 
 
 def check_gpus(recipe: Recipe) -> Iterator[str]:
-    """The node has the GPUs and the cores that the run uses."""
+    """The node has the GPUs that the run uses, and the package of the rollout engine."""
     count = gpus.count_gpus()
     needed = recipe.all_gpus
     is_one_node = not recipe.verl.ray_kwargs.ray_init.get("address")
     if is_one_node and count != needed:
         yield f"This node has {count} GPUs, and the run uses {needed}. Set trainer.n_gpus_per_node."
-    processes = recipe.trainer.n_gpus_per_node
-    cores = len(os.sched_getaffinity(0))
-    if recipe.command in ("train", "sft") and cores < processes:
-        yield (
-            f"This node has {cores} cores, and Ray gives one to each of {processes} processes. Set "
-            f"ray_kwargs.ray_init.num_cpus={processes} to share them."
-        )
-
-
-def check_packages(recipe: Recipe) -> Iterator[str]:
-    """The packages that the recipe needs are installed."""
-    rollout = recipe.rollout
-    sends_by_nccl = rollout.nnodes and rollout.checkpoint_engine.backend == "nccl"
-    if recipe.command == "train" and sends_by_nccl and not attention.is_installed("cupy"):
-        yield (
-            "Weights are sent to separate GPUs over NCCL by cupy, which is not installed. Install "
-            f"requirements-gpu.txt, or set {ROLLOUT}.checkpoint_engine.backend=gloo."
-        )
-    trains = recipe.command in ("train", "sft")
-    packages = []
-    if trains and recipe.verl.model_engine != FSDP:
-        packages.append(recipe.verl.model_engine)
-    if recipe.command != "sft" and rollout.name != "hf":
-        packages.append(rollout.name)
-    for package in packages:
-        if not attention.is_installed(package):
-            yield f"{package} is not installed. See docs/backends.md."
-    yield from attention.warnings(recipe.verl, recipe.command)
+    engine = recipe.rollout.name
+    if recipe.command != "sft" and engine != "hf" and not attention.is_installed(engine):
+        yield f"{engine} is not installed. See docs/backends.md."

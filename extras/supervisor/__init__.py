@@ -1,7 +1,7 @@
-"""Report the process of a run that died, and clean up after a driver that was killed.
+"""Report an engine of a run that died, and clean up after a driver that was killed.
 
-Without this folder a lost process still ends the run, but often only after a timeout and without
-the process's name.
+Without this folder a lost engine may end the run only after a timeout, and the processes of a
+killed driver stay.
 """
 
 from __future__ import annotations
@@ -26,11 +26,3 @@ class Supervisor(Feature):
         stages = launch.run.stages
         monitor = ProcessMonitor(launch.logs, checkpoints, stages.report_lost)
         stages.monitor = launch.stack.enter_context(monitor)
-
-        def register_raylet(pid: int | None) -> None:
-            """Ray ends the driver if its raylet dies. pid: None if the run joined a cluster."""
-            monitor.is_on_cluster = pid is None
-            if pid is not None:
-                monitor.register_process("Ray's raylet", pid)
-
-        launch.on_ray.append(register_raylet)

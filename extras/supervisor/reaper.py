@@ -1,31 +1,25 @@
-"""Watchdog process: if the driver dies without cleaning up, report which process died and clean up.
+"""Watchdog process: if the driver dies without cleaning up, report that and clean up.
 
 It kills the run's other processes and removes their temporary files. A driver may be killed by a
-user, or by the kernel when memory is low.
+user, by Ray, or by the kernel when memory is low.
 
-    python -P extras/supervisor/reaper.py DRIVER_FD DRIVER_PID CHECKPOINTS
+    python -P extras/supervisor/reaper.py DRIVER_PID CHECKPOINTS
 
-DRIVER_FD: a pidfd of the driver. CHECKPOINTS: the run's folder of checkpoints.
-
-process_monitor.py starts it and writes lines of JSON to its stdin:
-
-- {"folder": PATH}: a TMPDIR that only processes of this run use.
-- {"name": NAME, "pid": PID}: a process whose death also ends the driver, such as Ray's raylet.
-
-The last message is the text `end`: the run has cleaned up itself.
+CHECKPOINTS: the run's folder of checkpoints. process_monitor.py starts it and writes to its stdin:
+each line is a TMPDIR that only processes of this run use. The last text, `end`, means that the run
+has cleaned up itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import shutil
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -36,91 +30,43 @@ from extras.supervisor.process_monitor import remove_leftovers
 from kit.runs.processes import kill_processes
 
 STDIN = 0
+POLL_S = 0.5
 KILL_TIMEOUT_S = 10.0
-PF_EXITING = 4  # a flag in /proc/PID/stat
 
 
-class Reaper:
-    """Waits until the driver ends, and knows which of the run's processes died first."""
-
-    def __init__(self, driver_fd: int, driver_pid: int):
-        self.started_at = time.time()
-        self.driver_fd = driver_fd
-        self.driver_pid = driver_pid
-        self.names = {driver_fd: f"the driver (pid {driver_pid})"}  # by pidfd
-        self.dead: list[str] = []  # names, the first to die first
-        self.folders: list[str] = []
-        self.unparsed = b""  # bytes of stdin after the last newline
-        self.poll = select.poll()
-        self.poll.register(STDIN, select.POLLIN)
-        self.poll.register(driver_fd, select.POLLIN)
-
-    def wait_for_driver(self) -> bool:
-        """Wait until the driver has ended. Return whether it died without cleaning up."""
-        while self.names[self.driver_fd] not in self.dead:
-            ready = {fd for fd, _ in self.poll.poll()}
-            if STDIN in ready and self._read_messages():
-                return False
-            for fd in ready - {STDIN}:
-                self.poll.unregister(fd)
-                # If the driver is exiting, it died first: the kernel then ends Ray's processes.
-                cause = self.driver_fd if is_exiting(self.driver_pid) else fd
-                self.dead.append(self.names[cause])
-        return True
-
-    def _read_messages(self) -> bool:
-        """Read the next messages of the driver. Return whether one is the `end`."""
-        data = os.read(STDIN, 65536)
-        if not data:  # the driver has closed the pipe
-            self.poll.unregister(STDIN)
-            return False
-        *lines, self.unparsed = (self.unparsed + data).split(b"\n")
-        if self.unparsed == b"end":
-            return True
-        for line in lines:
-            self._handle_message(json.loads(line))
-        return False
-
-    def _handle_message(self, message: dict[str, Any]) -> None:
-        if "folder" in message:
-            self.folders.append(message["folder"])
-            return
-        name = f"{message['name']} (pid {message['pid']})"
-        try:
-            fd = os.pidfd_open(message["pid"])
-        except ProcessLookupError:  # it is already dead
-            self.dead.append(name)
-        else:
-            self.names[fd] = name
-            self.poll.register(fd, select.POLLIN)
-
-    def clean_up(self) -> None:
-        """Kill the run's remaining processes, and remove the files that they left."""
-        while processes := self.list_processes():
-            kill_processes(processes, (), KILL_TIMEOUT_S)
-        for folder in self.folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        remove_leftovers(self.started_at)
-
-    def list_processes(self) -> dict[int, psutil.Process]:
-        """Return by pid the other processes whose TMPDIR is one of the run's folders."""
-        processes = {}
-        for process in psutil.process_iter():
-            if process.pid == os.getpid():  # it has inherited the driver's TMPDIR
-                continue
-            with contextlib.suppress(psutil.Error):
-                is_of_run = process.environ().get("TMPDIR") in self.folders
-                if is_of_run and process.status() != psutil.STATUS_ZOMBIE:
-                    processes[process.pid] = process
-        return processes
+def read_until_end(driver_pid: int) -> str:
+    """Return what the driver has written, once it is dead or has closed its end."""
+    text = b""
+    while True:
+        if select.select([STDIN], [], [], POLL_S)[0]:
+            part = os.read(STDIN, 65536)
+            text += part
+            if not part:
+                return text.decode()
+        elif os.getppid() != driver_pid:  # a forked process may still have the driver's end
+            return text.decode()
 
 
-def is_exiting(pid: int) -> bool:
-    """Return whether a process is exiting (PF_EXITING) or gone."""
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return bool(int(fields[6]) & PF_EXITING)
-    return True
+def clean_up(folders: Collection[str], started_at: float) -> None:
+    """Kill the run's remaining processes, and remove the files that they left."""
+    while processes := list_processes(folders):
+        kill_processes(processes, (), KILL_TIMEOUT_S)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    remove_leftovers(started_at)
+
+
+def list_processes(folders: Collection[str]) -> dict[int, psutil.Process]:
+    """Return by pid the other processes whose TMPDIR is one of the run's folders."""
+    processes = {}
+    for process in psutil.process_iter():
+        if process.pid == os.getpid():  # it has inherited the driver's TMPDIR
+            continue
+        with contextlib.suppress(psutil.Error):
+            is_of_run = process.environ().get("TMPDIR") in folders
+            if is_of_run and process.status() != psutil.STATUS_ZOMBIE:
+                processes[process.pid] = process
+    return processes
 
 
 def describe_checkpoint(checkpoints: Path) -> str:
@@ -134,12 +80,15 @@ def describe_checkpoint(checkpoints: Path) -> str:
 
 def main() -> None:
     """Wait for the end of the driver. If it has not cleaned up, report that and clean up."""
-    reaper = Reaper(driver_fd=int(sys.argv[1]), driver_pid=int(sys.argv[2]))
-    if reaper.wait_for_driver():
-        reaper.clean_up()
-        checkpoint = describe_checkpoint(Path(sys.argv[3]))
-        text = f"{reaper.dead[0]} died, so the run ended. {checkpoint}"
-        print(f'error: {text}. See docs/troubleshooting.md, "Resume".', file=sys.stderr)
+    started_at = time.time()
+    driver_pid = int(sys.argv[1])
+    *folders, last = read_until_end(driver_pid).split("\n")
+    if last == "end":
+        return
+    clean_up(folders, started_at)
+    text = f"the driver (pid {driver_pid}) died, so the run ended."
+    text += f" {describe_checkpoint(Path(sys.argv[2]))}"
+    print(f'error: {text}. See docs/troubleshooting.md, "Resume".', file=sys.stderr)
 
 
 if __name__ == "__main__":

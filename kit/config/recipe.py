@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -24,7 +23,7 @@ from kit.config.user_functions import (
     estimator_arguments,
     load_recipe_functions,
 )
-from kit.features import Feature, first, make_features
+from kit.features import Feature, make_features
 
 
 class Parallelism(NamedTuple):
@@ -34,12 +33,14 @@ class Parallelism(NamedTuple):
     sequence: int = 1  # GPUs that share the tokens of one row
 
 
-def find_parallelism(config: DictConfig, features: Sequence[Feature]) -> Parallelism:
-    """Find how the GPUs of the training engine share a model and its rows. features: of the run."""
-    other_engine = first(feature.parallelism for feature in features)
-    if other_engine:
-        return other_engine
-    ulysses = int(config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
+def find_parallelism(config: DictConfig) -> Parallelism:
+    """Find how the GPUs of the training engine share a model and its rows."""
+    actor = config.actor_rollout_ref.actor
+    if config.model_engine == "megatron":
+        engine = actor.megatron
+        layers = engine.tensor_model_parallel_size * engine.pipeline_model_parallel_size
+        return Parallelism(layers * engine.context_parallel_size, engine.context_parallel_size)
+    ulysses = int(actor.ulysses_sequence_parallel_size)
     return Parallelism(ulysses, ulysses)
 
 
@@ -186,7 +187,7 @@ class Recipe:
     @functools.cached_property
     def parallelism(self) -> Parallelism:
         """How the GPUs of the training engine share a model and its rows."""
-        return find_parallelism(self.verl, self.features)
+        return find_parallelism(self.verl)
 
     def gpus_per_node(self, role: str = "actor") -> int:
         """GPUs per node for a role: those of its resource pool, or the actor's if it has none.

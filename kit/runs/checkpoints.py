@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 from omegaconf import OmegaConf
 
 from env import Json
-from kit import features
 from kit.config.keys import flatten
+from kit.config.load import FSDP
 from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
 from kit.data.fingerprint import Fingerprint
@@ -155,14 +155,13 @@ def delete_old(folder: Path, newest: Path, keep: int | None) -> None:
 
 def find_missing_shards(folder: Path, ranks: int, recipe: Recipe) -> list[str]:
     """List the ranks' files that are missing in `folder` (actor or critic)."""
+    if recipe.verl.model_engine != FSDP:  # it writes other files, which the manifest lists
+        return []
     section = "actor_rollout_ref.actor" if folder.name == "actor" else "critic"
     contents = recipe.get(f"{section}.checkpoint.save_contents") or list(SHARDS)
-    names = features.first(feature.checkpoint_files(contents, ranks) for feature in recipe.features)
-    if names is None:
-        pairs = itertools.product(
-            [SHARDS[kind] for kind in SHARDS if kind in contents], range(ranks)
-        )
-        names = [f"{prefix}_world_size_{ranks}_rank_{rank}.pt" for prefix, rank in pairs]
+    prefixes = [SHARDS[kind] for kind in SHARDS if kind in contents]
+    pairs = itertools.product(prefixes, range(ranks))
+    names = [f"{prefix}_world_size_{ranks}_rank_{rank}.pt" for prefix, rank in pairs]
     return sorted(name for name in names if not (folder / name).is_file())
 
 
@@ -369,8 +368,6 @@ def check(checkpoint: Path, recipe: Recipe, fingerprint: Fingerprint | None = No
         tensors = read(path)
         if path.parent.name == "actor" and path.name.startswith("model_"):
             check_shapes(path, tensors, Path(recipe.model.path))
-    for feature in recipe.features:
-        notes += feature.resume_notes(checkpoint)
     return notes
 
 
@@ -406,8 +403,6 @@ def list_changes(before: Fingerprint, now: Fingerprint) -> dict[str, str]:
 def find_fixed_keys(recipe: Recipe, keys: list[str], before: Json, now: Json) -> dict[str, str]:
     """Return {key: reason} for the changed `keys` that must not change."""
     fixed_keys = dict(FIXED_KEYS)
-    for feature in recipe.features:
-        fixed_keys |= dict.fromkeys(feature.layout_keys, LAYOUT)
     if math.prod(before[key] for key in RANKS) == math.prod(now[key] for key in RANKS):
         for key in RANKS:  # the same number of ranks, on another number of nodes
             del fixed_keys[key]

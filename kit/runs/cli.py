@@ -106,8 +106,8 @@ def plan(
     if recording:
         resume_from = recorded.prepare(config, recording)
     if command in features.COMMANDS:
-        load = features.COMMANDS[command]
-        recipe, inputs = load().prepare(config, defaults, on_features)
+        module = features.load_command(command)
+        recipe, inputs = module.prepare(config, defaults, on_features)
     else:
         recipe, inputs = prepare.prepare(config, defaults, command, on_features)
     if recipe.trains and not recording:  # only now: the rows may set the number of steps
@@ -293,7 +293,7 @@ def run_other(planned: Plan) -> None:
     run_command = collect.run_command
     command = planned.recipe.command
     if command in features.COMMANDS:
-        run_command = features.COMMANDS[command]().run_command
+        run_command = features.load_command(command).run_command
     with Run(planned.recipe, planned.resume_from, planned.fingerprint) as started:
         run_command(planned.recipe, started, planned.inputs)
 

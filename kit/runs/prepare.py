@@ -193,7 +193,7 @@ def check_early(
         *check_files(config, command),
         *checks.check_choices(config),
         *checks.check_run_name(config),
-        *checks.check_sizes(config, command, find_parallelism(config, active).model),
+        *checks.check_sizes(config, command, find_parallelism(config).model),
         *checks.check_algorithm(config),
         *adapters.check_keys(config),
         *checks.check_sampling(config, command),
@@ -227,8 +227,6 @@ def check_late(recipe: Recipe) -> None:
     if recipe.verl.model_engine == FSDP:
         errors += checks.check_strategies(recipe)
         errors += checks.check_optimizers(recipe) if recipe.trains else []
-    for feature in recipe.features:
-        errors += feature.check_workers(recipe)
     raise_all([as_error(error) for error in errors])
 
 
@@ -554,7 +552,7 @@ def set_sizes(
     rollout.prometheus.file = os.path.abspath(rollout.prometheus.file)
     check_context_length(config, hf_config, longest, command)
     # verl packs whole episodes, in parts on the GPUs that share the tokens of one
-    share = math.ceil(longest / find_parallelism(config, active).sequence)
+    share = math.ceil(longest / find_parallelism(config).sequence)
     for key in MICRO_BATCH_TOKENS:
         OmegaConf.update(config, key, max(OmegaConf.select(config, key), share))
     set_loss_settings(config)

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 
 from env import Task
+from kit.config.load import FSDP
 from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
 from kit.data import json_lines
@@ -278,8 +279,7 @@ class RunFiles:
             path.parent.mkdir(exist_ok=True)
         with files.replace_atomically(path) as partial, partial.open("wb") as out:
             torch.save({"reason": reason, "uid": group_ids, **tensors}, out)
-        are_skipped = all(feature.skips_nonfinite_steps for feature in self.recipe.features)
-        limit = MAX_NONFINITE_STEPS if are_skipped else 1
+        limit = MAX_NONFINITE_STEPS if self.recipe.verl.model_engine == FSDP else 1
         if self.nonfinite_steps == limit:
             raise RunError(
                 f"{self.nonfinite_steps} non-finite steps in a row, the last: {reason}. Inspect "

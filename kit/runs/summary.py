@@ -11,6 +11,7 @@ import yaml
 from env import Json
 from kit.config import adapters, checks
 from kit.config.keys import find_changes, is_below
+from kit.config.load import FSDP
 from kit.config.neutral_sampling import find_distortions
 from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
@@ -173,7 +174,7 @@ def describe_devices(recipe: Recipe) -> str:
     """The devices, and how the models are laid out over them."""
     rollout = recipe.rollout
     world = recipe.world_size()
-    engine = "".join(f" of {feature.layout}" for feature in recipe.features if feature.layout)
+    engine = "" if recipe.verl.model_engine == FSDP else f" of {recipe.verl.model_engine}"
     separate = {
         role.replace("_", " "): recipe.world_size(role)
         for role in recipe.kit.resource_pools.sizes()

@@ -47,7 +47,7 @@ POLICY = LlamaConfig(
 )
 def test_groups_of_gpus_divide_the_machine(changes, message):
     config, _ = load_config(["math"], ["trainer.n_gpus_per_node=8", *changes])
-    split = find_parallelism(config, []).model
+    split = find_parallelism(config).model
     problems = list(checks.check_sizes(config, "train", split))
     assert len(problems) == bool(message), problems
     assert re.search(message, "".join(problems))

@@ -19,7 +19,7 @@ from kit.errors import ConfigError
 from kit.rollout import chat
 from kit.runs import prepare, summary
 from tests.helpers.models import make_mixture
-from tests.helpers.recipes import GYM_PYTHON, ROOT, command, metrics_of, run, tiny
+from tests.helpers.recipes import GYM_PYTHON, command, metrics_of, run, tiny
 from tests.helpers.rollouts import CHATML, STOPS, bytes_tokenizer, call, context_of
 
 
@@ -46,7 +46,7 @@ def test_a_mixture_of_experts_learns(workspace):
 # --- dry runs: these backends need GPUs ----------------------------------------------------------
 
 DEVICES = {  # {recipe of configs/: the devices in the summary}
-    "megatron": "8 cuda of megatron (tensor_model_parallel_size 2), 8 vLLM replicas",
+    "megatron": "8 cuda of megatron, 8 vLLM replicas",
     "sglang": "8 cuda, 8 SGLang replicas",
     "fp8": "8 cuda, 8 vLLM replicas",
     "drafts": "8 cuda, 8 vLLM replicas",
@@ -86,8 +86,6 @@ def summarize(workspace, *overrides: str, changes: Sequence[str] = ()) -> str:
 @pytest.mark.parametrize("name", DEVICES)
 def test_verl_accepts_the_recipes_for_gpus(workspace, wide, name):
     assert f"devices     {DEVICES[name]}" in summarize(workspace, name)
-    lines = (ROOT / "configs" / f"{name}.yaml").read_text().splitlines()
-    assert len(lines) <= 15
 
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -100,55 +98,29 @@ ACTOR = "actor_rollout_ref.actor"
         ([], ["model_engine=torchtitan"], "torchtitan engine has no critic"),
         ([], ["model_engine=mindspeed"], "is not one of dp, megatron"),
         (["megatron", "cpu"], [], "model_engine=megatron needs GPUs"),
-        (
-            ["megatron"],
-            [f"{ACTOR}.fsdp_config.param_offload=true"],
-            "It belongs to model_engine=dp",
-        ),
-        (
-            [],
-            [f"{ACTOR}.megatron.param_offload=true"],
-            "It belongs to model_engine=megatron, and this recipe has dp",
-        ),
-        (["megatron"], [f"{ACTOR}.strategy=fsdp2"], "must be megatron"),
-        (["megatron"], ["actor_rollout_ref.model.lora_rank=8"], "verl reads it with FSDP only"),
+        (["megatron"], [f"{ACTOR}.fsdp_config.param_offload=true"], "belongs to model_engine=dp"),
+        (["megatron"], [f"{ACTOR}.strategy=fsdp2"], "strategy=fsdp2 does not work with"),
+        (["megatron"], ["actor_rollout_ref.model.lora_rank=8"], "lora_rank does not work with"),
         (
             ["megatron", "ppo"],
             ["critic.megatron.tensor_model_parallel_size=4"],
             "Set them to the same values",
         ),
-        (
-            ["megatron"],
-            [f"{ACTOR}.megatron.context_parallel_size=8"],
-            "8 GPUs must be a multiple of",
-        ),
-        (
-            ["megatron"],
-            [f"{ACTOR}.megatron.router_replay.mode=R2"],
-            "hold no expert routing to replay",
-        ),
+        (["megatron"], [f"{ACTOR}.megatron.context_parallel_size=8"], "8 GPUs must be a multiple"),
         (["megatron"], [f"{ACTOR}.megatron.dtype=float32"], "verl does not accept it: "),
-        (
-            [],
-            [f"{ROLLOUT}.enable_rollout_routing_replay=true"],
-            "replays expert routing only with Megatron",
-        ),
-        ([], [f"{ROLLOUT}.name=trtllm"], "must share the trainer's placement group"),
+        ([], [f"{ROLLOUT}.enable_rollout_routing_replay=true"], "replays expert routing only with"),
+        ([], [f"{ROLLOUT}.name=trtllm"], "is not one of vllm, hf, sglang"),
         (["sglang", "cpu"], [], "sglang needs GPUs"),
         (["sglang"], [f"{ROLLOUT}.enable_prefix_caching=false"], "is not read with"),
-        (
-            ["sglang"],
-            [f"{ROLLOUT}.full_determinism=true"],
-            "verl passes no seed to SGLang's requests",
-        ),
+        (["sglang"], [f"{ROLLOUT}.full_determinism=true"], "verl passes no seed to SGLang"),
         (["sglang", "separate"], [], "Set it to false"),
         (
             [],
             [f"{ROLLOUT}.engine_kwargs.sglang.x=1"],
-            "sglang needs actor_rollout_ref.rollout.name=sglang",
+            "sglang needs actor_rollout_ref.rollout.name",
         ),
         (["fp8", "cpu"], [], "quantization=fp8 on a CPU"),
-        (["fp8"], ["actor_rollout_ref.model.path=tied"], "model's hidden_size 64"),
+        (["fp8"], ["actor_rollout_ref.model.path=tied"], "not hidden_size 64"),
         ([], [f"{ROLLOUT}.quantization=torchao"], "is not supported: only fp8 is"),
         (
             [],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import time
@@ -28,11 +27,11 @@ def test_a_failed_install_leaves_nothing(tmp_path, monkeypatch):
     calls = []
 
     def run(command, **settings):
-        calls.append(command[1:3])
-        if command[1:3] == ["pip", "install"] and "--no-deps" not in command:
+        calls.append(command[2:4])
+        if command[2:4] == ["pip", "install"] and "--no-deps" not in command:
             text = "No solution found\nbecause of a reason"
             return subprocess.CompletedProcess(command, 1, "", text)
-        if command[1] == "venv":
+        if command[2] == "venv":
             return original(command, **settings)
         return subprocess.CompletedProcess(command, 0, "", "")
 
@@ -47,9 +46,7 @@ def test_a_failed_install_leaves_nothing(tmp_path, monkeypatch):
     assert calls[-1] == ["pip", "install"]
     left = [path.name for path in (tmp_path / ".venv-gym-servers").iterdir()]
     assert left == [".asr_with_pc.lock"]
-    with pytest.raises(
-        gym_environments.InstallError, match=r"no such resources server; nearest are .*mcqa"
-    ):
+    with pytest.raises(GymStartError, match="no such resources server"):
         gym_environments.install_environment("mcqaa", str(python))
 
 
@@ -59,14 +56,14 @@ def test_two_runs_build_an_environment_once(tmp_path, monkeypatch):
     python.parent.mkdir(parents=True)
     built = []
 
-    def build(server, uv, final, python, base, packages, contents):
-        built.append(server)
+    def build(final, python, base, packages, contents):
+        built.append(final.name)
         time.sleep(0.3)
         (final / "bin").mkdir(parents=True)
         (final / "installed.txt").write_text(contents)
 
     monkeypatch.setattr(gym_environments, "build", build)
-    monkeypatch.setattr(gym_environments, "check_base", lambda *_: SITE_PACKAGES)
+    monkeypatch.setattr(process_specs, "find_package", lambda _: SITE_PACKAGES)
     monkeypatch.setattr(
         process_specs, "environment_folder", lambda server, _: tmp_path / "servers" / server
     )
@@ -128,10 +125,9 @@ def test_environments_for_servers_are_next_to_the_one_that_has_nemo_gym(tmp_path
     ]
 
 
-def test_a_requirement_from_git_is_not_installed_from_pypi():
-    lines = gym_environments.read_requirements(SITE_PACKAGES / "resources_servers" / "code_fim")
-    assert any(line.startswith("human-eval-infilling@ git+https://") for line in lines)
-    assert not [line for line in lines if "nemo-gym" in line]
+def test_a_requirement_with_another_source_is_not_installed_from_pypi():
+    with pytest.raises(GymStartError, match="human-eval-infilling"):
+        gym_environments.read_requirements(SITE_PACKAGES / "resources_servers" / "code_fim")
 
 
 def test_a_requirement_with_a_relative_path_is_relative_to_the_folder_of_the_server(tmp_path):
@@ -145,35 +141,3 @@ def test_the_packages_of_gyms_extra_named_sandbox_are_installed_if_a_server_need
     packages = "\n".join(gym_environments.read_requirements(servers / "job_bench"))
     assert "opensandbox>=0.1.15" in packages and "mammoth>=1.13.0" in packages
     assert "opensandbox" not in "\n".join(gym_environments.read_requirements(servers / "moldetox"))
-
-
-@pytest.mark.parametrize(
-    ("source", "line"),
-    [
-        ('{git = "https://x/a.git"}', "my-pkg[fast]@ git+https://x/a.git"),
-        ('{git = "https://x/a.git", rev = "0123abc"}', "my-pkg[fast]@ git+https://x/a.git@0123abc"),
-        ('{git = "https://x/a.git", tag = "v1"}', "my-pkg[fast]@ git+https://x/a.git@v1"),
-        (
-            '{git = "https://x/a.git", branch = "b", subdirectory = "c"}',
-            "my-pkg[fast]@ git+https://x/a.git@b#subdirectory=c",
-        ),
-        ('{url = "https://x/a.whl"}', "my-pkg[fast]@ https://x/a.whl"),
-        ('{index = "other"}', "index': 'other'}, which is not supported"),
-        ('{git = "https://x/a.git", rev = "1", branch = "b"}', "which is not supported"),
-        ('[{git = "https://x/a.git", marker = "x"}]', "which is not supported"),
-    ],
-    ids=str,
-)
-def test_a_package_comes_from_the_source_and_revision_that_its_server_names(source, line, tmp_path):
-    dependencies = (
-        'dependencies = ["nemo-gym[dev]", "My_Pkg[fast]>=1", "other==2; python_version > \'3\'"]'
-    )
-    sources = f'[tool.uv.sources]\nmy-pkg = {source}\nnemo-gym = {{path = "../.."}}'
-    (tmp_path / "pyproject.toml").write_text(f"[project]\n{dependencies}\n{sources}\n")
-    if "not supported" in line:
-        with pytest.raises(gym_environments.InstallError, match=re.escape(line)):
-            gym_environments.read_requirements(tmp_path)
-    else:
-        package, other = gym_environments.read_requirements(tmp_path)
-        assert package.lower().replace("_", "-") == line
-        assert other == "other==2; python_version > '3'"

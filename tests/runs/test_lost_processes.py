@@ -25,7 +25,7 @@ def list_failed_fractions(run: LiveRun) -> list[float]:
 
 
 @pytest.mark.soak
-def test_a_dead_gym_server_is_restarted_and_a_stopped_engine_ends_the_run(workspace):
+def test_a_dead_gym_server_is_restarted_and_a_dead_engine_ends_the_run(workspace):
     with LiveRun(
         workspace, "lost", "trainer.total_training_steps=500", "trainer.save_freq=1"
     ) as run:
@@ -35,12 +35,11 @@ def test_a_dead_gym_server_is_restarted_and_a_stopped_engine_ends_the_run(worksp
         run.until_step(last + 3)
         assert "gym server reasoning_gym exited with status -9 and is restarted; log" in run.output
         assert max(list_failed_fractions(run)) == 0
-        run.signal("^VLLM::EngineCore", signal.SIGSTOP)
+        run.signal("^VLLM::EngineCore", signal.SIGKILL)
         seconds = run.end(1)
-    print(f"ended {seconds:.1f} s after SIGSTOP of vLLM's engine")
+    print(f"ended {seconds:.1f} s after the death of vLLM's engine")
     message = run.output.splitlines()[-1]
-    stopped = r"vLLM's EngineCore \(pid \d+\) is stopped \(SIGSTOP\?\)\. "
-    assert re.match(rf"error: stage \w+: {stopped}", message), message
+    assert re.match(r"error: stage \w+: .*vLLM's (engine|EngineCore)", message), message
     assert "Rerun the same command to resume from the last checkpoint" in message
     assert (run.folder / "checkpoints" / f"global_step_{last + 2}").is_dir()
 
@@ -53,21 +52,11 @@ LOST_PROCESSES = {
         r"EngineCore|vLLM's engine died and logged no cause",
     ),
     "actor killed": ("^ray::ActorRolloutRefWorker", signal.SIGKILL, "ActorRolloutRefWorker"),
-    "actor stopped": (
-        "^ray::ActorRolloutRefWorker",
-        signal.SIGSTOP,
-        r"ActorRolloutRefWorker \(pid \d+\) is stopped",
-    ),
-    "server stopped": (
-        "^ray::vLLMHttpServer",
-        signal.SIGSTOP,
-        r"vLLMHttpServer \(pid \d+\) is stopped",
-    ),
     "GCS killed": ("gcs_server ", signal.SIGKILL, r"gcs_server \(pid \d+\) died"),
     "raylet killed": (
         "raylet/raylet ",
         signal.SIGKILL,
-        r"Ray's raylet \(pid \d+\) died, so the run ended\. Last",
+        r"the driver \(pid \d+\) died, so the run ended\. Last",
     ),
     "driver killed": (
         r"algorithm\.py ",

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import email.utils
-import json
 import logging
-import threading
 import time
-from datetime import datetime, timedelta, timezone
 
 import httpx
 import pytest
@@ -16,7 +12,6 @@ import pytest
 from extras.judges import judge_proxy
 from extras.judges.judge_proxy import JudgeProxy
 from extras.judges.judge_settings import Judge
-from kit.gym import network
 from tests.helpers.http import StubJudge, completion
 
 GOOD = (200, completion("[[A=B]]"))
@@ -71,13 +66,6 @@ def test_a_judge_that_recovers_before_the_timeout_gives_a_reply(script, requests
     assert seconds > (4.0 if requests == 5 else 0.0)
 
 
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_temporary_status_is_retried(status):
-    judge = StubJudge((status, {}), GOOD)
-    assert send(judge.url, timeout_s=10.0)[0] == 200
-    assert len(judge.log) == 2
-
-
 @pytest.mark.parametrize("status", [201, 400])
 def test_a_permanent_status_is_not_retried(status):
     judge = StubJudge((status, {}), GOOD)
@@ -86,60 +74,6 @@ def test_a_permanent_status_is_not_retried(status):
     assert len(judge.log) == 1
     assert f"http_{status}" in response["error"]["message"]
     assert metrics[f"judge/judge_model/failed/http_{status}"] == 1
-
-
-def format_date(offset_s: float) -> str:
-    """Return the date in `offset_s` seconds, as an HTTP header has it."""
-    return email.utils.formatdate(time.time() + offset_s, usegmt=True)
-
-
-def format_date_in_another_zone() -> str:
-    """Return the date in 30 s, in a time zone five hours ahead of UTC."""
-    zone = timezone(timedelta(hours=5))
-    return email.utils.format_datetime(datetime.now(zone) + timedelta(seconds=30))
-
-
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [
-        ("3", 3.0),
-        ("-3", 0.0),
-        ("in an hour", 0.0),
-        ("", 0.0),
-        ("nan", 0.0),
-        (lambda: format_date(30), 30.0),
-        (lambda: format_date(-30), 0.0),
-        (format_date_in_another_zone, 30.0),
-    ],
-    ids=[
-        "seconds",
-        "negative",
-        "words",
-        "none",
-        "nan",
-        "future date",
-        "past date",
-        "another time zone",
-    ],
-)
-def test_retry_after_is_seconds_or_a_date(header, seconds):
-    if callable(header):
-        header = header()
-    assert judge_proxy._parse_retry_after(header) == pytest.approx(seconds, abs=2.0)
-    assert judge_proxy._parse_retry_after(header) >= 0.0
-
-
-def test_the_proxy_waits_until_the_date_of_retry_after():
-    judge = StubJudge((429, {}, [("Retry-After", format_date(3))]), GOOD)
-    status, _, _, seconds = send(judge.url, timeout_s=10.0, attempts=1)
-    assert status == 200
-    assert 1.5 < seconds < 5.0
-
-
-def test_pauses_between_attempts_double():
-    judge = StubJudge((500, {}), (500, {}), (500, {}), GOOD)
-    seconds = send(judge.url, timeout_s=10.0, attempts=4)[3]
-    assert seconds > 7 * judge_proxy.FIRST_RETRY_DELAY_S
 
 
 # --- failures ------------------------------------------------------------------------------------
@@ -152,10 +86,8 @@ def test_pauses_between_attempts_double():
         ([(404, {"error": {"message": "no model stub"}})], "http_404", 1),
         ([(400, {"error": {"message": "maximum context length is 10"}})], "http_400", 1),
         ([(500, b"'}{\"")], "http_500", 2),
-        ([(500, b'\\"}\' calling an inner server: b"\n')], "http_500", 2),
-        ([(429, {}, [("Retry-After", "60")])], "http_429", 1),  # no wait beyond the timeout
+        ([(429, {}, [("Retry-After", "60")])], "http_429", 1),  # it waits until the timeout
         ([(200, b"<html>")], "bad_answer", 2),
-        ([(200, [])], "bad_answer", 2),
         ([(200, {"choices": [{"message": {"content": 7}}]})], "bad_answer", 2),
         ([(200, completion(" \n"))], "empty", 1),
         ([(200, completion(None, refusal="I would rather not."))], "refused", 1),
@@ -204,20 +136,7 @@ def test_a_redirect_is_a_failure_and_the_other_host_gets_no_request():
     assert status == 422
     assert other.log == []
     assert len(judge.log) == 1
-    message = response["error"]["message"]
-    target = f"{other.url}/chat/completions"
-    assert f"HTTP 307 redirects to '{target}', and redirects are not followed" in message
-    assert "set it as base_url" in message
-
-
-def test_an_endless_reply_is_a_failure_and_not_retried(monkeypatch):
-    monkeypatch.setattr(network, "MAX_BODY_BYTES", 100)
-    judge = StubJudge((200, completion("[[A=B]]" * 100)))
-    status, response, _, _ = send(judge.url, timeout_s=10.0)
-    assert status == 422
-    message = response["error"]["message"]
-    assert "bad_answer: the reply is longer than 100 bytes" in message
-    assert len(judge.log) == 1
+    assert "http_307" in response["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -230,19 +149,16 @@ def test_an_endless_reply_is_a_failure_and_not_retried(monkeypatch):
         ({"choices": [{"finish_reason": "stop", "message": {}}]}, "empty"),
         ({"choices": [{"finish_reason": "stop"}]}, "bad_answer"),
         ({}, "bad_answer"),
-        (None, "bad_answer"),
+        ([], "bad_answer"),
         ({"output": [{"type": "message", "content": [{"text": 7}]}]}, "bad_answer"),
     ],
     ids=str,
 )
 def test_a_reply_without_text_is_a_failure(body, reason):
-    judge = Judge("j", "http://x/v1", "m")
-    with pytest.raises(judge_proxy.JudgeError) as caught:
-        judge_proxy._parse_completion(json.dumps(body).encode(), judge)
-    assert caught.value.reason == reason
-    assert caught.value.is_retryable == (reason == "bad_answer")
-    is_too_short = "length" in str(body) or "incomplete" in str(body)
-    assert ("Raise parameters.max_tokens" in str(caught.value)) == is_too_short
+    judge = StubJudge((200, body))
+    status, _, metrics, _ = send(judge.url, attempts=1)
+    assert status == 422
+    assert metrics[f"judge/judge_model/failed/{reason}"] == 1
 
 
 # --- requests and replies ------------------------------------------------------------------------
@@ -256,23 +172,17 @@ def test_the_proxy_serves_only_the_run_and_only_completions():
 
 
 def test_concurrency_limits_the_requests_in_flight():
-    in_flight = 0
-    max_in_flight = 0
-    lock = threading.Lock()
+    in_flight = []
+    most = []
 
-    class CountingScript(list):
-        def __getitem__(self, index):
-            nonlocal in_flight, max_in_flight
-            with lock:
-                in_flight += 1
-                max_in_flight = max(max_in_flight, in_flight)
-            time.sleep(0.4)
-            with lock:
-                in_flight -= 1
-            return GOOD
+    def reply(request):
+        in_flight.append(request)
+        most.append(len(in_flight))
+        time.sleep(0.4)
+        in_flight.pop()
+        return completion("[[A=B]]")
 
-    judge = StubJudge(GOOD)
-    judge.script = CountingScript([GOOD])
+    judge = StubJudge((200, reply))
 
     async def send_many(port, key):
         url = f"http://127.0.0.1:{port}/j/v1/chat/completions"
@@ -285,30 +195,17 @@ def test_concurrency_limits_the_requests_in_flight():
     with JudgeProxy({"j": settings}) as proxy:
         responses = asyncio.run(send_many(proxy.port, proxy.key))
     assert {response.status_code for response in responses} == {200}
-    assert max_in_flight == 2
+    assert max(most) == 2
 
 
 def test_metrics_count_since_the_last_call():
     stub = StubJudge(GOOD)
-    judges = {name: Judge(name, stub.url, "stub", timeout_s=5.0) for name in ("one", "two")}
-    with JudgeProxy(judges) as proxy:
-
-        def count_request(name):
-            headers = {"Authorization": f"Bearer {proxy.key}"}
-            url = f"http://127.0.0.1:{proxy.port}/{name}/v1/chat/completions"
-            assert httpx.post(url, json={"messages": []}, headers=headers).status_code == 200
-            return proxy.metrics()
-
-        metrics_of_one = {
-            "judge/one/asked": 1.0,
-            "judge/one/prompt_tokens": 5.0,
-            "judge/one/completion_tokens": 2.0,
-        }
-        assert count_request("one") == metrics_of_one
+    with JudgeProxy({"one": Judge("one", stub.url, "stub", timeout_s=5.0)}) as proxy:
+        url = f"http://127.0.0.1:{proxy.port}/one/v1/chat/completions"
+        for _ in range(2):
+            httpx.post(url, json={}, headers={"Authorization": f"Bearer {proxy.key}"})
+            assert proxy.metrics()["judge/one/asked"] == 1.0
         assert proxy.metrics() == {}
-        metrics_of_two = {key.replace("one", "two"): value for key, value in metrics_of_one.items()}
-        assert count_request("two") == metrics_of_two
-        assert count_request("one") == metrics_of_one
 
 
 def test_a_verifier_gets_the_text_of_a_judge_without_its_reasoning():

@@ -68,7 +68,6 @@ def fence(program: str) -> str:
     ("program", "tests", "verl_reward", "reward"),
     [
         (RAISES, EXPECTS_NO_TEXT, 1, 0),
-        (RAISES, EXPECTS_ANYTHING, 1, 0),
         (EXITS, EXPECTS_NO_TEXT, 1, 0),
         ("x = 1", EXPECTS_NO_TEXT, 1, 0),  # the program does not define `solve`
         (EXITS_FIRST, EXPECTS_ANYTHING, 1, 0),
@@ -77,7 +76,6 @@ def fence(program: str) -> str:
         (RAISES, ASSERTS, 0, 0),
         (RETURNS_NOTHING, EXPECTS_NO_TEXT, 1, 1),
         (RETURNS_TWO, {**EXPECTS_NO_TEXT, "outputs": ["2"]}, 1, 1),
-        (RETURNS_TWO, EXPECTS_NO_TEXT, 0, 0),
         (PASSES_ASSERT, ASSERTS, 1, 1),
         (PASSES_ASSERT, ASSERTS_OF_FUNCTION, 1, 1),
         ("raise ValueError", READS_STDIN, 0, 0),
@@ -117,13 +115,6 @@ def test_a_function_that_raises_on_this_machine_earns_nothing(tmp_path):
         row = {"data_source": "taco", "reward_model": {"ground_truth": json.dumps(tests)}}
         rewards_by_output.append(list_rewards(play(router, *texts, row=row)))
     assert rewards_by_output == [[0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
-
-
-@pytest.mark.parametrize("url", [None, "http://127.0.0.1:9/run_code"])
-def test_a_row_without_readable_tests_is_a_failure(url):
-    for tests in ("[1]", "x"):
-        with pytest.raises(ValueError, match="tests of the row must be a JSON object"):
-            score_program("taco", fence("x = 1"), tests, None, url)
 
 
 # answers of SandboxFusion

@@ -52,8 +52,7 @@ def node(tmp_path) -> Path:
     """A folder with stand-ins for the programs of a node without problems."""
     nodes.write_nvidia_smi(tmp_path, gpus=8)
     write_free_space(tmp_path, disk_gib=100, shared_gib=16)
-    for name in ("cc", "python3"):
-        write_program(tmp_path, name, "exit 0")
+    write_program(tmp_path, "cc", "exit 0")
     return tmp_path
 
 
@@ -69,9 +68,7 @@ def test_a_node_without_problems_prints_nothing(node):
             {"driver_version": "550.54.14"},
             "NVIDIA driver 550.54.14 is too old for CUDA 13. Install",
         ),
-        ({"compute_cap": "7.5"}, "a GPU has compute capability 7.5. Use GPUs of 8.0"),
         ({"memory_total": "24564"}, "a GPU has 23 GiB, and configs/math.yaml needs 38. Run: make"),
-        ({"memory_used": "70000"}, "another process uses 68 GiB of a GPU. End it"),
     ],
 )
 def test_each_problem_of_the_gpus_is_one_line(node, values, line):
@@ -83,16 +80,10 @@ def test_each_problem_of_the_gpus_is_one_line(node, values, line):
 
 def test_each_problem_of_the_machine_is_one_line(node):
     write_free_space(node, disk_gib=7, shared_gib=0)
-    write_program(node, "uname", "echo aarch64")
-    write_program(node, "getconf", "echo glibc 2.17")
-    for name in ("cc", "python3"):
-        write_program(node, name, "exit 1")
+    write_program(node, "cc", "exit 1")
     done = run_script("check_gpu_node.sh", node)
     beginnings = [
-        "requirements-gpu.txt is for x86_64, and this machine is aarch64. Compile it",
-        "glibc 2.17; the packages need",
         "no C compiler that works: Triton and vLLM compile at their start. Run: apt-get",
-        "no python3 with venv, which installs uv. Run: apt-get install python3-venv",
         f"7 GiB are free in {node}, of 40. Free some, or",
         "0 GiB are free in /dev/shm, of 1. Start the container with --shm-size=32g",
     ]
@@ -102,31 +93,18 @@ def test_each_problem_of_the_machine_is_one_line(node):
         assert line.startswith(f"missing: {beginning}")
 
 
-@pytest.mark.parametrize(("force", "status"), [("", 1), ("0", 1), ("1", 0)])
+@pytest.mark.parametrize(("force", "status"), [("0", 1), ("1", 0)])
 def test_force_continues_although_something_is_missing(node, force, status):
     """With CUDA's forward compatibility package, a driver before 580 is enough."""
-    nodes.write_nvidia_smi(node, driver_version="535.183.01", compute_cap="7.5")
+    nodes.write_nvidia_smi(node, driver_version="535.183.01")
     done = run_script("check_gpu_node.sh", node, FORCE=force)
-    assert done.returncode == status and len(done.stdout.splitlines()) == 2
+    assert done.returncode == status
     assert done.stdout.startswith("missing: NVIDIA driver 535.183.01 is too old")
-    assert "forward compatibility package, and set FORCE=1." in done.stdout
 
 
 def test_the_scripts_and_python_require_the_same_driver():
     script = (FOLDER / "check_gpu_node.sh").read_text()
     assert int(re.findall(r"^MIN_DRIVER=(\d+)", script, re.MULTILINE)[0]) == gpus.MIN_DRIVER
-
-
-def test_only_visible_gpus_are_checked(node):
-    write_program(
-        node,
-        "nvidia-smi",
-        'case "$*" in -L) echo "GPU 0: x" ;; *--id=1*memory.used*) echo 70000 ;; '
-        "*memory.total*) echo 81559 ;; *driver*) echo 580.1 ;; *) echo 9.0 ;; esac",
-    )
-    assert run_script("check_gpu_node.sh", node).returncode == 0
-    busy = run_script("check_gpu_node.sh", node, CUDA_VISIBLE_DEVICES="1")
-    assert "another process uses 68 GiB" in busy.stdout
 
 
 # --- flash-attn ----------------------------------------------------------------------------------

@@ -10,11 +10,10 @@ from transformers import (
     Llama4Config,
     LlavaConfig,
     MistralConfig,
-    PreTrainedConfig,
     Qwen2_5_VLConfig,
 )
 
-from extras.preflight import Preflight, attention, gpus, memory, node
+from extras.preflight import attention, gpus, memory, node
 from extras.preflight.memory import GIB
 from kit.config.load import load_config
 from kit.config.recipe import freeze
@@ -38,9 +37,7 @@ def no_packages(monkeypatch):
     monkeypatch.setattr(attention, "is_installed", lambda _: False)
 
 
-@pytest.mark.parametrize(
-    ("visible", "count"), [(None, 8), ("0,1", 2), ("3", 1), ("0,-1,2", 1), ("", 0)]
-)
+@pytest.mark.parametrize(("visible", "count"), [(None, 8), ("0,1", 2), ("", 0)])
 def test_only_visible_gpus_are_counted_and_mig_parts_are_not(smi, monkeypatch, visible, count):
     smi(gpus=8, mig_parts=7)
     if visible is not None:
@@ -75,15 +72,8 @@ def test_a_driver_that_is_too_old_for_cuda_13_is_a_problem(smi, monkeypatch, dri
     assert all(problem.startswith(f"NVIDIA driver {driver} is too old") for problem in problems)
     on_cpu, _ = load_config(["math", "cpu"], [])
     assert not list(node.check_driver(on_cpu))
-
-
-@pytest.mark.parametrize(("force", "count"), [("1", 0), ("0", 1), ("", 1)])
-def test_force_accepts_an_older_driver(smi, monkeypatch, force, count):
-    """CUDA's forward compatibility package makes it work. nvidia-smi still shows its version."""
-    smi(driver_version="550.54.14")
-    monkeypatch.setenv("FORCE", force)
-    config, _ = load_config(["math"], [])
-    assert len(list(node.check_driver(config))) == count
+    monkeypatch.setenv("FORCE", "1")  # with CUDA's forward compatibility package
+    assert not list(node.check_driver(config))
 
 
 def test_each_shortage_of_a_node_is_a_line_with_a_fix(smi, no_packages, monkeypatch, tmp_path):
@@ -104,11 +94,10 @@ def test_each_shortage_of_a_node_is_a_line_with_a_fix(smi, no_packages, monkeypa
         return SimpleNamespace(free=free)
 
     monkeypatch.setattr(node.shutil, "disk_usage", report_little_space)
-    monkeypatch.setattr(node.os, "sched_getaffinity", lambda _: {0, 1})
     smi(gpus=2)
     recipe = make_recipe("1.5B", *changes)
     problems = list(node.find_problems(recipe, qwen("1.5B")))
-    disk, shared_memory, gpu_count, cores, engine = problems
+    disk, shared_memory, gpu_count, engine = problems
     # Two checkpoints stay while the third is written. Each has weights and two moments in fp32.
     size = 3 * 12 * memory.count_parameters(qwen("1.5B")).model / GIB
     assert disk.startswith(
@@ -120,15 +109,9 @@ def test_each_shortage_of_a_node_is_a_line_with_a_fix(smi, no_packages, monkeypa
     assert gpu_count.startswith(
         "This node has 2 GPUs, and the run uses 4. Set trainer.n_gpus_per_node"
     )
-    assert cores.startswith("This node has 2 cores, and Ray gives one to each of 4 processes. Set ")
     assert engine == "vllm is not installed. See docs/backends.md."
     rollout_problems = node.find_problems(make_recipe("1.5B", command="rollout"), qwen("1.5B"))
     assert len(list(rollout_problems)) == 3  # nothing is trained
-    rollout = "actor_rollout_ref.rollout"
-    separate = recipe.change(f"{rollout}.nnodes=1", f"{rollout}.checkpoint_engine.backend=nccl")
-    *_, gpu_count, _, cupy, _ = node.find_problems(separate, qwen("1.5B"))
-    assert "the run uses 8" in gpu_count
-    assert "by cupy, which is not installed. Install requirements-gpu.txt, or set" in cupy
 
 
 def test_weights_pass_through_shared_memory_on_a_cpu_only(monkeypatch):
@@ -143,7 +126,6 @@ def test_weights_pass_through_shared_memory_on_a_cpu_only(monkeypatch):
 # --- without flash-attn --------------------------------------------------------------------------
 
 ATTENTION = "actor_rollout_ref.model.override_config"
-PAGE = '. See docs/backends.md, "flash-attn".'
 
 
 def get_attention(config) -> str | None:
@@ -174,25 +156,15 @@ def test_torch_replaces_flash_attn_for_all_models(smi, no_packages):
     assert again == config
 
 
-def test_models_that_are_not_packed_use_sdpa_without_a_warning(smi, no_packages):
-    smi(gpus=1)
-    config = make_recipe("1.5B", "actor_rollout_ref.model.use_remove_padding=false").verl
-    assert get_attention(config) == "sdpa"
-    assert config.critic.model.override_config.attn_implementation == "torch_varlen"
-    assert not list(attention.warnings(config, "train")) and not attention.describe(config, "train")
-
-
 @pytest.mark.parametrize(
     ("hf_config", "is_short"),
     [
         (qwen("1.5B"), False),
         (LlavaConfig(), False),
-        (MistralConfig(sliding_window=None), False),
         (MistralConfig(sliding_window=500), False),  # as long as all episodes
         (MistralConfig(sliding_window=499), True),
         (Llama4Config(text_config={"attention_chunk_size": 64}), True),
         (LlavaConfig(text_config=MistralConfig(sliding_window=10)), True),
-        (PreTrainedConfig(), False),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
@@ -201,59 +173,38 @@ def test_a_window_that_is_shorter_than_an_episode_is_seen(hf_config, is_short):
     assert attention.has_short_window(hf_config, 500) == is_short
 
 
-@pytest.mark.parametrize("reason", ["a window", "deleted"])
-def test_without_a_substitute_the_trainer_uses_sdpa_and_a_warning_names_the_cost(
-    smi, no_packages, monkeypatch, reason
+def test_for_a_short_window_the_trainer_uses_sdpa_and_a_warning_names_the_cost(
+    smi, no_packages, monkeypatch
 ):
     smi(gpus=1)
-    if reason == "deleted":
-        monkeypatch.setattr(
-            attention.features, "is_installed", lambda module: "flash" not in module
-        )
-    else:
-        monkeypatch.setattr(attention, "has_short_window", lambda *_: True)
+    monkeypatch.setattr(attention, "has_short_window", lambda *_: True)
     config = make_recipe("1.5B").verl
     assert get_attention(config) == "sdpa"
-    (warning,) = attention.warnings(config, "train")
-    assert "covers all pairs of tokens of a micro-batch. Install flash-attn (make math" in warning
-    assert warning.endswith(PAGE)
-    is_loaded = "extras.without_flash_attn" in list_modules(config)
-    assert is_loaded == (reason == "a window")  # for the log-probs
+    assert len(list(attention.warnings(config, "train"))) == 1
+    assert "extras.without_flash_attn" in list_modules(config)  # for the log-probs
 
 
 def test_an_attention_that_the_recipe_names_is_kept(smi, no_packages):
     smi(gpus=1)
-    eager = make_recipe("1.5B", f"+{ATTENTION}.attn_implementation=eager").verl
-    assert get_attention(eager) == "eager" and not list(attention.warnings(eager, "train"))
-    flash = make_recipe("1.5B", f"+{ATTENTION}.attn_implementation=flash_attention_2").verl
-    (warning,) = attention.warnings(flash, "train")
-    assert warning.startswith("flash_attention_2 is not installed. Install flash-attn")
-    assert "or set actor_rollout_ref.model.override_config.attn_implementation=torch_v" in warning
-    assert warning.endswith(PAGE)
+    for name, warnings in (("eager", 0), ("flash_attention_2", 1)):
+        config = make_recipe("1.5B", f"+{ATTENTION}.attn_implementation={name}").verl
+        assert get_attention(config) == name
+        assert len(list(attention.warnings(config, "train"))) == warnings
 
 
-@pytest.mark.parametrize("command", ["train", "sft"])
-def test_ulysses_is_one_error_without_flash_attn(smi, no_packages, command):
+@pytest.mark.parametrize(
+    ("model", "needed"),
+    [(qwen("1.5B"), "ulysses_sequence_parallel_size=2"), (Qwen2_5_VLConfig(), "model type qwen2")],
+    ids=["ulysses", "qwen2_5_vl"],
+)
+def test_what_verl_computes_only_with_flash_attn_is_one_error(smi, no_packages, model, needed):
     smi(gpus=2)
-    key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
-    config, defaults = load_config(["math"], ["trainer.n_gpus_per_node=2", f"{key}=2"])
-    recipe = freeze(config, defaults, command)
-    (problem,) = Preflight(config, command).check_model(recipe, qwen("1.5B"))
-    assert f"is not installed, and verl needs it for {key}=2. Install flash-attn" in problem
-    assert f"or set {key}=1" in problem and problem.endswith(PAGE)
-
-
-def test_qwen2_vl_is_one_error_without_flash_attn(smi, no_packages):
-    """verl's code for these models calls flash-attn itself, if the batch is packed."""
-    smi(gpus=1)
-    hf_config = Qwen2_5_VLConfig()
-    config, _ = load_config(["math"], ["trainer.n_gpus_per_node=1"])
-    (problem,) = attention.check_model(config, hf_config, "train")
-    assert f"verl needs it for the model type {hf_config.model_type}. Install flash-" in problem
-    assert problem.endswith(PAGE)
-    assert not list(attention.check_model(config, hf_config, "rollout"))
-    config.actor_rollout_ref.model.use_remove_padding = False
-    assert not list(attention.check_model(config, hf_config, "train"))
+    ulysses = 1 + ("ulysses" in needed)
+    changes = [f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={ulysses}"]
+    config, _ = load_config(["math"], ["trainer.n_gpus_per_node=2", *changes])
+    (problem,) = attention.check_model(config, model, "train")
+    assert needed in problem
+    assert not list(attention.check_model(config, model, "rollout"))
 
 
 def test_another_node_may_have_flash_attn(no_packages, monkeypatch, tmp_path):
