@@ -93,13 +93,6 @@ def test_a_folder_without_a_run_or_with_few_steps_is_one_line(tmp_path):
         price.main([str(folder)])
 
 
-def test_null_values_are_left_out(tmp_path):
-    lines = [step(n, 10) for n in (1, 2, 3)]
-    odd = [{**step(4, 10), "timing_s/step": None}, {**step(5, 10), "rollout/kept": None}]
-    folder = plant(tmp_path / "r", [*lines, *odd])
-    assert "step 5 of 20" in next(price.describe(RunFolder(folder)))
-
-
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(-1, 12))
 def test_what_is_due_over_two_parts_is_due_over_the_whole(first, second, freq):
     total = first + second

@@ -102,29 +102,6 @@ def test_the_parts_add_up_to_the_gradient_of_the_recorded_update(stack, recorded
     assert_same(before, after)
 
 
-MASK_FIRST = """
-import dataclasses
-
-def mask_first(episodes):
-    first = episodes[0].group_id
-    return [
-        dataclasses.replace(one, response_mask=[0] * len(one.response_mask))
-        if one.group_id == first else one
-        for one in episodes
-    ]
-"""
-
-
-def test_a_masked_group_has_no_part_of_the_update(stack, recorded, tmp_path):
-    (tmp_path / "masks.py").write_text(MASK_FIRST)
-    change = f"env.filters=[{tmp_path}/masks.py:mask_first]"
-    with replaying(stack, recorded, plant_nothing, change) as trainer:
-        explanation = command.explain_step(trainer)
-    masked, *others = sorted(explanation.groups, key=lambda group: group["norm"])
-    assert (masked["share"], masked["norm"], masked["cosine"]) == (0, 0, None)
-    assert sum(group["share"] for group in others) == pytest.approx(1.0, abs=1e-4)
-
-
 def list_attributes(worker) -> list[str]:
     """The attributes of the engine's object in a worker."""
     return list(vars(find_trainer(worker).engine))

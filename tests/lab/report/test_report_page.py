@@ -15,7 +15,7 @@ import pytest
 
 import gym_client
 from kit.data.episode import Episode, append_tokens
-from kit.data.rollout_files import to_record, write_record
+from kit.data.rollout_files import to_record
 from kit.runs.run import Run
 from lab.report import diagnosis, episode_view, report_page
 from lab.run_folder import RunFolder, SavedEpisode
@@ -145,18 +145,13 @@ def test_tokens_of_the_best_and_worst_of_the_latest_steps_come_first(monkeypatch
 
 
 def write_foreign_run(path: Path, model: Path, text: str, tokens: int = 3) -> RunFolder:
-    """Write a run directory with one step of one episode."""
-    (path / "rollouts").mkdir(parents=True)
-    config = {"actor_rollout_ref": {"model": {"path": str(model)}}}
-    (path / "config.yaml").write_text(json.dumps(config))
-    (path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "rollout/reward/mean": 0.5}\n')
-    task_row = {"responses_create_params": {"input": "?"}}
-    episode = Episode("rows.jsonl:1", "1/0", "s", [5], row=task_row, ended="stop", reward=1.0)
+    """Write a run directory with one episode, and its evaluation."""
+    path.mkdir()
+    episode = Episode("rows.jsonl:1", "1/0", "s", [5], row=row(), ended="stop", reward=1.0)
     episode.output.append(gym_client.message(text))
     append_tokens(episode, [6] * tokens, [-1.0] * tokens)
-    with (path / "rollouts" / "step_1.jsonl").open("wb") as out:
-        write_record(out, to_record(episode, 0, 0))
-    return RunFolder(path)
+    recipe = {"actor_rollout_ref": {"model": {"path": str(model)}}}
+    return write_run(path, recipe, {"rollout/reward/mean": [0.5]}, [episode])
 
 
 def test_texts_and_names_of_a_run_are_no_markup_of_the_page(tmp_path, model):
@@ -194,7 +189,7 @@ def test_code_in_the_folder_of_a_tokenizer_does_not_run(model, tmp_path, monkeyp
 
 def test_a_huge_episode_is_shortened_with_a_note(model, tmp_path):
     run = write_foreign_run(tmp_path / "run", model, "x" * 10_000_000, tokens=60_000)
-    (saved,) = run.records
+    saved = run.records[0]
     view = episode_view.build_episode_view(saved.record, None, with_tokens=True)
     assert len(json.dumps(view)) < 300_000
     item = view["items"][-1]
