@@ -385,11 +385,3 @@ def spread_evenly(paths: Sequence[Path]) -> Iterator[Path]:
     while stride:
         yield from paths[::stride]
         stride //= 2
-
-
-def get_sampled_ids(record: Json) -> list[int]:
-    """Return the token ids that the policy sampled in an episode, of all turns."""
-    ids: list[int] = []
-    for item in record["response"]["output"]:
-        ids += item.get(SAMPLED_IDS) or []
-    return ids

@@ -14,6 +14,7 @@ import pandas as pd
 
 from kit.data.metrics import describe_interval
 from kit.data.reward_scale import are_equal
+from kit.runs.console import count_nouns
 from kit.runs.drift import METRIC
 from lab.report.metric_docs import find_status
 from lab.run_folder import RunFolder, is_accuracy
@@ -70,7 +71,7 @@ def find_failures(run: RunFolder) -> Iterator[Finding]:
     status = find_status(reason)
     yield Finding(
         f"{failed.sum() / episodes.sum():.0%} of the episodes failed ({reasons}), in "
-        f"{len(steps)} steps from {steps[0]} to {steps[-1]}. "
+        f"{count_nouns(len(steps), 'step')} from {steps[0]} to {steps[-1]}. "
         f"They have no reward and are not trained on. {reason}: {status.cause}.",
         [f"rollout/failed/{reason}", "rollout/*/failed_frac", "failures.jsonl"],
         status.fix,
@@ -276,10 +277,11 @@ def summarize(run: RunFolder) -> str:
         count = f"{steps.index[-1]}/{total}" if total else f"{steps.index[-1]}"
         parts.append(f"{count} steps, {minutes:.1f} min training")
     reward = get_sampled_metric(run, "rollout/reward/mean")
-    if len(reward):
+    if len(steps) and len(reward):
         last = take_last_third(reward)
         name = "verifier's reward" if is_reward_shaped(run) else "reward"
-        change = f"{reward.iloc[0]:.2g} -> {last.mean():.2g}"
+        digits = 2 if reward.abs().max() < 10 else 3  # a step's reward is noisy
+        change = f"{reward.iloc[0]:.{digits}g} -> {last.mean():.{digits}g}"
         parts.append(f"{name} {change} (mean of the last {len(last)})")
     for name in run.steps:
         if is_accuracy(name) or name == "val/loss":

@@ -10,7 +10,7 @@ import pandas as pd
 
 from kit.data.episode import LOG_PROBS, SAMPLED_IDS
 from lab.report.metric_docs import find_status
-from lab.run_folder import RunFolder, SavedEpisode, get_sampled_ids
+from lab.run_folder import RunFolder, SavedEpisode
 
 MAX_PAGE_TOKENS = 4_000_000  # tokens with log-probs on the page; they take 12 MB
 MAX_CALL_TOKENS = 50_000  # of one call; a longer one is shown as text only
@@ -115,7 +115,8 @@ def decode_vocabulary(run: RunFolder, tokenizer: Any, chosen: set[int]) -> dict[
     ids: set[int] = set()
     for saved in run.records:
         if id(saved.record) in chosen:
-            ids.update(get_sampled_ids(saved.record))
+            for item in saved.record["response"]["output"]:
+                ids.update(item.get(SAMPLED_IDS) or [])
     return {token_id: tokenizer.decode([token_id]) for token_id in sorted(ids)}
 
 
