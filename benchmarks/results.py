@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lab.report.run_data import RunData  # noqa: E402
+from lab.run_folder import RunFolder  # noqa: E402
 
 ACCURACY = "val-core/reasoning_gym/acc/mean@1"
 REWARD = "rollout/reward/mean"
@@ -43,7 +43,7 @@ def compute_right(folder: Path, step: int) -> float:
 
 def read_evaluations(folder: Path) -> pd.DataFrame:
     """Return the metrics of the steps with an evaluation, and the column `right`."""
-    steps = RunData(folder).steps
+    steps = RunFolder(folder).steps
     evaluations = steps[steps[ACCURACY].notna()].copy()
     evaluations["right"] = [compute_right(folder, int(step)) for step in evaluations.index]
     return evaluations
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.png", help="picture")
     args = parser.parse_args()
     evaluations = {folder.name: read_evaluations(folder) for folder in args.runs}
-    rewards = {folder.name: RunData(folder).steps[REWARD].dropna() for folder in args.runs}
+    rewards = {folder.name: RunFolder(folder).steps[REWARD].dropna() for folder in args.runs}
     print_table(evaluations)
     save_light_and_dark(partial(draw, evaluations, rewards), args.out)
 

@@ -271,9 +271,9 @@ class Entry(NamedTuple):
 ENTRIES = (
     Entry("extras.preflight", "Preflight", "every run", always, True),
     Entry("extras.supervisor", "Supervisor", "every run", always, True),
-    Entry("lab.report", "Report", "every run", always, True),
-    Entry("lab.run_price", "Price", "every run", trains, True),
-    Entry("lab.run_card", "RunCard", "every run", trains, True),
+    Entry("lab.features", "Report", "every run", always, True),
+    Entry("lab.features", "Price", "every run", trains, True),
+    Entry("lab.features", "RunCard", "every run", trains, True),
     Entry("extras.judges", "ServerJudges", "a Gym server", starts_servers, True),
     Entry("extras.judges", "Judges", "gym.judges"),
     Entry("extras.policy_programs", "PolicyPrograms", "env.verifier_pool.sandbox"),
@@ -353,7 +353,7 @@ TOOLS: Mapping[str, str] = {
     "sweep": "lab.evidence.sweep",
     "explain": "lab.explain.command",
     "probe": "lab.probe.command",
-    "price": "lab.run_price.price",
+    "price": "lab.price",
 }
 
 
@@ -361,14 +361,6 @@ def run_tool(name: str, arguments: Sequence[str]) -> None:
     """Run one of TOOLS. Raises ConfigError if it was deleted."""
     require(TOOLS[name], f"the command {name}")
     importlib.import_module(TOOLS[name]).main(arguments)
-
-
-def write_comparison(path: Path, runs: Sequence[Path], comparison: Mapping[str, object]) -> None:
-    """Write the report page of several runs. comparison: lines of text, and charts with bands."""
-    require("lab.report.report_page", "--report")
-    from lab.report.report_page import write_page
-
-    write_page(runs, path, comparison)
 
 
 def convert_rows() -> None:

@@ -33,7 +33,8 @@ from kit.rollout import openai_server
 from kit.rollout.sampling import SampleStore
 from kit.runs import checkpoints, files
 from kit.runs.console import LogFormatter
-from lab.run_price import price
+from lab import price
+from lab.run_folder import RunFolder
 from tests.helpers.http import ROW, VERIFY_ROUTES, ScriptedServer, after
 from tests.helpers.rollouts import (
     RecordingClient,
@@ -97,7 +98,8 @@ def test_nothing_in_the_config_of_a_run_folder_is_resolved(tmp_path):
     path.write_text(f"trainer: {{default_local_dir: '{VARIABLE}', experiment_name: '{VARIABLE}'}}")
     assert read_saved(path)["trainer"]["experiment_name"] == VARIABLE
     assert checkpoints.list_checkpoint_folders(tmp_path)[0].name == VARIABLE
-    assert price.read_config(tmp_path).trainer.experiment_name == VARIABLE
+    config = OmegaConf.create(price.escape(RunFolder(tmp_path).recipe))
+    assert config.trainer.experiment_name == VARIABLE
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,6 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kit import features
-from kit.data.fingerprint import hash_file
 from kit.errors import ConfigError
 from kit.runs import files
 from kit.runs.console import count_nouns, say
@@ -26,17 +24,18 @@ from lab.evidence import intervals
 from lab.evidence.curves import (
     SCORES,
     Evaluation,
-    RunCurve,
     drop_cut_runs,
     find_runs,
+    index_by_step,
     list_test_sets,
     pick_evaluations,
     pick_step,
-    read_curve,
     read_scoring,
     read_seed,
     tabulate,
 )
+from lab.report import report_page
+from lab.run_folder import RunFolder
 
 BUDGETS = ("steps", "tokens", "seconds")
 ONE_RUN = (
@@ -81,10 +80,9 @@ def main(arguments: Sequence[str]) -> None:
         "--report", type=Path, metavar="FILE.html", help="write a report of all these runs"
     )
     args = parser.parse_args(list(arguments))
-    some = find_runs(args.runs)
-    others = find_runs(args.others)
-    comparisons = compare_runs(some, others)
-    lines = [*warn({"A": some, "B": others}), *describe(comparisons)]
+    sets = {"A": find_runs(args.runs), "B": find_runs(args.others)}
+    comparisons = compare_runs(*sets.values())
+    lines = [*warn(sets), *describe(comparisons)]
     for line in lines:
         say(line)
     if args.json:
@@ -92,30 +90,29 @@ def main(arguments: Sequence[str]) -> None:
         with files.explain_write_errors(args.json):
             args.json.write_text(json.dumps(values, indent=1) + "\n")
     if args.report:
-        write_report(args.report, {"A": some, "B": others}, lines)
+        write_report(args.report, sets, lines)
 
 
-def compare_runs(some: Sequence[Path], others: Sequence[Path]) -> list[Comparison]:
+def compare_runs(some: Sequence[RunFolder], others: Sequence[RunFolder]) -> list[Comparison]:
     """Compare two sets of runs at equal steps, tokens and seconds. Raises ConfigError.
 
     A budget is left out if it picks the evaluations of an earlier one, or if some run has none near
     it.
     """
-    resolved = {folder.resolve() for folder in some}
-    both = [folder for folder in others if folder.resolve() in resolved]
+    resolved = {run.path.resolve() for run in some}
+    both = [run.path for run in others if run.path.resolve() in resolved]
     if both:
         raise ConfigError(f"{both[0]} is in both sets. Name each run once.")
-    curves = [[read_curve(folder) for folder in folders] for folders in (some, others)]
-    whole = [drop_cut_runs(one) for one in curves]
+    whole = [drop_cut_runs(runs) for runs in (some, others)]
     comparisons = compare_sets(whole[0], whole[1], BUDGETS)
-    if whole != curves:
+    if sum(map(len, whole)) < len(some) + len(others):
         with contextlib.suppress(ConfigError):  # a cut run may have no evaluation that others have
-            comparisons += compare_sets(curves[0], curves[1], BUDGETS[:1])
+            comparisons += compare_sets(some, others, BUDGETS[:1])
     return comparisons
 
 
 def compare_sets(
-    some: Sequence[RunCurve], others: Sequence[RunCurve], budgets: Sequence[str]
+    some: Sequence[RunFolder], others: Sequence[RunFolder], budgets: Sequence[str]
 ) -> list[Comparison]:
     """Compare two sets of runs at equal budgets. Raises ConfigError."""
     comparisons = []
@@ -160,37 +157,34 @@ def compare_at(
     )
 
 
-def warn(sets: Mapping[str, Sequence[Path]]) -> list[str]:
+def warn(sets: Mapping[str, Sequence[RunFolder]]) -> list[str]:
     """Return a line for each reason to read a comparison with care. sets: {name: runs}."""
     lines = []
-    for name, folders in sets.items():
-        seeds = [seed for seed in map(read_seed, folders) if seed is not None]
+    for name, runs in sets.items():
+        seeds = [seed for seed in map(read_seed, runs) if seed is not None]
         if len(set(seeds)) < len(seeds):
             number = count_nouns(len(set(seeds)), "value")
             lines.append(
                 f"{len(seeds)} runs of {name} have {number} of data.seed. Runs of one seed are "
                 "alike, so the intervals may be too short."
             )
-    all_folders = itertools.chain.from_iterable(sets.values())
-    last = {folder: read_curve(folder).evaluations[-1] for folder in all_folders}
-    latest = max(one.steps for one in last.values())
-    by_content: dict[str, Path] = {}
-    reference = next(iter(last))
-    scoring = read_scoring(last[reference])
+    everything = list(itertools.chain.from_iterable(sets.values()))
+    latest = max(run.evaluations[-1].steps for run in everything)
+    scoring = read_scoring(everything[0], everything[0].evaluations[-1])
     changes: dict[str, list[str]] = {}  # {what decides a score and differs from the first: runs}
-    for folder, one in last.items():
-        if one.steps < latest:
+    for run in everything:
+        last = run.evaluations[-1]
+        if last.steps < latest:
             lines.append(
-                f"{folder} ends at step {one.steps}, others at {latest}. Look at the steps below."
+                f"{run.path} ends at step {last.steps}, others at {latest}. Look at the steps "
+                "below."
             )
-        copied = by_content.setdefault(hash_file(one.path), folder)
-        if copied != folder:
-            lines.append(f"{folder} is a copy of {copied}: these runs are one run.")
-        for text in read_scoring(one).list_changes(scoring).values():
-            changes.setdefault(text, []).append(str(folder))
+        for text in read_scoring(run, last).list_changes(scoring).values():
+            changes.setdefault(text, []).append(str(run.path))
     for text, names in changes.items():
         lines.append(
-            f"{', '.join(names)}: not scored as {reference}: {text}. That may be the difference."
+            f"{', '.join(names)}: not scored as {everything[0].path}: {text}. That may be the "
+            "difference."
         )
     return [f"WARNING     {line}" for line in lines]
 
@@ -201,20 +195,20 @@ def warn(sets: Mapping[str, Sequence[Path]]) -> list[str]:
 def describe(comparisons: Sequence[Comparison]) -> list[str]:
     """Return the lines that the command prints."""
     first = comparisons[0]
-    usual = count_runs(first)
+    counts = count_runs(first)
     rows = {one.test_set: describe_rows(one.rows, one.all_rows) for one in comparisons}
     shown = "; ".join(f"{name}: {text}" for name, text in rows.items())
-    sources = "rows only" if max(usual) == 1 else "seeds and rows"
-    if 1 in usual and max(usual) > 1:
+    sources = "rows only" if max(counts) == 1 else "seeds and rows"
+    if 1 in counts and max(counts) > 1:
         sources += ", of the single run over rows only"
     lines = [
-        f"A: {count_nouns(usual[0], 'run')}, B: {count_nouns(usual[1], 'run')}, "
+        f"A: {count_nouns(counts[0], 'run')}, B: {count_nouns(counts[1], 'run')}, "
         f"{shown if len(rows) > 1 else rows[first.test_set]}. "
         f"Brackets: {intervals.LEVEL:.0%} intervals over {sources}."
     ]
     for _, group in itertools.groupby(comparisons, key=lambda one: (one.budget, one.amount)):
         scores = list(group)
-        lines.append(describe_budget(scores[0], usual))
+        lines.append(describe_budget(scores[0], counts))
         for one in scores:
             name = f"{one.test_set} {one.score}" if len(rows) > 1 else one.score
             lines += describe_score(one, name)
@@ -271,20 +265,20 @@ def describe_score(one: Comparison, name: str) -> list[str]:
     return [*lines, f"           {seeds} (power {intervals.POWER:.0%}; {deviation})"]
 
 
-def describe_runs(folders: Sequence[Path]) -> list[str]:
+def describe_runs(runs: Sequence[RunFolder]) -> list[str]:
     """Return a line for each score of a set of runs at its last common step, and their gain."""
-    curves = drop_cut_runs([read_curve(folder) for folder in folders])
-    step, picked = pick_step(curves)
-    by_step = [curve.by_step for curve in curves]
-    starts = [steps[0] for steps in by_step] if step and all(0 in one for one in by_step) else []
+    whole = drop_cut_runs(runs)
+    step, picked = pick_step(whole)
+    first = [run.evaluations[0] for run in whole]
+    starts = [one for one in first if step and one.steps == 0]
     lines = []
-    for test_set, score in itertools.product(list_test_sets(picked), SCORES):
+    for test_set, score in itertools.product(list_test_sets([*picked, *starts]), SCORES):
         table, total = tabulate(picked, test_set, score)
-        runs = count_nouns(len(table), "run") + (", so over rows only" if len(table) == 1 else "")
         text = format_interval(intervals.compute_mean_interval(table))
+        counts = count_nouns(len(table), "run") + (", so over rows only" if len(table) == 1 else "")
         rows = describe_rows(table.shape[1], total)
-        lines.append(f"{test_set} {score} at step {step:.0f}: {text}, {runs}, {rows}")
-        if starts and test_set in list_test_sets([*picked, *starts]):
+        lines.append(f"{test_set} {score} at step {step:.0f}: {text}, {counts}, {rows}")
+        if len(starts) == len(picked):
             one = compare_at("steps", step, test_set, score, [*picked, *starts], len(picked))
             gain = format_interval(one.difference.interval or one.difference.over_rows, "+")
             lines.append(f"    {gain} since step 0, from {format_interval(one.means[1])}")
@@ -301,10 +295,10 @@ def format_interval(interval: intervals.Interval, sign: str = "") -> str:
 
 
 def compute_band(
-    name: str, curves: Sequence[RunCurve], test_set: str, score: str
+    name: str, runs: Sequence[RunFolder], test_set: str, score: str
 ) -> dict[str, object]:
     """Compute the mean score of a variant, with its interval, at each step that all runs have."""
-    by_step = [curve.by_step for curve in curves]
+    by_step = [index_by_step(run) for run in runs]
     steps = sorted(set(by_step[0]).intersection(*by_step[1:]))
     tables = [tabulate([one[step] for one in by_step], test_set, score).scores for step in steps]
     bands = [intervals.compute_mean_interval(table) for table in tables]
@@ -317,19 +311,19 @@ def compute_band(
     }
 
 
-def write_report(path: Path, variants: Mapping[str, Sequence[Path]], lines: Sequence[str]) -> None:
+def write_report(
+    path: Path, variants: Mapping[str, Sequence[RunFolder]], lines: Sequence[str]
+) -> None:
     """Write the report page of all runs, with the comparison. Raises ConfigError, RunError.
 
     variants: {name: its runs}. lines: of the comparison.
     """
-    curves = {name: [read_curve(run) for run in runs] for name, runs in variants.items()}
+    everything = list(itertools.chain.from_iterable(variants.values()))
+    evaluations = list(itertools.chain.from_iterable(run.evaluations for run in everything))
     charts = []
-    all_curves = itertools.chain.from_iterable(curves.values())
-    everything = list(itertools.chain.from_iterable(one.evaluations for one in all_curves))
-    for test_set, score in itertools.product(list_test_sets(everything), SCORES):
-        bands = [compute_band(name, some, test_set, score) for name, some in curves.items()]
+    for test_set, score in itertools.product(list_test_sets(evaluations), SCORES):
+        bands = [compute_band(name, runs, test_set, score) for name, runs in variants.items()]
         title = f"Held-out {score} of {test_set}, mean and interval"
         charts.append({"title": title, "bands": bands})
-    folders = list(itertools.chain.from_iterable(variants.values()))
-    features.write_comparison(path, folders, {"lines": list(lines), "charts": charts})
+    report_page.write_page(everything, path, {"lines": list(lines), "charts": charts})
     say(f"The report is {path}")

@@ -6,8 +6,7 @@ one over the means of the seeds alone would need many seeds. So the variance of 
 sum of two parts, as in an analysis of variance with two crossed random effects (Searle et al. 1992,
 chapter 5): one from the means of the seeds, one from the means of the rows. The degrees of freedom
 are Satterthwaite's (1946). tests/lab/evidence/test_intervals.py checks by simulation that
-intervals of 0.95 cover 0.93 to 0.97 at 3, 5 and 10 seeds. A bootstrap over three seeds covers 0.8
-there.
+intervals of 0.95 cover 0.93 to 0.97 at 3, 5 and 10 seeds.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -23,7 +22,8 @@ from kit.config.keys import ROOT
 from kit.errors import ConfigError
 from kit.runs import checkpoints, cli, identity
 from kit.runs.console import say
-from lab.evidence import compare
+from lab.evidence import compare, curves
+from lab.run_folder import RunFolder
 
 SHORT = {  # sections that --vary may leave out, as the documentation does
     "actor": "actor_rollout_ref.actor",
@@ -32,8 +32,6 @@ SHORT = {  # sections that --vary may leave out, as the documentation does
     "ref": "actor_rollout_ref.ref",
 }
 ALGORITHM = ROOT / "algorithm.py"
-CHANGES_SHOWN = 3
-TRACKERS = ("WANDB_RUN_ID", "SWANLAB_RUN_ID", "TENSORBOARD_DIR", "VERL_FILE_LOGGER_PATH")
 SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed")
 
 
@@ -53,11 +51,8 @@ def main(arguments: Sequence[str]) -> None:
     words = (*variants[0].words, "trainer.resume_mode=disable")
     first = cli.plan(variants[0].configs, words, is_dry_run=True).recipe
     name = first.trainer.experiment_name
-    folder = str(first.verl.trainer._get_node("default_local_dir"))  # before it is resolved
-    runs = [
-        make_run(variant, name, folder, seed)
-        for seed, variant in itertools.product(list_seeds(args.seeds), variants)
-    ]
+    pairs = itertools.product(args.seeds, variants)
+    runs = [make_run(variant, name, seed) for seed, variant in pairs]
     left = [run for run in runs if not is_finished(run)]
     say(f"{len(runs)} runs in runs/{name}, {len(runs) - len(left)} of them finished")
     for run in left:
@@ -74,7 +69,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. Raises ConfigError if --seeds or a key cannot be used."""
+    """Parse the command line. Raises ConfigError if a key cannot be used."""
     parser = argparse.ArgumentParser(
         prog="python algorithm.py sweep",
         description="Run a recipe with several seeds and variants, then compare the variants with "
@@ -82,7 +77,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--config", action="append", required=True, help="as for `train`")
     parser.add_argument(
-        "--seeds", default="3", help="runs of each variant, or the seeds, as 4,5,6 (default: 3)"
+        "--seeds",
+        type=list_seeds,
+        default="3",
+        help="runs of each variant, or the seeds, as 4,5,6 (default: 3)",
     )
     parser.add_argument(
         "--vary",
@@ -95,10 +93,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="list the runs; start nothing")
     parser.add_argument("words", nargs="*", metavar="key=value", help="for all runs")
     args = parser.parse_intermixed_args(list(arguments))
-    if not re.fullmatch(r"[1-9]\d*|\d+(,\d+)+", args.seeds):
-        raise ConfigError(
-            f"--seeds {args.seeds} is no number of seeds, and no list such as 4,5,6. Change it."
-        )
     for text in (*args.words, *args.vary):
         if expand_key(text.partition("=")[0].lstrip("+")) in SEED_KEYS:
             raise ConfigError(f"{text}: a sweep sets this key for each run. Use --seeds.")
@@ -108,15 +102,15 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def list_seeds(text: str) -> list[int]:
     """Return the seeds that --seeds names: 1 to a number, or a list."""
     numbers = [int(number) for number in text.split(",")]
-    return list(dict.fromkeys(numbers)) if len(numbers) > 1 else list(range(1, numbers[0] + 1))
+    return numbers if len(numbers) > 1 else list(range(1, numbers[0] + 1))
 
 
 def list_variants(
     vary: Sequence[str], configs: Sequence[str], words: Sequence[str]
 ) -> list[SweepRun]:
-    """Return each combination of the values of --vary. Raises ConfigError.
+    """Return each combination of the values of --vary, of runs with these configs and words.
 
-    configs, words: of all runs.
+    Raises ConfigError.
     """
     choices: list[list[tuple[str, str]]] = []
     for text in vary:
@@ -156,13 +150,11 @@ def split_values(text: str) -> list[str]:
     return re.findall(r"""(?:\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""", text)
 
 
-def make_run(variant: SweepRun, sweep: str, folder: str, seed: int) -> SweepRun:
-    """Return a run of a variant. folder: of checkpoints, as the recipe has it."""
+def make_run(variant: SweepRun, sweep: str, seed: int) -> SweepRun:
+    """Return a run of a variant."""
     name = f"{sweep}/{variant.name}-seed{seed}"
-    words = [*variant.words, *(f"{key}={seed}" for key in SEED_KEYS)]
-    if "experiment_name}" not in folder:  # all runs would share it
-        words.append(f"trainer.default_local_dir={folder}/{name}")
-    return variant._replace(name=name, words=(*words, f"trainer.experiment_name={name}"))
+    changes = [*(f"{key}={seed}" for key in SEED_KEYS), f"trainer.experiment_name={name}"]
+    return variant._replace(name=name, words=(*variant.words, *changes))
 
 
 def is_finished(run: SweepRun) -> bool:
@@ -170,21 +162,17 @@ def is_finished(run: SweepRun) -> bool:
 
     Raises ConfigError if the folder has a run of another recipe, or on other rows.
     """
-    try:
-        planned = cli.plan(run.configs, run.words, is_dry_run=True)
-    except ConfigError as error:
-        raise ConfigError(f"{run.name}: {error}") from error
+    planned = cli.plan(run.configs, run.words, is_dry_run=True)
     if not planned.inputs.validation:
         raise ConfigError(f"{run.name} has no held-out rows to compare. Set env.val_files.")
     folder = Path("runs") / run.name
     before = identity.read_run(folder)
-    texts = [*checkpoints.list_changes(before, planned.fingerprint).values()]
-    texts += planned.fingerprint.list_row_changes(before)
-    if texts and before.values:  # it has a run
-        shown = ", ".join(texts[:CHANGES_SHOWN])
+    changes = [*checkpoints.list_changes(before, planned.fingerprint).values()]
+    changes += planned.fingerprint.list_row_changes(before)
+    if changes and before.values:  # it has a run
         raise ConfigError(
-            f"{folder} is a run of another recipe: {shown}, {len(texts)} changes in all. Set "
-            "another trainer.experiment_name."
+            f"{folder} is a run of another recipe: {', '.join(changes):.300}. Set another "
+            "trainer.experiment_name."
         )
     return checkpoints.is_exported(run.name, planned.recipe.trainer.total_training_steps)
 
@@ -197,11 +185,9 @@ def start(run: SweepRun) -> int:
     options = itertools.chain.from_iterable(("--config", file) for file in run.configs)
     log = Path("runs") / f"{run.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    # they would name one log of a tracker, or one Ray, for all runs
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", *TRACKERS))}
     with log.open("ab") as out:
         command = [sys.executable, str(ALGORITHM), "--quiet", *options, *run.words]
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         try:
             status = process.wait()
         except BaseException as error:
@@ -219,10 +205,11 @@ def compare_variants(folder: Path, runs: Sequence[SweepRun]) -> None:
     Also write them to sweep.html in the sweep's folder. A run of the same name may have its report
     there.
     """
-    folders: dict[str, list[Path]] = {}
+    variants: dict[str, list[RunFolder]] = {}
     for run in runs:
-        folders.setdefault(run.variant, []).append(Path("runs") / run.name)
-    (first, baselines), *others = folders.items()
+        evaluated = curves.open_evaluated(Path("runs") / run.name)
+        variants.setdefault(run.variant, []).append(evaluated)
+    (first, baselines), *others = variants.items()
     lines: list[str] = []
     for name, some in others:
         lines += [f"A = {name}, B = {first}"]
@@ -232,4 +219,4 @@ def compare_variants(folder: Path, runs: Sequence[SweepRun]) -> None:
         lines = [*compare.warn({first: baselines}), *compare.describe_runs(baselines)]
     for line in lines:
         say(line)
-    compare.write_report(folder / "sweep.html", folders, lines)
+    compare.write_report(folder / "sweep.html", variants, lines)

@@ -31,25 +31,22 @@ from lab.explain.explanation import (
     Explanation,
     Gradient,
     describe_tokens,
-    explain_episode,
     find_bad,
-    find_causes,
-    find_outlier_group,
     list_bad_numbers,
     list_rewards,
     measure_signal,
+    name_episode,
 )
+from lab.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from verl import DataProto
 
     from algorithm import Trainer
-    from kit.runs.cli import Plan
     from lab.explain.gradients import GradientMeter
 
 SHOWN = 5  # groups, and tokens
 BLAMED_SHOWN = 8
-MAX_LOG_RATIO = 5.0  # of a token, between the present policy and the recorded one
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -63,16 +60,23 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--config", action="append", help="a recipe, as in the run's command")
     parser.add_argument("words", nargs="*", metavar="key=value", help="the run's other arguments")
     args = parser.parse_intermixed_args(arguments)
-    folder = args.run.expanduser()
-    check_step(folder, args.step)
-    if not args.config:
-        raise ConfigError("explain needs the recipe of the run. Add --config, as in its command.")
+    run_folder = RunFolder(args.run.expanduser())
+    folder = run_folder.path
+    rollouts = run_folder.list_rollout_files("step").get(args.step)
+    if not rollouts or not args.config:
+        raise ConfigError(
+            f"explain: {folder} has no episodes of step {args.step}, or --config is missing. Name "
+            "a recorded step, and add the recipe of the run with --config, as in its command."
+        )
     changes = ["trainer.replay_min_ess=0", "trainer.logger=[]"]
     changes.append(f"trainer.experiment_name={folder.name}_explain")
     changes += find_start(folder, args.step)
-    rollouts = str(rollouts_of(folder, args.step))
-    planned = plan(args.config, [*args.words, *changes], "train", rollouts)
-    check_recipe(planned)
+    planned = plan(args.config, [*args.words, *changes], "train", str(rollouts))
+    if planned.replay and planned.replay.changes:
+        say(
+            "WARNING     This is not the recorded step, since the recipe differs: "
+            f"{', '.join(planned.replay.changes)}"
+        )
     from algorithm import start_trainer
     from kit.runs.run import Run
 
@@ -84,38 +88,6 @@ def main(arguments: Sequence[str]) -> None:
     shutil.rmtree(run.folder, ignore_errors=True)  # it has only the logs of this command
     print_explanation(explanation)
     say(f"Written to {out}. report.html shows it: python -m lab.report.report_page {folder}")
-
-
-def rollouts_of(folder: Path, step: int) -> Path:
-    """Return the path of the episodes of a step."""
-    return folder / "rollouts" / f"step_{step}.jsonl"
-
-
-# --- checks --------------------------------------------------------------------------------------
-
-
-def check_step(folder: Path, step: int) -> None:
-    """Check that a run has the episodes of a step. Raises ConfigError."""
-    for path in (folder / "config.yaml", rollouts_of(folder, step)):
-        if not path.is_file():
-            raise ConfigError(
-                f"explain: {path} does not exist. Name the folder of a run, and a step whose "
-                "episodes it has."
-            )
-
-
-def check_recipe(planned: Plan) -> None:
-    """Print which keys of the update differ from the recorded run's. Raises ConfigError."""
-    if planned.recipe.get("model_engine") == "megatron":
-        raise ConfigError(
-            "explain measures gradients inside FSDP's workers, and this run has Megatron's "
-            "(model_engine). Name a run with FSDP."
-        )
-    if planned.replay and planned.replay.changes:
-        say(
-            "WARNING     This is not the recorded step, since the recipe differs: "
-            f"{', '.join(planned.replay.changes)}"
-        )
 
 
 def find_start(folder: Path, step: int) -> list[str]:
@@ -168,20 +140,17 @@ def explain_step(trainer: Trainer) -> Explanation:
     is_sampled = tensors["mask"].bool() & (batch.batch["turn"] >= 0)
     shift = measure_shift(log_probs, tensors["behavior"], is_sampled)
     explanation.importance = shift._asdict()
-    with measuring(actor, batch, trainer.recipe) as meter:
-        blamed = measure_gradients(explanation, episodes, meter)
     rows = range(len(episodes))
-    if explanation.reason and not blamed:  # the gradient does not read what is not finite
-        blamed = [row for row in rows if list_bad_numbers(row, episodes[row], tensors)]
-    if not blamed:  # the recorded policy was another one there
-        ratios = (log_probs - tensors["behavior"]).abs().masked_fill(~is_sampled, 0).amax(dim=1)
-        blamed = [row for row in ratios.argsort().tolist()[::-1] if ratios[row] > MAX_LOG_RATIO]
-    tokenizer = trainer.inputs.tokenizer
-    causes = find_causes(blamed, episodes, tensors)[:BLAMED_SHOWN]
-    explanation.blame = [explain_episode(row, episodes, tensors, tokenizer) for row in causes]
-    explanation.tokens = describe_tokens(
-        episodes, log_probs, tensors["advantages"], tensors["mask"], tokenizer
-    )
+    reasons = {row: list_bad_numbers(row, episodes[row], tensors) for row in rows}
+    blamed = [row for row in rows if reasons[row]]
+    with measuring(actor, batch, trainer.recipe) as meter:
+        measure_gradients(explanation, episodes, meter)
+        if not math.isfinite(explanation.gradient_norm) and not blamed:
+            blamed = find_bad(rows, meter.is_bad)
+    for row in blamed[:BLAMED_SHOWN]:
+        named = {"reasons": reasons[row] or ["its gradient is not finite"]}
+        explanation.blame.append(name_episode(episodes[row]) | named)
+    explanation.tokens = describe_tokens(episodes, tensors, trainer.inputs.tokenizer)
     return explanation
 
 
@@ -201,36 +170,23 @@ def prepare_batch(trainer: Trainer, batch: DataProto) -> str:
 
 def measure_gradients(
     explanation: Explanation, episodes: Sequence[Episode], meter: GradientMeter
-) -> list[int]:
-    """Measure the batch, its groups, and an exploding group's episodes -> the rows with the blame.
-
-    If the gradient is not finite, the batch is halved until single episodes are found.
-    """
-    everything = range(len(episodes))
-    whole = meter.measure(everything)
+) -> None:
+    """Measure the gradient of the batch and, if it is finite, of its groups."""
+    whole = meter.measure(range(len(episodes)))
     explanation.gradient_norm = whole.norm
     if not whole.is_finite:
         explanation.reason = explanation.reason or f"the gradient norm is {whole.norm}"
-
-        def is_bad(rows: Sequence[int]) -> bool:
-            return not meter.measure(rows).is_finite
-
-        return find_bad(everything, is_bad)
+        return
     members: dict[str, list[int]] = {}
     for row, episode in enumerate(episodes):
         members.setdefault(episode.group_id, []).append(row)
     parts = {name: meter.measure(rows) for name, rows in members.items()}
-    norms = {name: part.norm for name, part in parts.items()}
-    explanation.signal_to_noise = measure_signal(list(norms.values()), whole.norm)
+    norms = [part.norm for part in parts.values()]
+    explanation.signal_to_noise = measure_signal(norms, whole.norm)
     explanation.groups = [
         describe_group(name, [episodes[row] for row in members[name]], part, whole.norm)
         for name, part in parts.items()
     ]
-    outlier = find_outlier_group(norms)
-    if not outlier:
-        return []
-    sizes = {row: meter.measure([row]).norm for row in members[outlier]}
-    return [max(sizes, key=sizes.__getitem__)]
 
 
 def describe_group(name: str, episodes: Sequence[Episode], part: Gradient, batch: float) -> Json:
@@ -256,7 +212,6 @@ def write(explanation: Explanation, folder: Path) -> Path:
     """Write runs/<name>/explain_<step>.json -> its path. NaN becomes null."""
     out = folder / f"explain_{explanation.step}.json"
     with files.replace_atomically(out) as partial:
-        # NaN becomes None
         content = TypeAdapter(Json).dump_python(dataclasses.asdict(explanation), mode="json")
         partial.write_text(json.dumps(content, indent=1))
     return out

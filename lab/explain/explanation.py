@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from env import Json
@@ -16,10 +15,9 @@ from kit.data.episode import Episode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OUTLIER = 10.0  # a group explodes if its gradient norm is this many times the median of the others
 TOKENS_SHOWN = 20
 CONTEXT = 5  # tokens before and after a token
-NAMES = {"behavior": "recorded log-probs", "log_probs": "log-probs", "advantages": "advantages"}
+NAMES = {"behavior": "recorded log-probs", "log_probs": "log-probs"}
 
 
 class Gradient(NamedTuple):
@@ -46,11 +44,11 @@ class Gradient(NamedTuple):
 
 @dataclasses.dataclass
 class Explanation:
-    """What a step did: the content of explain_<N>.json."""
+    """What a step did: the content of explain_<N>.json. reason: why it cannot be used, if so."""
 
     step: int
     checkpoint: str  # the weights that the step started from
-    reason: str = ""  # why the step cannot be used; empty: it can
+    reason: str = ""
     gradient_norm: float = math.nan
     signal_to_noise: float | None = None
     importance: Json = dataclasses.field(default_factory=dict)
@@ -91,19 +89,6 @@ def find_bad(rows: Sequence[int], is_bad: Callable[[Sequence[int]], bool]) -> li
     return find_bad(rows[:middle], is_bad) + find_bad(rows[middle:], is_bad)
 
 
-def find_outlier_group(norms: Mapping[str, float]) -> str:
-    """Return the group with the largest gradient, if it explodes; otherwise "".
-
-    Groups without a gradient do not count.
-    """
-    if not norms:
-        return ""
-    largest = max(norms, key=norms.__getitem__)
-    others = [norm for name, norm in norms.items() if norm > 0 and name != largest]
-    is_outlier = bool(others) and norms[largest] > OUTLIER * float(np.median(others))
-    return largest if is_outlier else ""
-
-
 # --- tokens and episodes -------------------------------------------------------------------------
 
 
@@ -117,18 +102,16 @@ def list_rewards(episodes: Sequence[Episode]) -> dict[str, list[float]]:
 
 
 def describe_tokens(
-    episodes: Sequence[Episode],
-    log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    tokenizer: PreTrainedTokenizerBase,
+    episodes: Sequence[Episode], tensors: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase
 ) -> list[Json]:
-    """Describe the tokens that the step moves most. log_probs, advantages, mask: [B, R].
+    """Describe the tokens that the step moves most. tensors: log_probs, advantages, mask: [B, R].
 
     The size of a move is |A| (1 - p): at the first optimizer step, the gradient of the loss by the
     logit of a sampled token is proportional to it (A: advantage, p: its probability).
     """
-    moves = advantages.abs() * (1 - log_probs.exp()) * mask  # [B, R]
+    probabilities = tensors["log_probs"].exp()
+    advantages = tensors["advantages"]
+    moves = advantages.abs() * (1 - probabilities) * tensors["mask"]  # [B, R]
     moves = moves.nan_to_num(0.0, 0.0, 0.0)
     count = min(TOKENS_SHOWN, int((moves > 0).sum()))
     sizes, places = moves.flatten().topk(count)
@@ -136,15 +119,10 @@ def describe_tokens(
     for size, place in zip(sizes.tolist(), places.tolist(), strict=True):
         row, position = divmod(place, moves.shape[1])
         episode = episodes[row]
-        described.append(
-            name_episode(episode)
-            | name_token(episode, position, tokenizer)
-            | {
-                "advantage": float(advantages[row, position]),
-                "probability": float(log_probs[row, position].exp()),
-                "size": size,
-            }
-        )
+        token = name_episode(episode) | name_token(episode, position, tokenizer)
+        token["advantage"] = float(advantages[row, position])
+        token["probability"] = float(probabilities[row, position])
+        described.append(token | {"size": size})
     return described
 
 
@@ -168,56 +146,18 @@ def name_token(episode: Episode, position: int, tokenizer: PreTrainedTokenizerBa
     }
 
 
-def explain_episode(
-    row: int,
-    episodes: Sequence[Episode],
-    tensors: Mapping[str, Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-) -> Json:
-    """Say why an episode has the blame: numbers that are not finite, or far from the others'.
-
-    tensors: [B, R]: mask, behavior and log_probs, of the policy that sampled and the present one,
-    and advantages.
-    """
-    episode = episodes[row]
-    reasons = list_bad_numbers(row, episode, tensors)
-    for name, rewards in list_rewards(episodes).items():
-        usual = float(np.nanmedian(rewards))
-        reasons.append(f"its {name} is {rewards[row]:g}, the median {usual:g}")
-    ratios = (tensors["log_probs"][row] - tensors["behavior"][row]).abs()  # [R]
-    ratios = ratios.nan_to_num(math.inf, math.inf).masked_fill(~tensors["mask"][row].bool(), 0.0)
-    position = int(ratios.argmax())
-    token = name_token(episode, position, tokenizer)
-    recorded = float(tensors["behavior"][row, position])
-    present = float(tensors["log_probs"][row, position])
-    reasons.append(
-        f"the log-prob of token {position} ({token['token']!r}) is {present:.3g}, recorded as "
-        f"{recorded:.3g}"
-    )
-    return name_episode(episode) | token | {"reasons": reasons}
-
-
 def list_bad_numbers(row: int, episode: Episode, tensors: Mapping[str, Tensor]) -> list[str]:
-    """List what is NaN or infinite in an episode. tensors: mask, and some of NAMES."""
+    """List what is NaN or infinite in an episode, besides the advantages: these are its group's.
+
+    tensors: mask, and those of NAMES.
+    """
     reasons = []
     reward = episode.trained_reward
     if reward is None or not math.isfinite(reward):
         reasons.append(f"its reward is {reward}")
     mask = tensors["mask"][row].bool()
-    for key in [key for key in NAMES if key in tensors]:
+    for key in NAMES:
         count = int((~tensors[key][row][mask].isfinite()).sum())
         if count:
             reasons.append(f"{count} of its {NAMES[key]} are NaN or infinite")
     return reasons
-
-
-def find_causes(
-    rows: Sequence[int], episodes: Sequence[Episode], tensors: Mapping[str, Tensor]
-) -> list[int]:
-    """Return the rows that have NaN or infinity besides the advantage, otherwise all of them.
-
-    One bad reward makes the advantages of its whole group bad.
-    """
-    sources = {key: tensor for key, tensor in tensors.items() if key != "advantages"}
-    causes = [row for row in rows if list_bad_numbers(row, episodes[row], sources)]
-    return causes or list(rows)

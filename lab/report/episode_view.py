@@ -3,63 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from kit.data.episode import LOG_PROBS, SAMPLED_IDS
 from lab.report.metric_docs import find_status
-from lab.report.run_data import RunData, get_sampled_ids
+from lab.run_folder import RunFolder, SavedEpisode
 
 MAX_PAGE_TOKENS = 4_000_000  # tokens with log-probs on the page; they take 12 MB
 MAX_CALL_TOKENS = 50_000  # of one call; a longer one is shown as text only
 MAX_CELL_CHARACTERS = 4_000  # of a text in a table
 MAX_TEXT_CHARACTERS = 100_000  # of a text in an opened episode; more would take a browser seconds
 RANKED = 3  # best and worst episodes of each file
-TABLE_COLUMNS = [
-    "run",
-    "step",
-    "file",
-    "rank",
-    "server",
-    "prompt",
-    "response",
-    "reward",
-    "reward_components",
-    "status",
-    "ended",
-    "tokens",
-    "turns",
-    "tool_calls",
-    "seconds",
-    "row_id",
-]
+TABLE_COLUMNS = (
+    *("run", "step", "file", "rank", "server", "prompt", "response", "reward"),
+    *("reward_components", "status", "ended", "tokens", "turns", "tool_calls", "seconds", "row_id"),
+)
 # Keys of a record that an opened episode does not list, because it shows them in another way.
-UNLISTED_KEYS = {
-    "_episode",
-    "responses_create_params",
-    "response",
-    "agent_ref",
-    "_ng_task_index",
-    "_ng_rollout_index",
-}
-
-
-class Candidate(NamedTuple):
-    """An episode whose tokens may be shown. is_ranked: it is a best, worst or failed one."""
-
-    run: RunData
-    record: dict[str, Any]
-    is_ranked: bool
-    step: int
-    tokens: int
+UNLISTED_KEYS = {"agent_ref", "_ng_task_index", "_ng_rollout_index"}
 
 
 # --- the table -----------------------------------------------------------------------------------
 
 
-def tabulate_episodes(runs: Sequence[RunData]) -> dict[str, list[Any]]:
+def tabulate_episodes(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
     """Make the columns of the episode table, of all runs: {name: values}. `run`: its index."""
     frames = []
     for number, run in enumerate(runs):
@@ -97,7 +66,7 @@ def replace_nan(values: list[Any]) -> list[Any]:
     return [None if value is None or value != value else value for value in values]
 
 
-def pair_held_out_rows(run: RunData) -> Iterator[dict[str, Any]]:
+def pair_held_out_rows(run: RunFolder) -> Iterator[dict[str, Any]]:
     """Pair the responses and rewards of each held-out row in the first and the last evaluation."""
     episodes = run.episodes[run.episodes["file"].str.startswith("val_")]
     first_step = episodes["step"].min()
@@ -120,48 +89,46 @@ def pair_held_out_rows(run: RunData) -> Iterator[dict[str, Any]]:
 # --- an opened episode ---------------------------------------------------------------------------
 
 
-def choose_episodes_with_tokens(runs: Sequence[RunData]) -> list[Candidate]:
-    """Choose the episodes whose tokens the page shows, up to MAX_PAGE_TOKENS in all.
+def choose_episodes_with_tokens(runs: Sequence[RunFolder]) -> set[int]:
+    """Choose the records whose tokens the page shows, up to MAX_PAGE_TOKENS in all: their id().
 
     The best, worst and failed ones come first, and among them those of the latest steps.
     """
-    candidates = []
+    candidates: list[tuple[SavedEpisode, str, int]] = []
     for run in runs:
         ranks = rank_episodes(run.episodes)
-        rows = zip(run.records, ranks, run.episodes["tokens"], strict=True)
-        for saved, rank, tokens in rows:
-            candidates.append(Candidate(run, saved.record, bool(rank), saved.step, tokens))
-    candidates.sort(key=lambda each: (not each.is_ranked, -each.step))
-    chosen = []
+        candidates += zip(run.records, ranks, run.episodes["tokens"], strict=True)
+    candidates.sort(key=lambda each: (not each[1], -each[0].step))
+    chosen = set()
     total = 0
-    for candidate in candidates:
-        total += candidate.tokens
+    for saved, _, tokens in candidates:
+        total += tokens
         if total <= MAX_PAGE_TOKENS:
-            chosen.append(candidate)
+            chosen.add(id(saved.record))
     return chosen
 
 
-def decode_vocabulary(run: RunData, tokenizer: Any, chosen: list[Candidate]) -> dict[int, str]:
+def decode_vocabulary(run: RunFolder, tokenizer: Any, chosen: set[int]) -> dict[int, str]:
     """Decode each token that the page shows of a run: {id: text}; empty without a tokenizer."""
     if tokenizer is None:
         return {}
     ids: set[int] = set()
-    for candidate in chosen:
-        if candidate.run is run:
-            ids.update(get_sampled_ids(candidate.record))
+    for saved in run.records:
+        if id(saved.record) in chosen:
+            for item in saved.record["response"]["output"]:
+                ids.update(item.get(SAMPLED_IDS) or [])
     return {token_id: tokenizer.decode([token_id]) for token_id in sorted(ids)}
 
 
-def list_episode_views(runs: Sequence[RunData], chosen: list[Candidate]) -> list[dict[str, Any]]:
+def list_episode_views(runs: Sequence[RunFolder], chosen: set[int]) -> list[dict[str, Any]]:
     """List the views of all episodes, in the order of `tabulate_episodes`."""
-    ids_with_tokens = {id(candidate.record) for candidate in chosen}
     views = []
     for run in runs:
         advantages = {step: run.read_advantages(step) for step in run.episodes["step"].unique()}
         for saved, index in zip(run.records, run.episodes["record_index"], strict=True):
             is_training = saved.file.startswith("step")
             values = advantages[saved.step].get(index) if is_training else None
-            with_tokens = id(saved.record) in ids_with_tokens
+            with_tokens = id(saved.record) in chosen
             views.append(build_episode_view(saved.record, values, with_tokens))
     return views
 

@@ -2,24 +2,16 @@
 
     python -m lab.report.metric_docs > docs/reference.md    # a test compares the two
 
-The texts are in metric_docs.yaml. Keys and defaults come from configs/base.yaml and its comments.
+The texts are in metric_docs.yaml.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from omegaconf import OmegaConf
-
-from kit.config.keys import ROOT, flatten
-from kit.config.load import read_yaml
-
-KEY_LINE = re.compile(r"^( *)([\w.]+):(?= |$)[^#]*(?:# (.*))?$")  # indent, key, comment
-COMMENT_LINE = re.compile(r"^ +# (.*)$")
 
 
 class Metric(NamedTuple):
@@ -36,14 +28,6 @@ class Status(NamedTuple):
 
     cause: str
     fix: str
-
-
-class Key(NamedTuple):
-    """A config key with its default as YAML and its meaning."""
-
-    name: str
-    default: str
-    meaning: str
 
 
 DOCS = yaml.safe_load(Path(__file__).with_name("metric_docs.yaml").read_text())
@@ -68,61 +52,13 @@ def find_status(name: str) -> Status:
     return Status("", "")
 
 
-# --- config keys ---------------------------------------------------------------------------------
-
-
-def list_kit_keys() -> list[Key]:
-    """List the keys that configs/base.yaml sets: Quintet's own keys and changed verl defaults."""
-    comments = read_key_comments()
-    base = OmegaConf.to_container(read_yaml("base"), resolve=False)
-    return [
-        Key(name, format_yaml_value(value), find_comment(name, comments))
-        for name, value in flatten(base).items()
-    ]
-
-
-def read_key_comments() -> dict[str, str]:
-    """Read the comments of configs/base.yaml: {dotted key: comment}."""
-    parents: list[str] = []
-    comments: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in (ROOT / "configs" / "base.yaml").read_text().splitlines():
-        key_match = KEY_LINE.match(line)
-        comment_match = COMMENT_LINE.match(line)
-        if key_match:
-            indent, key, comment = key_match.groups()
-            parents[len(indent) // 2 :] = [key]
-            lines = [comment] if comment else []
-            comments[".".join(parents)] = lines
-        elif comment_match:  # it continues the comment of the last key
-            lines.append(comment_match[1])
-    return {key: " ".join(parts) for key, parts in comments.items()}
-
-
-def find_comment(key: str, comments: dict[str, str]) -> str:
-    """Return the comment of a key, or else that of its nearest parent with a comment."""
-    while key:
-        if comments.get(key):
-            return comments[key]
-        key = key.rpartition(".")[0]
-    return ""
-
-
-def format_yaml_value(value: Any) -> str:
-    """Format a value as YAML on one line."""
-    text = OmegaConf.to_yaml(OmegaConf.create({"x": value})).strip().removeprefix("x:")
-    if value in ({}, []):
-        return text.strip()
-    return " ".join(text.split())
-
-
 # --- the page ------------------------------------------------------------------------------------
 
-KEYS_TEXT = """All keys of Quintet, and the verl keys with another default in `configs/base.yaml`.
-Set them in a recipe (YAML) or on the command line (`key=value`). An unknown or unused key is an
-error that names the nearest key. For other keys of verl, see
-[its documentation](https://verl.readthedocs.io/en/latest/examples/config.html). To see what a
-recipe changes, run it with `--dry-run`."""
+KEYS_TEXT = """All keys of Quintet, and the verl keys with another default, are in
+`configs/base.yaml`, each with a comment. Set them in a recipe (YAML) or on the command line
+(`key=value`). An unknown or unused key is an error that names the nearest key. For other keys of
+verl, see [its documentation](https://verl.readthedocs.io/en/latest/examples/config.html). To see
+what a recipe changes, run it with `--dry-run`."""
 METRICS_TEXT = """Names in `metrics.jsonl` and in trackers. Prometheus uses other names, see
 [monitoring](monitoring.md). `*` stands for a server, a stage or a statistic (mean, max, min).
 The last column holds rules of thumb from CPU runs with models of at most 135M parameters. Your
@@ -137,14 +73,12 @@ EXITS_TEXT = "Every command exits with one of these."
 
 def render_reference() -> str:
     """Render docs/reference.md."""
-    keys = [[f"`{key.name}`", f"`{key.default}`", key.meaning] for key in list_kit_keys()]
     metrics = [
         [" ".join(f"`{name}`" for name in one.names.split()), one.unit, one.meaning, one.healthy]
         for one in METRICS
     ]
     statuses = [[f"`{name}`", status.cause, status.fix] for name, status in STATUSES.items()]
     sections = (
-        ("Keys", KEYS_TEXT, ["key", "default", "meaning"], keys),
         ("Metrics", METRICS_TEXT, ["metric", "unit", "meaning", "healthy"], metrics),
         ("Files of a run", FILES_TEXT, ["file", "content"], code_first(FILES)),
         ("How an episode ends", ENDED_TEXT, ["`ended`", "meaning"], code_first(DOCS["ended"])),
@@ -156,6 +90,10 @@ def render_reference() -> str:
         "",
         "Generated by `python -m lab.report.metric_docs`. `tests/test_docs.py` checks that",
         "it is current.",
+        "",
+        "## Keys",
+        "",
+        KEYS_TEXT,
     ]
     for title, text, head, rows in sections:
         lines += ["", f"## {title}", "", text, "", *format_table(head, rows)]

@@ -15,6 +15,7 @@ import functools
 import gzip
 import html
 import importlib.resources
+import itertools
 import json
 import sys
 import time
@@ -24,21 +25,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
+import yaml
 
 from kit.config.keys import flatten
+from kit.config.redaction import without_settings
 from kit.data.episode import gc_paused
 from kit.data.metrics import HIGH, LOW, name_interval
 from kit.errors import ConfigError, RunError
 from kit.runs import files
 from lab.report import diagnosis, episode_view
 from lab.report.metric_docs import find_metric
-from lab.report.run_data import RunData
+from lab.run_folder import RunFolder
 
 EPISODES_PER_CHUNK = 100  # unpacked together when one of them is opened
-
-
-# the keys of explain_<N>.json that the page reads
-EXPLAINED = {"step", "reason", "importance", "signal_to_noise", "groups", "tokens", "blame"}
+KEYS = orjson.OPT_NON_STR_KEYS
 
 
 class Chart(NamedTuple):
@@ -89,20 +89,13 @@ NOT_STAGES = ("timing_s/step", "timing_s/first_episode", "timing_s/start")
 
 
 def write_page(
-    paths: Sequence[Path], out: Path, comparison: Mapping[str, object] | None = None
+    runs: Sequence[RunFolder], out: Path, comparison: Mapping[str, object] | None = None
 ) -> Path:
     """Write the page of these runs to `out`, and return `out`.
 
     comparison: what the command `compare` shows: lines, and charts with bands.
-    Raises ConfigError if a path is not a run directory, RunError if the page cannot be written.
+    Raises RunError if the page cannot be written.
     """
-    return write_runs([RunData(path) for path in paths], out, comparison)
-
-
-def write_runs(
-    runs: Sequence[RunData], out: Path, comparison: Mapping[str, object] | None = None
-) -> Path:
-    """Write the page of runs that are open already, as `write_page`."""
     with gc_paused():
         page = render_page(runs, comparison)
     with files.replace_atomically(out) as partial:
@@ -110,7 +103,7 @@ def write_runs(
     return out
 
 
-def render_page(runs: Sequence[RunData], comparison: Mapping[str, object] | None = None) -> str:
+def render_page(runs: Sequence[RunFolder], comparison: Mapping[str, object] | None = None) -> str:
     """Render the page: report_page.html with the data of the runs."""
     chosen = episode_view.choose_episodes_with_tokens(runs)
     columns = episode_view.tabulate_episodes(runs)
@@ -121,7 +114,6 @@ def render_page(runs: Sequence[RunData], comparison: Mapping[str, object] | None
     pairs: list[dict[str, Any]] = []
     for run in runs:
         pairs += episode_view.pair_held_out_rows(run)
-    title = ", ".join(run.name for run in runs)
     data = {
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "runs": [describe_run(run) for run in runs],
@@ -134,37 +126,25 @@ def render_page(runs: Sequence[RunData], comparison: Mapping[str, object] | None
         "comparison": comparison,
         "explanations": list_explanations(runs),
     }
-    parts = {"data": data, "vocabularies": vocabularies} | split_views(views)
+    parts: dict[str, Any] = {"data": data, "vocabularies": vocabularies}
+    for number, start in enumerate(range(0, len(views), EPISODES_PER_CHUNK)):
+        parts[f"chunk-{number}"] = views[start : start + EPISODES_PER_CHUNK]
     packed = {name: pack(part) for name, part in parts.items()} | load_libraries()
     scripts = [
         f'<script type="text/plain" id="{name}">{text}</script>' for name, text in packed.items()
     ]
     page = Path(__file__).with_name("report_page.html").read_text()
-    page = page.replace("<!-- title -->", html.escape(title))
+    page = page.replace("<!-- title -->", html.escape(", ".join(run.name for run in runs)))
     return page.replace("<!-- data -->", "\n".join(scripts))
-
-
-def split_views(views: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Split the views of episodes into chunks: {"chunk-0": views, ...}."""
-    chunks = {}
-    for start in range(0, len(views), EPISODES_PER_CHUNK):
-        name = f"chunk-{start // EPISODES_PER_CHUNK}"
-        chunks[name] = views[start : start + EPISODES_PER_CHUNK]
-    return chunks
 
 
 def pack(part: Any) -> str:
     """Compress a text, or a value as JSON, to base64 for the page."""
     try:
-        text = part.encode() if isinstance(part, str) else dump_json(part)
+        text = part.encode() if isinstance(part, str) else orjson.dumps(part, option=KEYS)
     except TypeError:  # half of a surrogate pair: only the escapes of `json` can express it
         text = json.dumps(json.loads(json.dumps(part), parse_constant=lambda _: None)).encode()
     return base64.b64encode(gzip.compress(text, 6)).decode()
-
-
-def dump_json(value: Any) -> bytes:
-    """Convert a value to JSON. Raises TypeError for text that is not valid UTF-8."""
-    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
 
 
 @functools.cache
@@ -179,7 +159,7 @@ def load_libraries() -> dict[str, str]:
     }
 
 
-def load_tokenizer(run: RunData) -> Any:
+def load_tokenizer(run: RunFolder) -> Any:
     """Load the tokenizer of a run from its export or its model; None if neither is local."""
     model = Path(run.get_setting("actor_rollout_ref.model.path") or "")
     folders = [run.path / "export", model]
@@ -200,57 +180,42 @@ def load_tokenizer(run: RunData) -> Any:
 # --- runs and metrics ----------------------------------------------------------------------------
 
 
-def describe_run(run: RunData) -> dict[str, Any]:
+def describe_run(run: RunFolder) -> dict[str, Any]:
     """Describe a run for the page: name, summary, findings, recipe."""
-    note = ""
+    notes = run.unreadable.copy()
     if run.skipped_files:
-        note = f"{run.skipped_files} rollout files are not on this page"
+        notes.append(f"{run.skipped_files} rollout files are not on this page")
     return {
         "name": run.name,
         "summary": diagnosis.summarize(run),
         "findings": [finding._asdict() for finding in diagnosis.find_problems(run)],
-        "config": run.config_text,
-        "note": note,
+        "config": yaml.safe_dump(without_settings(run.recipe), sort_keys=False),
+        "note": "; ".join(notes),
     }
 
 
-def list_explanations(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+def list_explanations(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """List the explained steps of the runs: the contents of explain_<N>.json."""
     explanations = []
     for run in runs:
         for path in sorted(run.path.glob("explain_*.json"), key=lambda path: path.stat().st_mtime):
-            try:
-                content = json.loads(path.read_text())
-            except (ValueError, RecursionError):
-                run.unreadable.append(f"{path.name} is no JSON")
-                continue
-            if isinstance(content, dict) and content.keys() >= EXPLAINED:
-                explanations.append(content | {"run": run.name})
+            explanations.append(json.loads(path.read_text()) | {"run": run.name})
     return explanations
 
 
-def list_meanings(runs: Sequence[RunData]) -> dict[str, str]:
+def list_meanings(runs: Sequence[RunFolder]) -> dict[str, str]:
     """Describe each metric of the runs that metric_docs.yaml knows: {name: text}."""
     meanings = {}
-    for run in runs:
-        for name in run.steps:
-            text = describe_metric(name)
-            if text:
-                meanings[name] = text
+    for name in itertools.chain.from_iterable(run.steps for run in runs):
+        metric = find_metric(name)
+        if metric:
+            unit = f" [{metric.unit}]" if metric.unit else ""
+            healthy = f" Healthy: {metric.healthy}." if metric.healthy else ""
+            meanings[name] = f"{metric.meaning}{unit}.{healthy}"
     return meanings
 
 
-def describe_metric(name: str) -> str:
-    """Describe a metric for the reader who points at it; empty if unknown."""
-    metric = find_metric(name)
-    if metric is None:
-        return ""
-    unit = f" [{metric.unit}]" if metric.unit else ""
-    healthy = f" Healthy: {metric.healthy}." if metric.healthy else ""
-    return f"{metric.meaning}{unit}.{healthy}"
-
-
-def build_charts(runs: Sequence[RunData]) -> Iterator[dict[str, Any]]:
+def build_charts(runs: Sequence[RunFolder]) -> Iterator[dict[str, Any]]:
     """Build the CHARTS for which the runs have numbers."""
     for chart in CHARTS:
         lines = []
@@ -261,7 +226,7 @@ def build_charts(runs: Sequence[RunData]) -> Iterator[dict[str, Any]]:
             yield {"title": chart.title, "kind": kind, "lines": lines}
 
 
-def build_lines(chart: Chart, number: int, run: RunData) -> list[dict[str, Any]]:
+def build_lines(chart: Chart, number: int, run: RunFolder) -> list[dict[str, Any]]:
     """Build the lines of a chart for one run. A line that is 0 throughout is left out."""
     lines: list[dict[str, Any]] = []
     for name in list_charted_metrics(chart, run):
@@ -277,7 +242,15 @@ def build_lines(chart: Chart, number: int, run: RunData) -> list[dict[str, Any]]
     return lines
 
 
-def list_margins(name: str, run: RunData) -> dict[str, list[float]]:
+def list_charted_metrics(chart: Chart, run: RunFolder) -> list[str]:
+    """List the metrics of a run that a chart shows, in the order of its patterns."""
+    names: list[str] = []
+    for pattern in chart.patterns:
+        names += [name for name in run.steps if matches_pattern(name, pattern)]
+    return list(dict.fromkeys(names))
+
+
+def list_margins(name: str, run: RunFolder) -> dict[str, list[float]]:
     """List how far the interval of a score reaches above and below it; {} if it has none."""
     ends = name_interval(name)
     if not set(ends.values()) <= set(run.steps):
@@ -288,21 +261,13 @@ def list_margins(name: str, run: RunData) -> dict[str, list[float]]:
     return {"above": above.fillna(0.0).tolist(), "below": below.fillna(0.0).tolist()}
 
 
-def list_charted_metrics(chart: Chart, run: RunData) -> list[str]:
-    """List the metrics of a run that a chart shows, in the order of its patterns."""
-    names = []
-    for pattern in chart.patterns:
-        names += [name for name in run.steps if matches_pattern(name, pattern)]
-    return list(dict.fromkeys(names))
-
-
 def matches_pattern(name: str, pattern: str) -> bool:
     """Whether a chart with this pattern shows the metric."""
     is_charted = name not in NOT_STAGES and not name.endswith((LOW, HIGH))
     return is_charted and fnmatch.fnmatchcase(name, pattern)
 
 
-def tabulate_metrics(run: RunData) -> dict[str, Any]:
+def tabulate_metrics(run: RunFolder) -> dict[str, Any]:
     """Make the columns of all metrics of a run, for the table and the chart of any metric."""
     frame = run.steps.drop(columns="time", errors="ignore")
     columns = {}
@@ -313,11 +278,11 @@ def tabulate_metrics(run: RunData) -> dict[str, Any]:
     return {"steps": list(frame.index), "columns": columns}
 
 
-def diff_configs(runs: Sequence[RunData]) -> list[list[str]]:
+def diff_configs(runs: Sequence[RunFolder]) -> list[list[str]]:
     """List the keys that the recipes of several runs set differently: [key, value in each run]."""
     if len(runs) < 2:
         return []
-    configs = [flatten(run.config) for run in runs]
+    configs = [flatten(run.recipe) for run in runs]
     rows = []
     for key in sorted(set().union(*configs)):
         values = [str(config.get(key, "")) for config in configs]
@@ -339,10 +304,10 @@ def main(arguments: Sequence[str]) -> None:
         help="file to write (default: report.html in the run directory, or here for several runs)",
     )
     args = parser.parse_args(arguments)
-    runs = [folder.expanduser() for folder in args.runs]
-    folder = runs[0] if len(runs) == 1 else Path()
+    folder = args.runs[0] if len(args.runs) == 1 else Path()
     out = args.out or folder / "report.html"
     try:
+        runs = [RunFolder(path.expanduser()) for path in args.runs]
         print(write_page(runs, out.expanduser()))
     except (ConfigError, RunError) as error:
         sys.exit(f"error: {error}")

@@ -6,7 +6,6 @@ python algorithm.py show runs/A [--worst 10]
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kit.data.metrics import read_test_set
-from kit.errors import ConfigError, remove_control_characters
+from kit.errors import remove_control_characters
 from lab.report import diagnosis
-from lab.report.run_data import RunData, is_accuracy
+from lab.run_folder import RunFolder, is_accuracy
 
 MAX_STEPS = 12  # rows of the table, not counting steps with an evaluation
 BEST_EPISODES = 3
@@ -49,10 +48,7 @@ def main(arguments: Sequence[str]) -> None:
         "--worst", type=int, default=3, metavar="N", help="number of worst episodes (default: 3)"
     )
     args = parser.parse_args(arguments)
-    try:
-        run = RunData(args.run.expanduser())
-    except ConfigError as error:
-        sys.exit(f"error: {remove_control_characters(str(error))}")
+    run = RunFolder(args.run.expanduser())
     console = Console(emoji=False)
     summary = f"[bold]{escape_text(str(run.path))}[/]  {escape_text(diagnosis.summarize(run))}"
     console.print(summary, highlight=False)
@@ -72,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
     console.print(f"\nnext: {escape_text(next_step)}", highlight=False, soft_wrap=True)
 
 
-def print_problems(console: Console, run: RunData) -> None:
+def print_problems(console: Console, run: RunFolder) -> None:
     """Print each problem of a run with its evidence and the next step."""
     findings = diagnosis.find_problems(run)
     for finding in findings:
@@ -84,7 +80,7 @@ def print_problems(console: Console, run: RunData) -> None:
         console.print("No problems detected")
 
 
-def print_episodes(console: Console, run: RunData, worst: int) -> None:
+def print_episodes(console: Console, run: RunFolder, worst: int) -> None:
     """Print the best and the worst episodes of the last training step, or else of the last file."""
     trained = run.episodes[run.episodes["file"].str.startswith("step_")]
     latest = trained if len(trained) else run.episodes

@@ -197,7 +197,7 @@ def test_a_recipe_of_the_home_folder_is_found(tmp_path, monkeypatch):
 
 def test_the_home_folder_in_an_option_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(SystemExit, match=re.escape(f"{tmp_path}/run")):
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/run")):
         show.main(["~/run"])
     with pytest.raises(SystemExit, match=re.escape(f"{tmp_path}/run")):
         report_page.main(["~/run"])

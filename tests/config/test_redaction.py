@@ -12,6 +12,7 @@ from kit.config.redaction import HIDDEN, redacted, without_settings
 from kit.runs import cli
 from kit.runs.run import Run
 from lab.report import report_page
+from lab.run_folder import RunFolder
 from tests.helpers.recipes import CPU, RECIPE, load, tiny
 
 
@@ -55,7 +56,7 @@ def test_the_value_of_a_variable_with_a_secret_name_is_never_written(
     written = [path.read_text() for path in tmp_path.rglob("*.yaml")]
     assert len(written) == 2 and "planted8" not in "".join(written)
     assert all(f"${{oc.env:{name}}}.example" in text for text in written)
-    page = report_page.write_page([run.folder], tmp_path / "page.html").read_text()
+    page = report_page.write_page([RunFolder(run.folder)], tmp_path / "page.html").read_text()
     packed = page.partition('id="data">')[2].partition("<")[0]
     assert "planted8" not in gzip.decompress(base64.b64decode(packed)).decode()
 

@@ -11,7 +11,7 @@ from kit.data.fingerprint import Fingerprint
 from kit.errors import ConfigError, RunError
 from kit.runs import checkpoints, identity
 from kit.runs.run import Run
-from lab.run_card import card
+from lab import run_card
 from tests.helpers.recipes import load, make_partial, row, write_rows
 from tests.runs.test_checkpoints import Group, make_config, save
 
@@ -54,7 +54,7 @@ def test_a_resume_names_edited_rows_and_functions(workspace, here):
     )
     with Run(recipe, checkpoint, after):
         pass
-    [line] = card.list_resume_changes(Path("runs/tiny"))
+    [line] = run_card.list_resume_changes(Path("runs/tiny"))
     assert "After step 1" in line and "1 added, 1 removed" in line
 
 

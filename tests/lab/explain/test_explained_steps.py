@@ -12,13 +12,12 @@ import pytest
 
 from kit.runs import checkpoints, replay
 from lab.explain import command
-from lab.explain.gradients import call_workers, find_trainer, measuring
+from lab.explain.gradients import call_workers, find_trainer
 from tests.helpers.recipes import metrics_of
 from tests.helpers.runs import assert_same
 from tests.helpers.stack import NO_EVALUATION
 
 CHANGES = ["trainer.total_training_steps=2", "trainer.save_freq=1", NO_EVALUATION]
-NO_STD = "algorithm.norm_adv_by_std_in_grpo=false"
 PLANTED = 19  # the line of the planted episode
 
 
@@ -65,25 +64,19 @@ def plant_nan_log_prob(record: dict) -> None:
     record["response"]["output"][-1]["generation_log_probs"][0] = math.nan
 
 
-def plant_outlier(record: dict) -> None:
-    record["reward"] = record["_episode"]["reward"] = 1e6
-
-
 @pytest.mark.parametrize(
-    ("plant", "changes", "reason"),
+    ("plant", "reason"),
     [
-        (plant_nan_reward, [], "its reward is nan"),
-        (plant_nan_log_prob, [], "1 of its recorded log-probs are NaN or infinite"),
-        (plant_outlier, [NO_STD, "trainer.replay_min_ess=0"], "its reward is 1e+06, the median"),
+        (plant_nan_reward, "its reward is nan"),
+        (plant_nan_log_prob, "1 of its recorded log-probs are NaN or infinite"),
     ],
 )
-def test_a_planted_episode_has_the_blame(stack, recorded, plant, changes, reason):
-    with replaying(stack, recorded, plant, *changes) as trainer:
+def test_a_planted_episode_has_the_blame(stack, recorded, plant, reason):
+    with replaying(stack, recorded, plant) as trainer:
         explanation = command.explain_step(trainer)
     (culprit,) = explanation.blame
     assert {key: culprit[key] for key in ("row", "episode")} == name_planted(recorded)
-    assert any(reason in text for text in culprit["reasons"]), culprit["reasons"]
-    assert bool(explanation.reason) == (plant is not plant_outlier)
+    assert reason in culprit["reasons"] and explanation.reason
     path = command.write(explanation, trainer.run.folder)
     assert json.loads(path.read_text())["blame"][0]["row"] == culprit["row"]
 
@@ -107,45 +100,6 @@ def test_the_parts_add_up_to_the_gradient_of_the_recorded_update(stack, recorded
     model = "model_world_size_1_rank_0.pt"
     before, after = (checkpoints.read(folder / model) for folder in (stack.fresh, saved))
     assert_same(before, after)
-
-
-MASK_FIRST = """
-import dataclasses
-
-def mask_first(episodes):
-    first = episodes[0].group_id
-    return [
-        dataclasses.replace(one, response_mask=[0] * len(one.response_mask))
-        if one.group_id == first else one
-        for one in episodes
-    ]
-"""
-
-
-def test_a_masked_group_has_no_part_of_the_update(stack, recorded, tmp_path):
-    (tmp_path / "masks.py").write_text(MASK_FIRST)
-    change = f"env.filters=[{tmp_path}/masks.py:mask_first]"
-    with replaying(stack, recorded, plant_nothing, change) as trainer:
-        explanation = command.explain_step(trainer)
-    masked, *others = sorted(explanation.groups, key=lambda group: group["norm"])
-    assert (masked["share"], masked["norm"], masked["cosine"]) == (0, 0, None)
-    assert sum(group["share"] for group in others) == pytest.approx(1.0, abs=1e-4)
-
-
-def test_two_halves_have_the_sum_of_the_batch(stack, recorded):
-    import training
-
-    with replaying(stack, recorded, plant_nothing) as trainer:
-        trainer.state = trainer.state.__class__(step=1)
-        episodes = trainer.collect()
-        batch = training.to_batch(episodes, trainer.inputs, trainer.recipe)
-        assert command.prepare_batch(trainer, batch) == ""
-        with measuring(trainer.workers.actor, batch, trainer.recipe) as meter:
-            whole = meter.measure(range(len(episodes)))
-            halves = [meter.measure(range(24)), meter.measure(range(24, len(episodes)))]
-    assert whole.dot == pytest.approx(whole.norm**2, rel=1e-6)
-    assert sum(half.dot for half in halves) == pytest.approx(whole.dot, rel=1e-4)
-    assert whole.is_finite and halves[0].norm > 0
 
 
 def list_attributes(worker) -> list[str]:

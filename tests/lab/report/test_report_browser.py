@@ -8,15 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from lab.report import report_page
+from lab.run_folder import RunFolder
 from tests.helpers.models import make_model
-from tests.helpers.recipes import ROOT, run
 from tests.helpers.runs import SCRIPT, write_synthetic_run
 
 pytestmark = pytest.mark.soak
@@ -36,7 +35,7 @@ def large_page(tmp_path_factory, model) -> Path:
     """The page of a synthetic run of 20,000 episodes."""
     folder = tmp_path_factory.mktemp("report") / "runs" / "large"
     write_synthetic_run(folder, 18, 1000, model)
-    return report_page.write_page([folder], folder / "report.html")
+    return report_page.write_page([RunFolder(folder)], folder / "report.html")
 
 
 # --- a browser -----------------------------------------------------------------------------------
@@ -125,50 +124,6 @@ def test_an_episode_opens_with_its_tokens_colored(chromium, large_page):
         assert len(get_shades()) == 1
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_is_readable_on_a_phone_in_light_and_dark_mode(chromium, large_page, scheme):
-    def sum_color(color: str) -> int:
-        return sum(int(part) for part in re.findall(r"\d+", color)[:3])
-
-    viewport = {"width": 390, "height": 844}
-    with open_page(chromium, large_page, viewport=viewport, color_scheme=scheme) as page:
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        text_color = sum_color(page.evaluate("getComputedStyle(document.body).color"))
-        background = sum_color(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-        contrast = text_color - background if scheme == "dark" else background - text_color
-        assert contrast > 300
-        cells = page.locator("#episodes > tbody > tr").first.locator("td")
-        assert cells.count() == 3  # prompt, response, reward
-        cell = sum_color(cells.first.evaluate("node => getComputedStyle(node).color"))
-        assert abs(cell - background) > 300
-        page.locator("#episodes > tbody > tr").first.click()
-        page.locator(".open").get_by_role("button", name="log-prob").click()
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
-
-
-def test_the_page_of_two_runs_compares_them_and_lists_the_keys_that_differ(
-    chromium, model, tmp_path
-):
-    """The second run has another learning rate."""
-    for name, steps in (("one", 3), ("two", 4)):
-        folder = write_synthetic_run(tmp_path / "runs" / name, steps, 60, model)
-        if name == "two":
-            text = (folder / "config.yaml").read_text()
-            (folder / "config.yaml").write_text(text.replace("lr: 3.0e-05", "lr: 0.007"))
-    command = [sys.executable, "-m", "lab.report.report_page"]
-    command += [str(tmp_path / "runs/one"), str(tmp_path / "runs/two")]
-    done = run(command, tmp_path, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0 and done.stdout == "report.html\n", done.stderr
-    viewport = {"width": 1400, "height": 1000}
-    with open_page(chromium, tmp_path / "report.html", viewport=viewport) as page:
-        assert "actor_rollout_ref.actor.optim.lr" in page.locator("#difference").inner_text()
-        assert len(page.locator("#difference tbody tr").all()) == 1
-        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length >= 2")
-        chart = page.locator(".chart", has_text="Reward").first.locator(".plot")
-        assert chart.evaluate("node => node.data.map(d => d.name)") == ["one", "two"]
-        assert {cells[0] for cells in wait_for_rows(page)} <= {"one", "two"}
-
-
 def test_an_explained_step_is_a_section_with_its_blame(chromium, model, tmp_path):
     """Its texts come from the policy and the rows, so they may contain a script."""
     folder = write_synthetic_run(tmp_path / "runs" / "one", 2, 20, model)
@@ -185,7 +140,7 @@ def test_an_explained_step_is_a_section_with_its_blame(chromium, model, tmp_path
         "blame": [{"row": "a:1", "episode": 3, "reasons": ["its reward is nan"]}],
     }
     (folder / "explain_2.json").write_text(json.dumps(content))
-    path = report_page.write_page([folder], tmp_path / "report.html")
+    path = report_page.write_page([RunFolder(folder)], tmp_path / "report.html")
     with open_page(chromium, path) as page:
         section = page.locator("#explained")
         section.locator("summary").click()

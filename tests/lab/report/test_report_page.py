@@ -1,18 +1,27 @@
-"""The report page of runs without episodes, metrics or a tokenizer."""
+"""The report page: of runs without some parts, of others' folders, and the episodes on it."""
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
+import pandas as pd
 import pytest
 
+import gym_client
+from kit.data.episode import Episode, append_tokens
+from kit.data.rollout_files import to_record
 from kit.runs.run import Run
-from lab.report import diagnosis, report_page
-from lab.report.run_data import RunData
+from lab.report import diagnosis, episode_view, report_page
+from lab.run_folder import RunFolder, SavedEpisode
 from tests.helpers.models import make_model
-from tests.helpers.runs import write_synthetic_run
+from tests.helpers.recipes import row
+from tests.helpers.runs import SCRIPT, write_synthetic_run
 from tests.helpers.verifiers import make_recipe
 from tests.lab.report.test_diagnosis import STEPS, find_problems, write_run
 
@@ -20,6 +29,11 @@ from tests.lab.report.test_diagnosis import STEPS, find_problems, write_run
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "model", tied=True)
+
+
+def read_data(page: Path) -> dict:
+    packed = page.read_text().partition('id="data">')[2].partition("<")[0]
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
 def test_a_run_without_episodes_has_a_page(tmp_path, model):
@@ -31,33 +45,23 @@ def test_a_run_without_episodes_has_a_page(tmp_path, model):
         metrics = {"step": step, "time": step, "actor/loss": 1 / step, "val/loss": 2.0 / step}
         lines.append(json.dumps(metrics))
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    assert report_page.write_page([folder], tmp_path / "sft.html").is_file()
+    page = tmp_path / "page.html"
+    assert report_page.write_page([RunFolder(folder)], page).is_file()
     expected = "3/20 steps, 0.0 min training; held-out loss 2 -> 0.667"
-    assert diagnosis.summarize(RunData(folder)) == expected
+    assert diagnosis.summarize(RunFolder(folder)) == expected
     (folder / "metrics.jsonl").unlink()
-    assert report_page.write_page([folder], tmp_path / "nothing.html").is_file()
-    assert diagnosis.find_problems(RunData(folder)) == []
-    assert diagnosis.summarize(RunData(folder)) == "no steps yet"
-
-
-def test_a_tokenizer_that_cannot_be_loaded_is_reported_on_the_page(tmp_path, model):
-    broken = shutil.copytree(model, tmp_path / "broken")
-    (broken / "tokenizer_config.json").write_text("{")
-    folder = write_synthetic_run(tmp_path / "run", 1, 10, broken)
-    run_data = RunData(folder)
-    page = report_page.render_page([run_data])
-    assert "was not loaded" in run_data.unreadable[0] and page
-    assert report_page.describe_run(run_data)["findings"][0]["evidence"] == run_data.unreadable
+    assert report_page.write_page([RunFolder(folder)], page).is_file()
+    assert diagnosis.find_problems(RunFolder(folder)) == []
+    assert diagnosis.summarize(RunFolder(folder)) == "no steps yet"
 
 
 def test_the_page_of_two_runs_lists_the_keys_that_differ(tmp_path, model):
     folders = [write_synthetic_run(tmp_path / name, 2, 10, model) for name in ("one", "two")]
     text = (folders[1] / "config.yaml").read_text()
     (folders[1] / "config.yaml").write_text(text.replace("lr: 3.0e-05", "lr: 0.007"))
-    runs = [RunData(folder) for folder in folders]
+    page = report_page.write_page(list(map(RunFolder, folders)), tmp_path / "report.html")
     key = "actor_rollout_ref.actor.optim.lr"
-    assert report_page.diff_configs(runs) == [[key, "3e-05", "0.007"]]
-    assert report_page.write_page(folders, tmp_path / "report.html").is_file()
+    assert read_data(page)["config_diff"] == [[key, "3e-05", "0.007"]]
 
 
 def test_held_out_scores_are_drawn_with_their_intervals(tmp_path):
@@ -65,33 +69,21 @@ def test_held_out_scores_are_drawn_with_their_intervals(tmp_path):
         "time": [0.0, 60.0],
         "rollout/episodes": [8.0] * 2,
         "val-core/s/acc/mean@1": [0.25, 0.75],
-        "val-core/s/acc/pass@4": [0.5, 0.9],
+        "val-aux/s/acc/mean@1_low95": [0.1, 0.6],
+        "val-aux/s/acc/mean@1_high95": [0.4, 0.85],
         "val-core/s/reward/mean@1": [0.3, 0.8],  # no interval
+        "timing_s/gen": [1.0, 2.0],
+        "timing_s/step": [3.0, 4.0],  # no stage of a step
     }
-    for name, ends in (("mean@1", ([0.1, 0.6], [0.4, 0.85])), ("pass@4", ([0.4, 0.8], [0.6, 1.0]))):
-        low, high = ends
-        columns |= {f"val-aux/s/acc/{name}_low95": low, f"val-aux/s/acc/{name}_high95": high}
-    run = write_run(tmp_path, {}, columns)
-    (lines,) = [
-        chart["lines"] for chart in report_page.build_charts([run]) if chart["title"] == "Held-out"
-    ]
-    found = {line["name"].rpartition("/")[2]: line for line in lines if "/acc/" in line["name"]}
-    assert found["mean@1"]["below"] == pytest.approx([0.15, 0.15])
-    assert found["mean@1"]["above"] == pytest.approx([0.15, 0.1])
-    assert found["pass@4"]["above"] == pytest.approx([0.1, 0.1])
-    assert "above" not in next(line for line in lines if "/reward/" in line["name"])
-
-
-def test_explained_steps_are_on_the_page_and_other_files_are_not(tmp_path, model):
-    folder = write_synthetic_run(tmp_path / "run", 1, 10, model)
-    content: dict[str, object] = dict.fromkeys(report_page.EXPLAINED)
-    content |= {"step": 3, "tokens": [{"token": "</script>"}]}
-    (folder / "explain_3.json").write_text(json.dumps(content))
-    (folder / "explain_4.json").write_text("[1]")
-    (folder / "explain_5.json").write_text("{")
-    run_data = RunData(folder)
-    assert report_page.list_explanations([run_data]) == [content | {"run": run_data.name}]
-    assert run_data.unreadable == ["explain_5.json is no JSON"]
+    charts = {
+        chart["title"]: chart["lines"]
+        for chart in report_page.build_charts([write_run(tmp_path, {}, columns)])
+    }
+    accuracy, reward = charts["Held-out"]
+    assert accuracy["below"] == pytest.approx([0.15, 0.15])
+    assert accuracy["above"] == pytest.approx([0.15, 0.1])
+    assert "above" not in reward
+    assert [line["name"] for line in charts["Time by stage (s)"]] == ["timing_s/gen"]
 
 
 def test_a_run_ends_with_its_first_finding(tmp_path, monkeypatch, capsys):
@@ -105,3 +97,102 @@ def test_a_run_ends_with_its_first_finding(tmp_path, monkeypatch, capsys):
     assert found.startswith("Found: 100% of the responses are truncated at ")
     assert next_step.startswith("Next: raise data.max_response_length")
     assert report == "Report: runs/run/report.html"
+
+
+# --- episodes ------------------------------------------------------------------------------------
+
+
+def test_each_turn_has_the_advantages_of_its_tokens():
+    episode = Episode("x:1", "1/0", "s", [5], row=row(), reward=1.0, ended="stop")
+    episode.output.append(gym_client.message("one"))
+    append_tokens(episode, [6, 7], [-1.0, -2.0])
+    episode.output.append(gym_client.function_call_output("c", "seen"))
+    append_tokens(episode, [8, 8, 8])
+    episode.output.append(gym_client.message("two"))
+    append_tokens(episode, [9], [-3.0])
+    record = to_record(episode, 0, 0)
+
+    advantages = np.array([0.25, 0.5, -0.75])
+    items = episode_view.build_episode_view(record, advantages, with_tokens=True)["items"]
+    turns = [(item["ids"], item["advantages"]) for item in items if "ids" in item]
+    assert turns == [([6, 7], [0.25, 0.5]), ([9], [-0.75])]
+
+    one_for_all = np.array([0.5])  # the same advantage for all tokens
+    items = episode_view.build_episode_view(record, one_for_all, with_tokens=True)["items"]
+    assert [item["advantages"] for item in items if "ids" in item] == [[0.5], [0.5]]
+
+
+def test_tokens_of_the_best_and_worst_of_the_latest_steps_come_first(monkeypatch):
+    """The tokens of other episodes are on the page only if there is room left."""
+    rewards = [0.0, 0.1, 0.2, 0.5, 0.8, 0.9, 1.0]
+    frame = pd.DataFrame(
+        {"status": "ok", "tokens": 10, "reward": rewards * 2, "file": ["a"] * 7 + ["b"] * 7}
+    )
+    by_file = frame.groupby("file")["reward"]
+    frame["best"] = by_file.rank(ascending=False, method="first")
+    frame["worst"] = by_file.rank(method="first")
+    records = [SavedEpisode("step", 1 + i // 7, {"number": i}) for i in range(14)]
+    monkeypatch.setattr(episode_view, "MAX_PAGE_TOKENS", 130)
+    run = SimpleNamespace(episodes=frame, records=records)
+    chosen = episode_view.choose_episodes_with_tokens([run])
+    ranks = episode_view.rank_episodes(frame)
+    assert ranks[:7] == ["worst", "worst", "worst", "", "best", "best", "best"]
+    numbers = [saved.record["number"] for saved in records if id(saved.record) not in chosen]
+    assert numbers == [3]
+
+
+# --- folders of others ---------------------------------------------------------------------------
+
+
+def write_foreign_run(path: Path, model: Path, text: str, tokens: int = 3) -> RunFolder:
+    """Write a run directory with one episode, and its evaluation."""
+    path.mkdir()
+    episode = Episode("rows.jsonl:1", "1/0", "s", [5], row=row(), ended="stop", reward=1.0)
+    episode.output.append(gym_client.message(text))
+    append_tokens(episode, [6] * tokens, [-1.0] * tokens)
+    recipe = {"actor_rollout_ref": {"model": {"path": str(model)}}}
+    return write_run(path, recipe, {"rollout/reward/mean": [0.5]}, [episode])
+
+
+def test_texts_and_names_of_a_run_are_no_markup_of_the_page(tmp_path, model):
+    name = "<img src=x onerror=alert(1)>"
+    run = write_foreign_run(tmp_path / name, model, SCRIPT)
+    (run.path / "explain_3.json").write_text(json.dumps({"step": 3, "reason": SCRIPT}))
+    page = report_page.write_page([run], tmp_path / "page.html")
+    assert SCRIPT not in page.read_text() and name not in page.read_text()
+    assert read_data(page)["explanations"] == [{"step": 3, "reason": SCRIPT, "run": name}]
+
+
+def test_code_in_the_folder_of_a_tokenizer_does_not_run(model, tmp_path, monkeypatch):
+    def fail(*_):
+        pytest.fail("the user was asked whether to run the code of the tokenizer")
+
+    monkeypatch.setattr("builtins.input", fail)
+    foreign = shutil.copytree(model, tmp_path / "model")
+    settings = json.loads((foreign / "tokenizer_config.json").read_text())
+    auto_map = {"AutoTokenizer": ["custom_code.CustomTokenizer", None]}
+    settings |= {"auto_map": auto_map, "tokenizer_class": "CustomTokenizer"}
+    (foreign / "tokenizer_config.json").write_text(json.dumps(settings))
+    evidence = tmp_path / "the_code_ran"
+    (foreign / "custom_code.py").write_text(
+        f"open({str(evidence)!r}, 'w')\n"
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class CustomTokenizer(PreTrainedTokenizerFast): pass\n"
+    )
+    run = write_foreign_run(tmp_path / "run", foreign, "seven")
+    assert report_page.write_page([run], tmp_path / "page.html").is_file()
+    assert not evidence.exists()
+    (foreign / "tokenizer_config.json").write_text("{")
+    page = report_page.write_page([RunFolder(run.path)], tmp_path / "page.html")
+    assert "was not loaded" in read_data(page)["runs"][0]["note"]
+
+
+def test_a_huge_episode_is_shortened_with_a_note(model, tmp_path):
+    run = write_foreign_run(tmp_path / "run", model, "x" * 10_000_000, tokens=60_000)
+    saved = run.records[0]
+    view = episode_view.build_episode_view(saved.record, None, with_tokens=True)
+    assert len(json.dumps(view)) < 300_000
+    item = view["items"][-1]
+    assert item["text"].startswith("x" * 1000)
+    assert "9900000 more characters are not on this page" in item["text"]
+    assert "ids" not in item

@@ -1,42 +1,16 @@
-"""The files and the report of short training runs: one that learns, and two with a problem.
-
-test_diagnosis.py has the rules of the report.
-"""
+"""The files and the report of short training runs. test_diagnosis.py has the rules."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 from pathlib import Path
 
 import pytest
 
-import gym_client
 from lab.report import diagnosis
 from lab.report.metric_docs import FILES
-from lab.report.run_data import RunData
-from tests.helpers.http import JsonHandler, served
-from tests.helpers.recipes import WORDS, row, write_rows
+from lab.run_folder import RunFolder
 
 STEPS = 9
-
-
-def find_first_problem(folder: Path) -> diagnosis.Finding:
-    """Return the first finding, and check that the run has written its page."""
-    findings = diagnosis.find_problems(RunData(folder))
-    assert findings, "no problem was found"
-    assert (folder / "report.html").is_file()
-    return findings[0]
-
-
-def train(stack, name: str, *changes: str, before=lambda trainer: None, **others) -> Path:
-    """Train for STEPS steps and return the run directory. `before` is called before each step."""
-    changes = ("trainer.total_training_steps=40", "gym.max_failed_frac=1", *changes)
-    with stack.trainer(name, *changes, **others) as trainer:
-        for _ in range(STEPS):
-            before(trainer)
-            trainer.step_or_skip()
-    return trainer.run.folder
 
 
 def test_every_file_of_a_run_is_described(stack):
@@ -66,7 +40,7 @@ def test_a_run_that_learns_has_no_problem(stack):
     with stack.trainer("healthy", *changes) as trainer:
         for _ in range(24):
             trainer.step_or_skip()
-    run = RunData(trainer.run.folder)
+    run = RunFolder(trainer.run.folder)
     problems = [finding.problem for finding in diagnosis.find_problems(run)]
     # The policy started random and has not learned yet to end each response.
     assert [text for text in problems if "are truncated at" not in text] == []
@@ -74,74 +48,3 @@ def test_a_run_that_learns_has_no_problem(stack):
     reward = run.steps["rollout/reward/mean"].dropna()
     assert "24/24 steps" in summary, summary
     assert reward.iloc[-3:].mean() > 3 * reward.iloc[:3].mean(), summary
-
-
-# --- runs that are broken ------------------------------------------------------------------------
-
-
-class VerifierWithOutage(JsonHandler):
-    """Rewards a 7, and answers 500 while `is_down` is set."""
-
-    is_down = False
-
-    def do_GET(self):  # noqa: N802  (a name of the base class)
-        self.answer(200, {"paths": {"/seed_session": {"post": {}}, "/verify": {"post": {}}}})
-
-    def do_POST(self):  # noqa: N802
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if self.path == "/seed_session":
-            self.answer(200, {})
-        else:
-            self.verify(body["response"]["output"][-1]["content"][0]["text"])
-
-    def verify(self, text):
-        if self.is_down:
-            self.answer(500, "the sandbox is gone")
-        else:
-            self.answer(200, {"reward": float("7" in text) / max(1, len(text))})
-
-
-@contextlib.contextmanager
-def gym_with_verifier(stack, handler):
-    """Yield a Gym client whose entry reasoning_gym is a server with this handler."""
-    loop = stack.servers.loop
-    with served(handler) as address:
-        gym = gym_client.Gym({"reasoning_gym": address})
-        loop.run(gym.__aenter__())
-        try:
-            yield gym
-        finally:
-            loop.run(gym.__aexit__(None, None, None))
-
-
-@pytest.mark.soak
-def test_an_outage_of_the_verifier_for_a_third_of_the_steps_is_found(stack):
-    def set_outage(trainer):
-        VerifierWithOutage.is_down = trainer.state.step in (3, 4, 5)
-
-    with gym_with_verifier(stack, VerifierWithOutage) as gym:
-        folder = train(stack, "down", gym=gym, before=set_outage)
-    finding = find_first_problem(folder)
-    expected = (
-        "33% of the episodes failed (192 http_500), all on server reasoning_gym, in steps 4 to 6"
-    )
-    assert expected in finding.problem
-    assert "failures.jsonl" in finding.evidence
-    assert "rollout/failed/http_500" in finding.evidence
-    assert "logs/gym_" in finding.next_step
-
-
-@pytest.mark.soak
-def test_a_task_that_is_too_hard_is_found(stack):
-    rows = [row(f"{word} it", "q9x8z7k6") for word in WORDS]
-    path = write_rows(stack.workspace / "hard.jsonl", rows)
-    changes = (
-        f"env.train_files=[{{path: {path}, server: reasoning_gym}}]",
-        "env.val_files=[]",
-        "data.max_response_length=24",  # two thirds of the responses end before that
-    )
-    finding = find_first_problem(train(stack, "hard", *changes))
-    assert "all responses earn the same reward, mostly 0" in finding.problem
-    assert "too hard" in finding.problem
-    assert "rollout/zero_variance_groups" in finding.evidence
-    assert "easier rows" in finding.next_step

@@ -1,0 +1,200 @@
+"""The price of a run: time, tokens and device-hours, so far and to its end.
+
+python algorithm.py price runs/A [--rate 2.5] [--steps 500]
+
+The estimate is the mean step times the steps left, plus the evaluations and checkpoints that are
+due. The first step after each start compiles and fills caches, so it is not in the mean. Not
+counted: the start, pauses between a stop and a resume, the report, the export. A training run
+prints an estimate after its third step.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+from kit.config import resources
+from kit.data.metrics import ALL_TOKENS, ZERO_VARIANCE
+from kit.errors import ConfigError
+from kit.runs.console import count_nouns, say
+from lab.run_folder import SAVE, STEP, RunFolder
+
+MIN_STEPS = 3
+UPDATE = "timing_s/update_actor"  # `sft` has this and no STEP
+TEST = "timing_s/testing"
+START = "timing_s/start"  # in the line before the first step
+
+
+class Costs(NamedTuple):
+    """The times of a run in seconds, each a mean; NaN if there was none.
+
+    counted: steps in the mean. step: without its checkpoint. tokens: of all episodes of a step,
+    prompts included. spent: on all steps, evaluations and checkpoints so far.
+    """
+
+    done: int
+    counted: int
+    step: float
+    test: float
+    save: float
+    tokens: float
+    spent: float
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the command. Raises ConfigError if the folder is no run, or has too few steps."""
+    parser = argparse.ArgumentParser(
+        prog="python algorithm.py price",
+        description="Time, tokens and device-hours of a run, so far and to its end.",
+    )
+    parser.add_argument("run", type=Path, help="run folder, such as runs/math")
+    parser.add_argument(
+        "--rate", type=float, metavar="MONEY", help="price of an hour of one device (GPU or core)"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="steps of the whole run (default: of its recipe)"
+    )
+    args = parser.parse_args(arguments)
+    for line in describe(RunFolder(args.run.expanduser()), args.rate, args.steps):
+        say(line)
+
+
+def describe(run: RunFolder, rate: float | None = None, steps: int | None = None) -> Iterator[str]:
+    """Yield lines about a run. rate: money per device-hour. steps: of the whole run."""
+    costs = measure(run)
+    config = OmegaConf.create(escape(run.recipe))
+    total = steps or config.trainer.total_training_steps
+    waste = describe_waste(run)
+    command = "train" if waste else "sft"
+    yield f"{run.path}: step {costs.done} of {total}"
+    yield f"step        {format_duration(costs.step)}, the mean of {costs.counted}"
+    for name, seconds in (("evaluation", costs.test), ("checkpoint", costs.save)):
+        if seconds > 0:
+            yield f"{name}  {format_duration(seconds)}"
+    if costs.tokens > 0:
+        yield f"tokens      {costs.tokens:,.0f} a step, prompts included"
+    yield f"so far      {describe_cost(costs.spent, config, command, rate)}"
+    if total > costs.done:
+        yield f"to the end  {describe_rest(costs, config, command, total, rate)}"
+    yield from waste
+
+
+def escape(value: Any) -> Any:  # of a recipe
+    """Return a value whose ${...} are never resolved: a run folder may come from others."""
+    if isinstance(value, dict):
+        return {key: escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [escape(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
+def print_rest(folder: Path, config: DictConfig, command: str, total: int) -> None:
+    """Print the cost of the rest of a run that trains now."""
+    rest = describe_rest(measure(RunFolder(folder)), config, command, total)
+    say(f"price       to step {total}: {rest}")
+
+
+# --- what was measured ---------------------------------------------------------------------------
+
+
+def is_step(metrics: Mapping[str, float]) -> bool:
+    """Whether a line of metrics.jsonl has the time of a training step."""
+    return STEP in metrics or UPDATE in metrics
+
+
+def measure(run: RunFolder) -> Costs:
+    """Measure the steps of a run. Raises ConfigError if they are too few."""
+    saves = run.get_metric(SAVE)
+    tests = run.get_metric(TEST)
+    seconds = run.get_metric(STEP) - saves.fillna(0.0)
+    seconds = seconds.fillna(run.get_metric(UPDATE)).dropna()
+    if len(seconds) < MIN_STEPS:
+        raise ConfigError(
+            f"{run.path} has {len(seconds)} training steps, and an estimate needs {MIN_STEPS}. Let "
+            "it train longer, or name another run of runs/."
+        )
+    # each start is in the line of the step before
+    is_first = run.get_metric(START).notna().shift(fill_value=False)
+    warm = seconds[~is_first[seconds.index]]
+    return Costs(
+        done=int(seconds.index[-1]),
+        counted=len(warm),
+        step=float(warm.mean()),
+        test=float(tests.mean()),
+        save=float(saves.mean()),
+        tokens=float(run.get_metric(ALL_TOKENS).mean()),
+        spent=float(seconds.sum() + tests.sum() + saves.sum()),
+    )
+
+
+def describe_waste(run: RunFolder) -> list[str]:
+    """Return a line about episodes that taught nothing, none for `sft`."""
+    episodes = run.get_metric("rollout/episodes")
+    total = episodes.sum()
+    if not total:
+        return []
+    failed = (run.get_metric("rollout/failed_frac") * episodes).sum()
+    filtered = total - failed - run.get_metric("rollout/kept").sum()
+    group_size = run.get_setting("actor_rollout_ref.rollout.n")
+    equal = run.get_metric(ZERO_VARIANCE).sum() * group_size
+    return [
+        f"unused      of the episodes, {failed / total:.1%} failed, {filtered / total:.1%} were "
+        f"filtered, and {equal / total:.1%} had a group with equal rewards"
+    ]
+
+
+# --- the estimate --------------------------------------------------------------------------------
+
+
+def describe_rest(
+    costs: Costs, config: DictConfig, command: str, total: int, rate: float | None = None
+) -> str:
+    """Return the cost of the steps from costs.done to `total`."""
+    seconds = (total - costs.done) * costs.step
+    unknown = ""
+    tests = count_due(config.trainer.test_freq, costs.done, total) if config.env.val_files else 0
+    saves = count_due(config.trainer.save_freq, costs.done, total)
+    for name, count, time in (("evaluation", tests, costs.test), ("checkpoint", saves, costs.save)):
+        if time >= 0:
+            seconds += count * time
+        elif count:
+            unknown += f", plus {count_nouns(count, name)}, not measured yet"
+    return describe_cost(seconds, config, command, rate) + unknown
+
+
+def count_due(freq: int, done: int, total: int) -> int:
+    """Count the steps after `done` at which something of this frequency is due."""
+    steps = range(done + 1, total + 1)
+    return sum(step == total or (freq > 0 and step % freq == 0) for step in steps)
+
+
+def describe_cost(seconds: float, config: DictConfig, command: str, rate: float | None) -> str:
+    """Return a time with its device-hours and money. On CPUs, the devices are cores."""
+    if config.trainer.device == "cpu":
+        count = resources.cores() * int(config.trainer.nnodes)
+        hours = f"CPU hours on {count} cores"
+    else:
+        count = resources.all_gpus(config, command)
+        hours = f"device-hours on {count} GPUs"
+    spent = seconds / 3600 * count
+    money = "" if rate is None else f", money {spent * rate:.2f}"
+    return f"{format_duration(seconds)}, {spent:.3g} {hours}{money}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return seconds in a unit that a person would choose.
+
+    >>> [format_duration(seconds) for seconds in (42, 754, 40_000, 400_000)]
+    ['42 s', '12.6 min', '11.1 h', '4.6 days']
+    """
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.3g} min"
+    if seconds < 72 * 3600:
+        return f"{seconds / 3600:.3g} h"
+    return f"{seconds / 86400:.3g} days"
