@@ -85,10 +85,6 @@ INVALID_SETTINGS = [
     ("env.verifier=my.py:a/b", "env.verifier=my.py:a/b is not a Python verifier. Name path.py:"),
     ("env.verifier=compute_score", "Name path.py:function, path.py:Class or verl"),
     (
-        "env.train_files=[{path: train.jsonl, server: a, verifier: verl}]",
-        "has a server and a verifier",
-    ),
-    (
         "gym.servers.verl={url: http://127.0.0.1:9} env.train_files=[{path: val.jsonl, "
         "server: verl}]",
         "gym.servers has an entry verl, too",
