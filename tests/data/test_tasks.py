@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +33,7 @@ class Letters:
         return [ord(letter) for letter in messages[-1]["content"]]
 
 
-def make_loader(aliases: Any = ("a", "b"), template: Any = None, **settings) -> TaskLoader:
+def make_loader(aliases=("a", "b"), template=None, **settings):
     """Make a loader. aliases: names of servers, or {alias: server}."""
     aliases = aliases if isinstance(aliases, dict) else {name: name for name in aliases}
     return TaskLoader(template or Letters(), aliases, LIMIT, **settings)
