@@ -23,7 +23,7 @@ import contextlib
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from omegaconf import DictConfig
 import env
 from env import Json
 from gym_client import GymError
+from kit.config.entries import parse_entry
 from kit.config.recipe import Recipe
 from kit.config.schedule import POSITION
 from kit.config.training_effect import check_schedule
@@ -40,7 +41,7 @@ from kit.data import fields
 from kit.data.episode import Episode
 from kit.data.fingerprint import name_row
 from kit.data.row_files import parse_object, read_raw_rows, report_progress
-from kit.data.tasks import limit_rows, parse_entries
+from kit.data.tasks import find_entry_files, limit_rows
 from kit.errors import ConfigError
 from kit.features import OnFeatures, ignore_features
 from kit.rollout.chat_template import ChatTemplate, RenderError
@@ -225,18 +226,16 @@ def load_examples(recipe: Recipe, inputs: RunInputs, entries: Sequence[Any]) -> 
     limits = recipe.data
     examples = []
     copies: Counter[str] = Counter()
-    for entry in parse_entries([select_keys(entry) for entry in entries], say):
+    for entry, found in find_entry_files(map(parse_entry, entries), say):
         unused: Counter[str] = Counter()
-        files = [
-            read_conversations(path, limits.prompt_key, name) for name, path in entry.files.items()
-        ]
+        files = [read_conversations(path, limits.prompt_key, name) for name, path in found.items()]
         rows = itertools.chain.from_iterable(files)
-        for row_id, row in report_progress(rows, entry.name, say):
+        for row_id, row in report_progress(rows, entry.file, say):
             example = tokenize(row, inputs.template, row_id)
             unused.update(fields.list_unused(fields.walk(fields.CHAT_ROW, row, row["messages"])))
             arguments = env.read_object(row, env.TEMPLATE_ARGUMENTS, row_id)
             unused.update(inputs.template.list_unused(arguments))
-            example.file = entry.name
+            example.file = entry.file
             example.weight = entry.weight
             example.key = name_row(row, copies)
             is_prompt_short = len(example.prompt_ids) <= limits.max_prompt_length
@@ -245,15 +244,8 @@ def load_examples(recipe: Recipe, inputs: RunInputs, entries: Sequence[Any]) -> 
             else:
                 inputs.dropped.append(row_id)
         if unused:
-            say(fields.describe_unused(unused, entry.name))
+            say(fields.describe_unused(unused, entry.file))
     return examples
-
-
-def select_keys(entry: Any) -> Any:
-    """Select the keys of an entry that `sft` uses: conversations have no verifier."""
-    if not isinstance(entry, Mapping):
-        return entry
-    return {key: value for key, value in entry.items() if key in ("path", "weight")}
 
 
 def run_command(recipe: Recipe, run: Run, inputs: RunInputs) -> None:

@@ -70,9 +70,9 @@ def check(path: str, prompt_key: str = "prompt") -> bool:
     An unsupported row is not an error.
     """
     loaded = 0
-    unsupported: dict[str, list[str]] = defaultdict(list)  # {reason: row ids}
+    refused: dict[str, list[str]] = defaultdict(list)  # {reason: row ids}
     unused: Counter[str] = Counter()  # {field that is not used: number of rows}
-    errors: list[str] = []
+    errors: list[DataError] = []
     try:
         for row_id, raw in report_progress(read_raw_rows(path), path, report):
             try:
@@ -82,16 +82,16 @@ def check(path: str, prompt_key: str = "prompt") -> bool:
                 unused.update(fields.list_unused(fields.walk_row(row)))
                 loaded += 1
             except UnsupportedRowError as error:
-                unsupported[str(error).removeprefix(f"{row_id}: ")].append(row_id)
+                refused[str(error).removeprefix(f"{row_id}: ")].append(row_id)
             except DataError as error:
-                errors.append(str(error))
+                errors.append(error)
     except DataError as error:
-        errors.append(str(error))
-    print(f"{path}: {loaded} rows load, {sum(map(len, unsupported.values()))} refused")
-    for reason, row_ids in unsupported.items():
+        errors.append(error)
+    print(f"{path}: {loaded} rows load, {sum(map(len, refused.values()))} refused")
+    for reason, row_ids in refused.items():
         print(f"    {len(row_ids)} x {reason} (first {row_ids[0]})")
-    for text in errors:
-        print(f"    error: {text}")
+    for problem in errors:
+        print(f"    error: {problem}")
     if unused:
         print(f"    {fields.describe_unused(unused, path)}")
     return not errors
@@ -105,7 +105,15 @@ def read_examples(server: str, python: str) -> Iterator[Json]:
 
     A row without agent_ref gets that of the server. python: an interpreter that has nemo-gym.
     """
-    folder = find_servers(python) / server / "data"
+    command = [str(Path(python).expanduser()), "-c", FIND_EXAMPLES]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise DataError(
+            f"--python {python} cannot import nemo_gym: {error}. Run `{make_command('gym')}` to "
+            "install it."
+        ) from None
+    folder = Path(done.stdout.strip()) / server / "data"
     files = [file for file in sorted(folder.glob("*example*.jsonl")) if "rollouts" not in file.name]
     if not files:
         all_files = folder.parent.parent.glob("*/data/example*.jsonl")
@@ -117,24 +125,10 @@ def read_examples(server: str, python: str) -> Iterator[Json]:
     earlier: set[str] = set()  # some rows are in two files; within one file, all are kept
     for file in files:
         rows = [row for _, row in read_rows(str(file))]
-        texts = to_json_lines(rows)
-        for row, text in zip(rows, texts, strict=True):
-            if text not in earlier:
+        for row in rows:
+            if to_json(row) not in earlier:
                 yield row if row.get("agent_ref") else row | {"agent_ref": agent_ref}
-        earlier.update(texts)
-
-
-def find_servers(python: str) -> Path:
-    """Find the folder of nemo-gym's servers. Raises DataError."""
-    command = [str(Path(python).expanduser()), "-c", FIND_EXAMPLES]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise DataError(
-            f"--python {python} cannot import nemo_gym: {error}. Run `{make_command('gym')}` to "
-            "install it."
-        ) from None
-    return Path(done.stdout.strip())
+        earlier.update(map(to_json, rows))
 
 
 # --- Gym rows <-> verl's rows ---------------------------------------------------------------------
@@ -205,20 +199,22 @@ def write_verl(path: Path, rows: list[Json]) -> int:
         table = pyarrow.table({key: [row.get(key) for row in rows] for key in keys})
         parquet.write_table(table, partial, row_group_size=1000)
         read_back = [parse_object(raw, row_id) for row_id, raw in read_raw_rows(partial)]
-        if to_json_lines(read_back) != to_json_lines(rows):
+        if [*map(to_json, read_back)] != [*map(to_json, rows)]:
             raise ValueError("their keys or types differ")
         partial.replace(path)
     except (pyarrow.ArrowException, OverflowError, ValueError) as error:
-        problem = f"{path}: Parquet would change these rows ({error})"
-        raise DataError(f"{problem}. Write rows of other forms to other files.") from None
+        raise DataError(
+            f"{path}: Parquet would change these rows ({error}). Write rows of other forms to "
+            "other files."
+        ) from None
     finally:
         partial.unlink(missing_ok=True)
     return len(rows)
 
 
-def to_json_lines(rows: list[Any]) -> list[str]:
-    """Convert rows to JSON with sorted keys, in which 1, 1.0 and true differ."""
-    return [json.dumps(row, sort_keys=True) for row in rows]
+def to_json(row: Json) -> str:
+    """Convert a row to JSON with sorted keys, in which 1, 1.0 and true differ."""
+    return json.dumps(row, sort_keys=True)
 
 
 # --- any table ------------------------------------------------------------------------------------
@@ -304,9 +300,9 @@ def choose_targets(files: Sequence[str], out: str, suffix: str) -> list[Path]:
 
     No input file is overwritten, and no two inputs have the same target.
     """
-    names = [Path(file).name for file in files]
-    names = [Path(name).stem if Path(name).suffix in COMPRESSIONS else name for name in names]
-    targets = [Path(out).expanduser() / f"{Path(name).stem}{suffix}" for name in names]
+    paths = [Path(file) for file in files]
+    stems = [Path(p.stem).stem if p.suffix in COMPRESSIONS else p.stem for p in paths]
+    targets = [Path(out).expanduser() / f"{stem}{suffix}" for stem in stems]
     inputs = {Path(file).resolve() for file in files}
     for target in targets:
         if target.resolve() in inputs or targets.count(target) > 1:
@@ -322,13 +318,12 @@ def run_command(args: argparse.Namespace) -> Iterator[str]:
 
     Raises DataError, UserFunctionError, OSError.
     """
-    path = Path(args.out).expanduser()
+    folder = Path(args.out).expanduser()
     if args.name == "examples":
-        path /= f"{args.server}_examples.jsonl"
-        count = env.write_rows(path, read_examples(args.server, args.python))
-        yield f"{path}: {count} rows"
+        path = folder / f"{args.server}_examples.jsonl"
+        yield f"{path}: {env.write_rows(path, read_examples(args.server, args.python))} rows"
     elif args.name == "from":
-        path /= f"{Path(args.data).name}_{args.split}.jsonl"
+        path = folder / f"{Path(args.data).name}_{args.split}.jsonl"
         if Path(args.data).expanduser().is_file():
             (path,) = choose_targets([args.data], args.out, ".jsonl")
         rows = read_mapped_rows(args.data, args.map, args.subset, args.split)

@@ -100,6 +100,15 @@ def test_an_episode_that_lost_its_session_is_repeated_under_new_request_ids():
     assert episode.error == "the server was started again" and done == [(0, episode)]
 
 
+def test_an_episode_that_lost_its_session_once_has_the_reward_of_the_second_try():
+    def change(output, request):
+        if request.id == "4/0-0":
+            raise GymError("session_lost", "the server was started again", session_lost=True)
+
+    (episode,) = run_rollout(RecordingClient(change), FixedRewards(1.0, 1.0))
+    assert (episode.status, episode.reward, episode.response_ids) == ("ok", 1.0, [5, STOP])
+
+
 def run_with_turns(run_turns) -> inference.Episode:
     """Run a rollout with another function for its turns -> its episode."""
     with pytest.MonkeyPatch.context() as patch:
@@ -121,6 +130,26 @@ def test_an_episode_that_fails_has_no_reward(error, status):
     assert (episode.status, episode.reward, episode.error) == (status, None, str(error))
 
 
+@pytest.mark.parametrize(
+    ("ids", "mask", "log_probs", "message"),
+    [
+        ([5], [1, 1], [0.0], "lists differ in length: 1 ids, 2 of mask, 1 log-probs"),
+        ([5], [1], [0.0] * 2, "lists differ in length: 1 ids, 1 of mask, 2 log-probs"),
+        ([], [1], [0.0], "lists differ in length: 0 ids"),
+        ([5, 6], [1, 1], [0.0] * 2, "1 sampled tokens, 2 in the mask"),
+    ],
+)
+def test_an_episode_with_inconsistent_lists_fails(ids, mask, log_probs, message):
+    async def run_turns(episode, *_):
+        append_tokens(episode, [5], [0.0])
+        episode.response_ids = ids
+        episode.response_mask = mask
+        episode.log_probs = log_probs
+
+    episode = run_with_turns(run_turns)
+    assert (episode.status, episode.reward) == ("bad_ids", None) and message in episode.error
+
+
 def test_an_unforeseen_failure_has_no_reward_and_names_its_line():
     def raise_odd():
         raise ValueError("odd")
@@ -134,8 +163,15 @@ def test_an_unforeseen_failure_has_no_reward_and_names_its_line():
     assert f"ValueError('odd') at {__file__}:{line}. " in episode.error
 
 
-@pytest.mark.parametrize("error", [ray.exceptions.RayActorError(), RunError("stale weights")])
-def test_a_dead_engine_ends_the_run(error):
+FATAL = [
+    ray.exceptions.RayActorError(),
+    RunError("stale weights"),
+    gym_client.ServerDownError("server_down", "for 90 s"),
+]
+
+
+@pytest.mark.parametrize("error", FATAL)
+def test_a_dead_engine_or_server_ends_the_run(error):
     def change(*_):
         raise error
 

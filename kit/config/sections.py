@@ -28,6 +28,7 @@ from pydantic import (
 from env import Json
 from gym_client import KINDS
 from kit.config import numbers
+from kit.config.entries import parse_entry
 from kit.config.keys import KEYS, flatten, to_plain
 from kit.config.numbers import Number, show
 
@@ -56,8 +57,9 @@ def check_spec(value: object) -> object:
 
 
 def check_entry(value: object) -> object:
-    """Return an entry of a list of files. kit/data/tasks.py reads it. Raises ValueError."""
+    """Return an entry of a list of files, which parse_entry reads. Raises ValueError."""
     if isinstance(value, (str, dict)):
+        parse_entry(value)
         return value
     raise ValueError("is no file. Write a path, or {path: ..., ...}.")
 

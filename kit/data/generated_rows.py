@@ -18,70 +18,32 @@ resumed run generates the same rows, and nothing needs to be saved. A row's id i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
 import env
-from env import DataError, Json, Task
+from env import DataError, Task
 from kit.config import user_functions
-from kit.data.tasks import (
-    FileEntry,
-    FileRows,
-    RowSource,
-    TaskLoader,
-    is_function,
-    make_unique,
-    read_weight,
-)
+from kit.config.entries import Entry
+from kit.data.tasks import TaskLoader, make_unique
 from kit.data.verl_rows import parse_row
 from kit.errors import ConfigError, UserFunctionError
 
-ENTRY_KEYS = ("function", "weight", "server", "verifier")  # all other keys are settings
 LIMIT_KEYS = {"env.train_files": "env.max_rows", "env.val_files": "env.val_max_rows"}
 
 
 @dataclass(frozen=True)
-class FunctionEntry:
-    """A function of env.train_files or env.val_files, and its share of each batch."""
-
-    file: str  # path.py:function; if entries repeat a function, with (2), (3), ... at the end
-    weight: float | None
-    server: str
-    key: str  # env.train_files or env.val_files
-    function: Callable[[int, int, int, dict[int, dict[int, float]]], list[object]]
-
-
-# --- the recipe -----------------------------------------------------------------------------------
-
-
-def parse_functions(entries: Sequence[str | Json], key: str) -> list[FunctionEntry]:
-    """Load the functions among the entries of `key`. Raises UserFunctionError, DataError."""
-    functions: list[FunctionEntry] = []
-    used: set[str] = set()
-    for entry in entries:
-        if not is_function(entry):
-            continue
-        name = str(entry["function"])
-        settings = {key: value for key, value in entry.items() if key not in ENTRY_KEYS}
-        function = user_functions.load_function({"function": name, **settings}, key)
-        server = str(entry.get("server") or "")
-        file = make_unique(name, used)
-        functions.append(FunctionEntry(file, read_weight(entry), server, key, function))
-    return functions
-
-
-# --- sources of rows ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
 class FunctionRows:
-    """The rows of one function."""
+    """The rows of a function of env.train_files or env.val_files."""
 
-    entry: FunctionEntry
+    entry: Entry
+    generate: Callable[[int, int, int, dict[int, dict[int, float]]], list[object]]
     loader: TaskLoader
     seed: int
+    key: str = "env.train_files"
 
     def batch(self, number: int, size: int, pass_rates: Mapping[str, float]) -> list[Task]:
         """Generate the tasks of a batch. Raises UserFunctionError, DataError.
@@ -89,19 +51,32 @@ class FunctionRows:
         pass_rates: by row id, of any rows.
         """
         file = self.entry.file
-        rows = self.entry.function(number, size, self.seed, select_pass_rates(file, pass_rates))
+        rows = self.generate(number, size, self.seed, select_pass_rates(file, pass_rates))
         parsed = []
         for k, row in enumerate(rows):
             row_id = f"{file}#{number}.{k}"
             parsed.append((row_id, parse_row(row, row_id, self.loader.prompt_key)))
-        entry = FileEntry(file, self.entry.weight, self.entry.server)
-        loaded = self.loader.make_tasks(parsed, entry)
+        loaded = self.loader.make_tasks(parsed, self.entry, Counter())
         if loaded.dropped:
             raise DataError(
-                f"{self.entry.key}: {loaded.dropped[0]} would be dropped, by "
-                "data.max_prompt_length or env.only_servers. Change these, or the function."
+                f"{self.key}: {loaded.dropped[0]} would be dropped, by data.max_prompt_length or "
+                "env.only_servers. Change these, or the function."
             )
         return loaded.tasks
+
+
+def load_functions(
+    entries: Iterable[Entry], key: str, loader: TaskLoader, seed: int
+) -> list[FunctionRows]:
+    """Load the functions among the entries of `key`. Raises UserFunctionError."""
+    functions: list[FunctionRows] = []
+    used: set[str] = set()
+    for entry in entries:
+        if entry.function:
+            generate = user_functions.load_function(entry.function, key)
+            named = entry._replace(file=make_unique(entry.file, used))
+            functions.append(FunctionRows(named, generate, loader, seed, key))
+    return functions
 
 
 def select_pass_rates(file: str, pass_rates: Mapping[str, float]) -> dict[int, dict[int, float]]:
@@ -119,50 +94,69 @@ def select_pass_rates(file: str, pass_rates: Mapping[str, float]) -> dict[int, d
     return selected
 
 
-@dataclass(frozen=True)
-class MixedRows:
-    """The rows of one or more functions, and those of files, if there are any.
+@dataclass
+class RowSource:
+    """The rows to train on, batch by batch: those of files, and those of functions.
 
-    Each file and function gets its share of a batch by its weight.
+    The rows of files are used once an epoch, or a sampler picks each batch. If there are functions,
+    each file and function gets its share of a batch by its weight.
     """
 
-    files: FileRows
-    functions: list[FunctionRows]
+    tasks: list[Task]  # of files
+    sampler: Callable[..., list[Task]] | None  # env.sampler: (tasks, size, batch, seed, pass_rates)
+    seed: int
+    shuffle: bool = True  # data.shuffle, without a sampler
+    functions: Sequence[FunctionRows] = ()
 
     def batch(
         self, number: int, size: int, start: int, pass_rates: Mapping[str, float]
     ) -> list[Task]:
-        """Return the tasks of a batch: those of files, then those of each function."""
+        """Return the tasks of a batch: those of files, then those of each function.
+
+        number: 1, 2, ... start: the rows of all earlier batches, which may have had another size.
+        pass_rates: {row id: pass rate}. The result depends on the arguments alone, so a resumed run
+        gets the same batches. Raises UserFunctionError, DataError.
+        """
         quotas = self.compute_quotas(size, start)
         before = self.compute_quotas(start)
-        names = {rows.entry.file for rows in self.functions}
-        of_files = sum(count for name, count in quotas.items() if name not in names)
-        file_start = sum(count for name, count in before.items() if name not in names)
-        tasks: list[Task] = []
+        tasks = []
+        of_files = size - sum(quotas.values())
         if of_files:
-            tasks = self.files.batch(number, of_files, file_start, pass_rates)
+            file_start = start - sum(before.values())
+            tasks = self.take_from_files(number, of_files, file_start, pass_rates)
         for rows in self.functions:
             if quotas[rows.entry.file]:
                 tasks += rows.batch(number, quotas[rows.entry.file], pass_rates)
         return tasks
 
+    def take_from_files(
+        self, number: int, size: int, start: int, pass_rates: Mapping[str, float]
+    ) -> list[Task]:
+        """Return the rows of files in a batch, in order or as the sampler picks them."""
+        if self.sampler is None:
+            return env.take_batch(self.tasks, size, start, self.seed, self.shuffle)
+        return list(self.sampler(self.tasks, size, number, self.seed, pass_rates))
+
     def file_share(self) -> float:
         """Return the share of the rows that come from files. Raises DataError."""
+        if not self.functions:
+            return 1.0
         weights = {source.file: source.weight or 0.0 for source in self.list_sources()}
         functions = sum(weights[rows.entry.file] for rows in self.functions)
-        return 1 - functions / sum(weights.values()) if self.files.tasks else 0.0
+        return 1 - functions / sum(weights.values()) if self.tasks else 0.0
 
     def compute_quotas(self, size: int, start: int = 0) -> dict[str, int]:
-        """Compute how many rows of a batch each file and function gives. Raises DataError."""
-        sources = self.list_sources()
-        if len(sources) == 1:
-            return {sources[0].file: size}
-        return env.compute_quotas(sources, size, start)
+        """Compute how many rows of a batch each function gives. Raises DataError."""
+        names = [rows.entry.file for rows in self.functions]
+        if len(names) < 2 and not self.tasks:
+            return dict.fromkeys(names, size)
+        quotas = env.compute_quotas(self.list_sources(), size, start) if names else {}
+        return {name: quotas[name] for name in names}
 
     def list_sources(self) -> list[env.Weighted]:
         """List the functions and the rows of files, which have weights. Raises DataError."""
         entries = [rows.entry for rows in self.functions]
-        sources: list[env.Weighted] = [*entries, *self.files.tasks]
+        sources: list[env.Weighted] = [*entries, *self.tasks]
         if len(sources) > 1 and not any(source.weight for source in sources):
             raise DataError(
                 f"{entries[0].file}: a function next to other rows needs a share of each batch. "
@@ -173,8 +167,13 @@ class MixedRows:
     def generate_first(self, size: int) -> list[Task]:
         """Generate the functions' rows of batch 1, twice, to check that they are the same.
 
-        Raises UserFunctionError, DataError.
+        Raises ConfigError, UserFunctionError, DataError.
         """
+        if self.sampler and self.functions and not self.tasks:
+            raise ConfigError(
+                "env.sampler picks rows of files, but env.train_files has functions only. "
+                "Remove env.sampler."
+            )
         quotas = self.compute_quotas(size)
         first: list[Task] = []
         second: list[Task] = []
@@ -191,30 +190,8 @@ class MixedRows:
         return first
 
 
-# --- a run or a command ---------------------------------------------------------------------------
-
-
-def make_row_source(
-    config: DictConfig, entries: Sequence[str | Json], files: FileRows, loader: TaskLoader
-) -> RowSource:
-    """Make the source of the rows to train on, from the entries of env.train_files.
-
-    Raises ConfigError, UserFunctionError, DataError.
-    """
-    parsed = parse_functions(entries, "env.train_files")
-    if not parsed:
-        return files
-    if config.env.sampler and len(parsed) == len(entries):
-        raise ConfigError(
-            "env.sampler picks rows of files, but env.train_files has functions only. "
-            "Remove env.sampler."
-        )
-    seed = config.data.seed
-    return MixedRows(files, [FunctionRows(entry, loader, seed) for entry in parsed])
-
-
 def generate_once(
-    config: DictConfig, entries: Sequence[str | Json], key: str, loader: TaskLoader
+    config: DictConfig, entries: Iterable[Entry], key: str, loader: TaskLoader
 ) -> list[Task]:
     """Generate the rows of all functions of `key` for a command without batches.
 
@@ -222,10 +199,10 @@ def generate_once(
     """
     limit = OmegaConf.select(config, LIMIT_KEYS[key])
     tasks: list[Task] = []
-    for entry in parse_functions(entries, key):
+    for rows in load_functions(entries, key, loader, config.data.seed):
         if not limit:
             raise ConfigError(
-                f"{key}={entry.file} generates any number of rows. Set {LIMIT_KEYS[key]}."
+                f"{key}={rows.entry.file} generates any number of rows. Set {LIMIT_KEYS[key]}."
             )
-        tasks += FunctionRows(entry, loader, config.data.seed).batch(0, limit, {})
+        tasks += rows.batch(0, limit, {})
     return tasks

@@ -87,33 +87,28 @@ def compute_scores(
     unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, equation 1). Rows with fewer than k
     episodes do not count for pass@k.
     """
-    groups = group_episodes(episodes, "row_id").values()
-    problems = [name_problem(group[0].row, group[0].row_id) for group in groups]
-    rewards = [[float(e.reward or 0.0) for e in group] for group in groups]  # a list per row
-    right = [[float(e.is_right) for e in group] for group in groups]
+    rewards = []  # of a problem, the scores of one row each
+    right = []
+    for group in group_episodes(episodes, "row_id").values():
+        problem = name_problem(group[0].row, group[0].row_id)
+        rewards.append((problem, [float(e.reward or 0.0) for e in group]))
+        right.append((problem, [float(e.is_right) for e in group]))
     scores = {f"acc/mean@{n}": right, f"reward/mean@{n}": rewards}
-    names = dict.fromkeys(scores, problems)  # of the rows that have the score
     powers_of_2 = {2**exponent for exponent in range(n.bit_length())}
     for k in sorted(powers_of_2 | {n}):
-        chances = [[compute_pass_at_k(row, k)] for row in right if len(row) >= k]
-        if chances:
-            scores[f"acc/pass@{k}"] = chances
-            pairs = zip(problems, rewards, strict=True)
-            names[f"acc/pass@{k}"] = [name for name, row in pairs if len(row) >= k]
-    metrics = {f"{prefix}/{name}/{score}": mean(chain(*rows)) for score, rows in scores.items()}
+        rows = [(problem, [compute_pass_at_k(row, k)]) for problem, row in right if len(row) >= k]
+        if rows:
+            scores[f"acc/pass@{k}"] = rows
+    metrics = {}
     other = prefix.replace("val-core", "val-aux")
     for score, rows in scores.items():
-        interval = compute_score_interval(merge_copies(rows, names[score]))
-        metrics |= {f"{other}/{name}/{score}{end}": interval[end] for end in (LOW, HIGH)}
+        merged: dict[str, list[float]] = defaultdict(list)  # copies of a problem are one row
+        for problem, row in rows:
+            merged[problem] += row
+        metrics[f"{prefix}/{name}/{score}"] = mean(chain(*(row for _, row in rows)))
+        for end, value in compute_score_interval(list(merged.values())).items():
+            metrics[f"{other}/{name}/{score}{end}"] = value
     return metrics
-
-
-def merge_copies(rows: Sequence[Sequence[float]], names: Sequence[str]) -> list[list[float]]:
-    """Put the scores of rows with the same name into one list. names: of the rows."""
-    merged: dict[str, list[float]] = defaultdict(list)
-    for name, row in zip(names, rows, strict=True):
-        merged[name] += row
-    return list(merged.values())
 
 
 def compute_score_interval(rows: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -157,16 +152,10 @@ def describe_score(name: str, scores: Mapping[str, float]) -> str:
 
 def describe_interval(name: str, scores: Mapping[str, float]) -> str:
     """Return the interval of a score, with a space before it, or "". name: one of `scores`."""
-    interval = read_interval(name, scores)
-    return f" [{interval[LOW]:.3f}, {interval[HIGH]:.3f}]" if interval else ""
-
-
-def read_interval(name: str, scores: Mapping[str, float]) -> dict[str, float] | None:
-    """Return the interval of a score, as compute_score_interval does, or None if it has none."""
     ends = name_interval(name)
     low = scores.get(ends[LOW])
     high = scores.get(ends[HIGH])
-    return None if low is None or high is None else {LOW: low, HIGH: high}
+    return "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
 
 
 def name_interval(name: str) -> dict[str, str]:
@@ -207,15 +196,14 @@ def warn_about_failures(metrics: Mapping[str, float], say: Callable[[str], None]
         if not name.endswith(FAILED_AS_0):
             continue
         score_name = name.replace("val-aux/", "val-core/", 1).removesuffix(FAILED_AS_0)
-        if score_name not in metrics:
+        reason = ": no response was verified."
+        if score_name in metrics:
+            score = metrics[score_name]
+            reason = f" is {score:.3f} over verified responses, {score_with_failures:.3f} if a "
+            reason += "failed one counts as 0."
+        if score_with_failures != metrics.get(score_name):
             say(
-                f"WARNING     {score_name}: no response was verified. "
-                'See failures.jsonl of the run. See docs/reference.md, "How an episode fails".'
-            )
-        elif metrics[score_name] != score_with_failures:
-            say(
-                f"WARNING     {score_name} is {metrics[score_name]:.3f} over verified responses, "
-                f"{score_with_failures:.3f} if a failed one counts as 0. "
+                f"WARNING     {score_name}{reason} "
                 'See failures.jsonl of the run. See docs/reference.md, "How an episode fails".'
             )
 

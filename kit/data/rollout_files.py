@@ -225,11 +225,8 @@ def read_records(path: Path) -> Iterator[tuple[int, Json]]:
             record = parse_record(line)
             record["_episode"]["row_id"], record["response"]["output"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            hint = ""
-            if b'"tokens"' in line or b"_ng_task_index" in line:
-                hint = " It has an older format of the kit."
             raise ConfigError(
-                f"{path}:{number} is no episode of a rollouts file ({error!r}).{hint} "
+                f"{path}:{number} is no episode of a rollouts file ({error!r}). "
                 "Set another trainer.experiment_name, or name another file."
             ) from None
         yield number, record
@@ -253,24 +250,19 @@ def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
     """Load the episodes of a rollouts file, one list per batch of prompts, in sampling order.
 
     Each episode needs its row. If a function generated the row, the record has it. Otherwise it is
-    the task of `tasks` with the same content, or, in a file of an earlier version, the same row id.
-    Raises ConfigError.
+    the task of `tasks` with the same content. Raises ConfigError.
     """
     if not path.is_file():
         raise ConfigError(f"--replay {path}: no such file. Name one of runs/<name>/rollouts.")
-    rows = {task.row_id: task.row for task in tasks}
-    by_content = {hash_row(task.row): task.row for task in tasks}
+    rows = {hash_row(task.row): task.row for task in tasks}
     batches: dict[str, list[Episode]] = {}
     for number, record in read_records(path):
         saved = record["_episode"]
-        row_id = saved["row_id"]
-        place = by_content.get(saved["content"]) if "content" in saved else rows.get(row_id)
-        row = saved.get("row") or place
+        row = saved.get("row") or rows.get(saved.get("content"))
         if not row:
-            content = " with the recorded content" if row_id in rows else ""
             raise ConfigError(
-                f"{path}:{number}: env.train_files have no row {row_id}{content}. "
-                "Use the recipe that sampled this file."
+                f"{path}:{number}: env.train_files have no row {saved['row_id']} with the recorded "
+                "content. Use the recipe that sampled this file."
             )
         try:
             episode = from_record(record, row)

@@ -36,7 +36,7 @@ import env
 from env import DataError, Json
 
 if TYPE_CHECKING:
-    from pyarrow import DataType, RecordBatch
+    from pyarrow import RecordBatch
 
 PARQUET_FORMATS = (".parquet", ".pq")
 ARROW_FORMATS = (*PARQUET_FORMATS, ".arrow", ".feather")
@@ -71,12 +71,12 @@ def find_files(path: str, report: Callable[[str], None] = ignore) -> list[str]:
     >>> find_files("no_such_file.jsonl")
     ['no_such_file.jsonl']
     """
-    if "://" in path and not path.startswith("file://"):
+    if "://" in path:
         raise DataError(
             f"{path}: rows are read from local files. Download it, and name the file: for example "
             "`hf download OWNER/NAME --repo-type dataset --local-dir data`, `aws s3 cp` or `curl`."
         )
-    expanded = str(Path(path.removeprefix("file://")).expanduser())
+    expanded = str(Path(path).expanduser())
     is_pattern = glob.has_magic(expanded) and not Path(expanded).exists()
     files: set[str] = set()
     for match in glob.glob(expanded, recursive=True) if is_pattern else [expanded]:
@@ -209,18 +209,10 @@ def read_cells(path: Path, separator: str) -> Iterator[dict[str, str]]:
     csv.field_size_limit(MAX_CELL_CHARS)
     with open_text(path, newline="") as file:
         reader = csv.DictReader(file, delimiter=separator, strict=True)
-        try:
-            yield from check_cells(reader)
-        except csv.Error as error:
-            raise ValueError(f"line {reader.reader.line_num}: {error}") from None
-
-
-def check_cells(reader: csv.DictReader[str]) -> Iterator[dict[str, str]]:
-    """Yield the rows of a CSV file. Raises csv.Error for one without a cell for each name."""
-    for row in reader:
-        if len(row) != len(reader.fieldnames or ()) or None in row.values():
-            raise csv.Error("it has other cells than line 1, whose names must differ")
-        yield row
+        for row in reader:
+            if len(row) != len(reader.fieldnames or ()) or None in row.values():
+                raise ValueError(f"line {reader.line_num}: it has other cells than line 1")
+            yield row
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -249,18 +241,13 @@ def to_plain_value(value: Any) -> object:  # of any library
 
     The start of this file has the rules. Raises TypeError.
     """
-    import numpy
     import pandas
 
     if isinstance(value, bytes | bytearray):
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()
         return base64.b64encode(value).decode()
-    if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "mM":
-        if value.ndim:
-            return list(numpy.asarray(value))
-        value = pandas.Series([value])[0]  # NumPy's tolist() makes integers of times
-    if hasattr(value, "tolist"):  # of NumPy, pandas or torch
+    if hasattr(value, "tolist") and "64[" not in str(value.dtype):  # of NumPy, pandas or torch
         return value.tolist()
     if pandas.isna(value):
         return None
@@ -297,33 +284,15 @@ def read_table(path: Path) -> Iterator[object]:
             table = ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
         schema = table.schema
         batches = table.to_batches(BATCH_ROWS)
-    kinds = {column.name: column.type for column in schema if "arrow.json" in str(column.type)}
+    columns = {column.name: column.type for column in schema}
+    json_columns = [name for name, kind in columns.items() if isinstance(kind, pyarrow.JsonType)]
+    for name in columns.keys() - json_columns:
+        if "arrow.json" in str(columns[name]):
+            raise ValueError(f"{name} has the type JSON inside it. Write JSON lines instead")
     for batch in batches:
         if schema.names == ["row"]:
             yield from batch.column(0).to_pylist()
             continue
         for row in batch.to_pylist(maps_as_pydicts="strict"):
-            for name, kind in kinds.items():
-                row[name] = parse_json_values(row[name], kind)
-            yield row
-
-
-def parse_json_values(value: Any, kind: DataType) -> object:  # any value in a table
-    """Parse the texts in a value that have Parquet's type JSON. kind: the Arrow type of the value.
-
-    DuckDB and datasets write this type where the rows of a table differ in form. Raises ValueError.
-    """
-    from pyarrow import JsonType, types
-
-    if value is None:
-        return None
-    if isinstance(kind, JsonType):
-        return json.loads(value)
-    if types.is_struct(kind):
-        kinds = {field.name: field.type for field in kind}
-        return {key: parse_json_values(item, kinds[key]) for key, item in value.items()}
-    if types.is_map(kind):
-        return {key: parse_json_values(item, kind.item_type) for key, item in value.items()}
-    if types.is_nested(kind):
-        return [parse_json_values(item, kind.value_type) for item in value]
-    return value
+            values = {name: json.loads(row[name]) for name in json_columns if row[name] is not None}
+            yield row | values

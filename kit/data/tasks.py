@@ -5,30 +5,20 @@ files -> read_rows (verl_rows.py) -> env.render_row -> env.encode_messages -> ta
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeGuard
+from typing import NamedTuple, Protocol
 
 import env
 from env import DataError, Json, Task
+from kit.config.entries import Entry
 from kit.data import fields
 from kit.data.fingerprint import name_row
 from kit.data.row_files import find_files, ignore, report_progress
 from kit.data.verl_rows import TASK_ID, read_rows
-
-ENTRY_KEYS = {"path", "weight", "server"}
-
-
-class FileEntry(NamedTuple):
-    """An entry of env.train_files or env.val_files. Its rows are one stream."""
-
-    name: str  # the path, folder or pattern; if earlier entries have it, with (2), (3), ... added
-    weight: float | None = None  # the share of each batch
-    server: str = ""  # the server of all its rows; "": the row names it
-    files: Mapping[str, str] = {}  # {name of a file in row ids, unique as `name` is: its path}
 
 
 class LoadedTasks(NamedTuple):
@@ -38,39 +28,22 @@ class LoadedTasks(NamedTuple):
     dropped: list[str]  # rows whose prompt is too long, and counts of rows of other servers
 
 
-def parse_entries(
-    entries: Sequence[str | Json], report: Callable[[str], None] = ignore
-) -> list[FileEntry]:
-    """Parse entries, each a path or {path, weight, server}, and find their files.
+def find_entry_files(
+    entries: Iterable[Entry], report: Callable[[str], None] = ignore
+) -> Iterator[tuple[Entry, dict[str, str]]]:
+    """Yield each entry that names files, and these files: {name in row ids: path}.
 
-    A path is a file, a folder or a pattern (`find_files`). Two entries may name the same file, each
-    with its weight and server. report: of find_files. Raises DataError.
+    Two entries may name the same file, each with its weight and server, so the names of entries and
+    files are made unique. report: of find_files. Raises DataError.
     """
-    parsed: list[FileEntry] = []
     entry_names: set[str] = set()
     file_names: set[str] = set()
-    for value in entries:
-        entry: Json = dict(value) if isinstance(value, Mapping) else {"path": value}
-        if not entry.get("path") or not entry.keys() <= ENTRY_KEYS:
-            raise DataError(
-                f"{entry}: an entry must be a path, or {{path, weight, server}}. Change it."
-            )
-        path = str(entry["path"])
-        files = {
-            make_unique(str(Path(file)), file_names): file for file in find_files(path, report)
-        }
-        name = make_unique(path, entry_names)
-        parsed.append(FileEntry(name, read_weight(entry), str(entry.get("server") or ""), files))
-    return parsed
-
-
-def read_weight(entry: Json) -> float | None:
-    """Return the weight of an entry, a positive finite number or None. Raises DataError."""
-    weight = entry.get("weight")
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if weight is not None and not (is_number and 0 < weight < float("inf")):
-        raise DataError(f"{entry}: a weight must be a number over 0. Change it.")
-    return weight
+    for entry in entries:
+        if entry.function:
+            continue
+        found = find_files(entry.file, report)
+        files = {make_unique(str(Path(file)), file_names): file for file in found}
+        yield entry._replace(file=make_unique(entry.file, entry_names)), files
 
 
 def make_unique(name: str, used: set[str]) -> str:
@@ -87,11 +60,6 @@ def make_unique(name: str, used: set[str]) -> str:
         unique = f"{name}({number})"
     used.add(unique)
     return unique
-
-
-def is_function(entry: str | Json) -> TypeGuard[Json]:
-    """Whether an entry names a function that generates rows (kit/data/generated_rows.py)."""
-    return isinstance(entry, Mapping) and "function" in entry
 
 
 class PromptEncoder(Protocol):
@@ -117,38 +85,32 @@ class TaskLoader:
     aliases: Mapping[str, str]  # {alias of a Gym server, or its name: its name}
     max_prompt_length: int  # tokens; rows with a longer prompt are dropped
     only_servers: Collection[str] | None = None  # None: the rows of all servers
-    custom_verifiers: Collection[str] = ()  # names that FileEntry.server may have, too
+    custom_verifiers: Collection[str] = ()  # names that Entry.server may have, too
     prompt_key: str = "prompt"  # data.prompt_key, of verl's rows
     report: Callable[[str], None] = ignore  # prints a line
     reported: set[tuple[str, str]] = field(default_factory=set)  # (entry, field that is not used)
 
-    def load_files(self, entries: Sequence[str | Json]) -> LoadedTasks:
-        """Load the tasks of all entries, in order, and report long waits. Raises DataError."""
+    def load_files(self, entries: Iterable[Entry]) -> LoadedTasks:
+        """Load the rows of files, in order, and report long waits. Raises DataError."""
         loaded = LoadedTasks([], [])
         copies: Counter[str] = Counter()
-        for entry in parse_entries(entries, self.report):
-            files = [read_rows(path, self.prompt_key, name) for name, path in entry.files.items()]
-            rows = itertools.chain.from_iterable(files)
-            tasks, dropped = self.make_tasks(
-                report_progress(rows, entry.name, self.report), entry, copies
-            )
-            self.report_copies(tasks, entry.name)
+        for entry, files in find_entry_files(entries, self.report):
+            readers = [read_rows(path, self.prompt_key, name) for name, path in files.items()]
+            rows = report_progress(chain.from_iterable(readers), entry.file, self.report)
+            tasks, dropped = self.make_tasks(rows, entry, copies)
+            self.report_copies(tasks, entry.file)
             loaded.tasks.extend(tasks)
             loaded.dropped.extend(dropped)
         return loaded
 
     def make_tasks(
-        self,
-        rows: Iterable[tuple[str, Json]],
-        entry: FileEntry,
-        copies: Counter[str] | None = None,
+        self, rows: Iterable[tuple[str, Json]], entry: Entry, copies: Counter[str]
     ) -> LoadedTasks:
         """Make tasks from (row id, Gym row). copies: of the rows before them. Raises DataError.
 
         A copy of an earlier problem shares its prompt, so that it takes little time. Rows in other
         folders share nothing, since relative paths of images begin there.
         """
-        copies = Counter() if copies is None else copies
         tasks: list[Task] = []
         dropped: list[str] = []
         skipped = 0  # rows of other servers
@@ -173,12 +135,12 @@ class TaskLoader:
                 continue
             first.setdefault(place, task)
             tasks.append(task)
-        new = {f: count for f, count in unused.items() if (entry.name, f) not in self.reported}
-        self.reported.update((entry.name, f) for f in new)
+        new = {f: count for f, count in unused.items() if (entry.file, f) not in self.reported}
+        self.reported.update((entry.file, f) for f in new)
         if new:
-            self.report(fields.describe_unused(new, entry.name))
+            self.report(fields.describe_unused(new, entry.file))
         if skipped:
-            dropped.append(f"{entry.name}: {skipped} rows of other servers")
+            dropped.append(f"{entry.file}: {skipped} rows of other servers")
         return LoadedTasks(tasks, dropped)
 
     def report_copies(self, tasks: Sequence[Task], name: str) -> None:
@@ -191,7 +153,7 @@ class TaskLoader:
                 "from the file."
             )
 
-    def make_task(self, row: Json, row_id: str, server: str, entry: FileEntry) -> Task:
+    def make_task(self, row: Json, row_id: str, server: str, entry: Entry) -> Task:
         """Make a task. It has no ids if the environment writes the prompt. Raises DataError."""
         messages, tools = env.render_row(row, row_id)
         env.check_end(messages, row_id)
@@ -205,7 +167,7 @@ class TaskLoader:
             messages,
             ids,
             tools,
-            entry.name,
+            entry.file,
             entry.weight,
             template_arguments=arguments,
         )
@@ -288,48 +250,3 @@ def list_references(row: Json) -> dict[str, str]:
         "taskset": str(task_id.get("taskset") or "").partition(":")[0],
     }
     return {key: str(value) for key, value in references.items() if value}
-
-
-class RowSource(Protocol):
-    """The rows to train on, batch by batch: FileRows, or those of kit/data/generated_rows.py."""
-
-    def batch(
-        self, number: int, size: int, start: int, pass_rates: Mapping[str, float]
-    ) -> list[Task]:
-        """Return the tasks of a batch. number: 1, 2, ... pass_rates: {row id: pass rate}.
-
-        start: the rows of all earlier batches, which may have had another size. The result depends
-        on the arguments alone, so a resumed run gets the same batches.
-        """
-
-    def file_share(self) -> float:
-        """Return the share of the rows that come from files."""
-
-    def generate_first(self, size: int) -> list[Task]:
-        """Generate the rows of batch 1 that do not come from files, to check them early."""
-
-
-@dataclass
-class FileRows:
-    """The rows of files. Each is used once an epoch, or a sampler picks each batch."""
-
-    tasks: list[Task]
-    sampler: Callable[..., list[Task]] | None  # env.sampler: (tasks, size, batch, seed, pass_rates)
-    seed: int
-    shuffle: bool = True  # data.shuffle, without a sampler
-
-    def batch(
-        self, number: int, size: int, start: int, pass_rates: Mapping[str, float]
-    ) -> list[Task]:
-        """Return the tasks of a batch, in order or as the sampler picks them."""
-        if self.sampler is None:
-            return env.take_batch(self.tasks, size, start, self.seed, self.shuffle)
-        return list(self.sampler(self.tasks, size, number, self.seed, pass_rates))
-
-    def file_share(self) -> float:
-        """Return the share of the rows that come from files: all."""
-        return 1.0
-
-    def generate_first(self, size: int) -> list[Task]:
-        """Generate nothing: all rows come from files."""
-        return []

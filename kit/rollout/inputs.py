@@ -7,9 +7,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import env
+from kit.data.generated_rows import RowSource
 from kit.data.processor import TextProcessor
 from kit.data.reward_scale import Scales
-from kit.data.tasks import RowSource
 from kit.gym.python_verifiers.settings import PythonVerifiers
 from kit.rollout.chat_template import ChatTemplate
 

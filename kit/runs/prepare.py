@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 import env
-from env import Json
 from gym_client import RUNS_EPISODES
 from kit import features
 from kit.config import adapters, checks, model_files, trackers, user_functions
+from kit.config.entries import Entry, parse_entry
 from kit.config.keys import EPISODE_COMMANDS, SAMPLING_COMMANDS, make_command, to_plain
 from kit.config.load import (
     ACTOR,
@@ -34,7 +34,7 @@ from kit.config.training_effect import check_schedule
 from kit.data import generated_rows
 from kit.data.processor import TextProcessor
 from kit.data.row_files import find_files, read_raw_rows
-from kit.data.tasks import FileRows, TaskLoader, is_function, limit_rows
+from kit.data.tasks import TaskLoader, limit_rows
 from kit.errors import ConfigError, UserFunctionError
 from kit.features import Feature, OnFeatures, ignore_features
 from kit.gym import network, process_specs
@@ -153,7 +153,7 @@ def check_recipe(
         processor=processor,
         template=template,
         stop_ids=files.stop_ids,
-        source=FileRows([], None, config.data.seed),  # load_rows sets it
+        source=generated_rows.RowSource([], None, config.data.seed),  # load_rows sets it
         model=files.hf_config.get_text_config(),
         verifiers=verifiers,
     )
@@ -304,17 +304,17 @@ def check_row_files(config: DictConfig, command: str, key: str) -> Iterator[Exce
             f"{key} is not set. Name a task, such as --config math_cpu, before other recipes."
         )
     has_episodes = command in EPISODE_COMMANDS
-    for entry in entries or []:
-        path = str(entry.get("path", entry) if isinstance(entry, Mapping) else entry)
+    for entry in map(parse_entry, entries or []):
         try:
-            if is_function(entry) and not has_episodes:
+            if entry.function and not has_episodes:
                 yield ConfigError(
-                    f"{key}={path}: `{command}` reads files only. Write the function's rows to one."
+                    f"{key}={entry.file}: `{command}` reads files only. Write the function's rows "
+                    "to one."
                 )
-            elif is_function(entry):
-                generated_rows.parse_functions([entry], key)
+            elif entry.function:
+                user_functions.load_function(entry.function, key)
             else:
-                read_first_rows(path)
+                read_first_rows(entry.file)
         except (env.DataError, UserFunctionError, ConfigError) as error:
             yield error
 
@@ -400,22 +400,24 @@ def load_rows(
         prompt_key=config.data.prompt_key,
         report=say,
     )
-    entries: dict[str, list[str | Json]] = {TRAIN: [], VAL: []}
+    entries: dict[str, list[Entry]] = {TRAIN: [], VAL: []}
     for key in FILES[command]:
         entries[key] = list(inputs.verifiers.entries[key])
     tasks = {}
     for key, listed in entries.items():
-        loaded = loader.load_files([entry for entry in listed if not is_function(entry)])
+        loaded = loader.load_files(listed)
         inputs.dropped += loaded.dropped
         tasks[key] = loaded.tasks
         if key == VAL or command == "rollout":
             tasks[key] += generated_rows.generate_once(config, listed, key, loader)
     inputs.train = limit_rows(tasks[TRAIN], config.env.max_rows)
     inputs.validation = limit_rows(tasks[VAL], config.env.val_max_rows)
-    inputs.source = FileRows(inputs.train, sampler, config.data.seed, config.data.shuffle)
+    inputs.source = generated_rows.RowSource(
+        inputs.train, sampler, config.data.seed, config.data.shuffle
+    )
     if command == "train":
-        inputs.source = generated_rows.make_row_source(
-            config, entries[TRAIN], inputs.source, loader
+        inputs.source.functions = generated_rows.load_functions(
+            entries[TRAIN], TRAIN, loader, config.data.seed
         )
     size = config.data.train_batch_size
     share = inputs.source.file_share()
@@ -436,8 +438,8 @@ def check_enough_rows(
     key = FILES[command][0]
     found = len(inputs.validation if command == "evaluate" else inputs.train)
     size = config.data.train_batch_size
-    entries = inputs.verifiers.entries.get(key, ["a file"])
-    needed = 0 if command == "train" and all(is_function(entry) for entry in entries) else 1
+    entries = inputs.verifiers.entries.get(key, [Entry("a file")])
+    needed = 0 if command == "train" and all(entry.function for entry in entries) else 1
     if command not in SAMPLING_COMMANDS:
         needed = max(needed, math.ceil(share * size - 1e-9))  # without the rounding error
     if found < needed:

@@ -154,15 +154,14 @@ async def audit_row(row: RowAudit, sender: Sender) -> None:
 async def find_form(row: RowAudit, sender: Sender) -> None:
     """Set truth, form and scale: of the candidates, the first one that earns most.
 
-    A form that the prompt demands comes first. A candidate must earn more than a wrong answer in
-    the same form. If none does, or the verifier fails on all of them, that is an outcome, unless
-    the row has tools: then its verifier may look at calls and not at the text.
+    A candidate must earn more than a wrong answer in the same form. If none does, or the verifier
+    fails on all of them, that is an outcome, unless the row has tools: then its verifier may look
+    at calls and not at the text.
     """
     case = row.case
     if not case.answers:
         return
-    demanded = truths.find_demanded_form(case.prompt)
-    forms = sorted(truths.list_forms(case.prompt), key=lambda form: form != demanded)
+    forms = truths.list_forms(case.prompt)
     pairs = list(itertools.product(case.answers, forms))
     wrong = [truths.write(form, case.wrong or NO_ANSWER) for form in forms]
     nothing = dict(zip(forms, await sender.send_all(row.task, wrong), strict=True))

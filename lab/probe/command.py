@@ -14,7 +14,7 @@ import contextlib
 import copy
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from kit.runs.console import console, count_nouns, say
 from kit.runs.event_loops import make_runner
 from lab.probe import report, truths
 from lab.probe.audit import RowAudit, Sender, audit_verifier, find_weaknesses
-from lab.probe.responses import Case
+from lab.probe.responses import LEAK, RIGHT, WRONG, Case
 
 if TYPE_CHECKING:
     from kit.config.recipe import Recipe
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 WEAK = 3  # exit status
 AGENT_KEYS = ("agent", "agent_config", "environment")
 MAX_OTHERS = 12  # truths of other rows
-MAX_SPECIAL = 12  # special tokens in one response
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -57,6 +56,11 @@ def main(arguments: Sequence[str]) -> None:
     chosen = choose_rows(tasks, args.rows)
     with running_verifiers(planned.recipe, planned.inputs) as (sender, loop):
         audits = audit_all(chosen, tasks, planned.inputs, sender, loop)
+    sent = {WRONG, LEAK, RIGHT}
+    for row in itertools.chain(*audits.values()):
+        sent.update(outcome.kind for outcome in row.outcomes)
+    for name in {*args.ignore} - sent:
+        raise ConfigError(f"--ignore {name}: no such response was sent. Correct the name.")
     weaknesses = []
     for name, rows in audits.items():
         found = find_weaknesses(rows, args.threshold, args.ignore)
@@ -97,8 +101,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="rows with the exploits")
     parser.add_argument("words", nargs="*", metavar="key=value", help="values of the recipe")
     args = parser.parse_intermixed_args(arguments)
-    if args.rows < 1:
-        raise ConfigError(f"--rows {args.rows} is no number of rows. Set 1 or more.")
     if not 0 < args.threshold <= 1:
         raise ConfigError(f"--threshold {args.threshold:g} is no share. Set a number up to 1.")
     return args
@@ -142,9 +144,9 @@ def list_others(task: Task, source: Sequence[Task]) -> list[str]:
     own = truths.list_truths(task.row)
     others: list[str] = []
     for other in source:
-        for text in truths.list_truths(other.row)[:1]:
-            if not any(truths.is_same_answer(text, each) for each in [*own, *others]):
-                others.append(text)
+        text = next(iter(truths.list_truths(other.row)), "")
+        if text and not any(truths.is_same_answer(text, each) for each in [*own, *others]):
+            others.append(text)
         if len(others) == MAX_OTHERS:
             break
     return others
@@ -230,14 +232,11 @@ def audit_all(
 
 def make_case(task: Task, source: Sequence[Task], inputs: RunInputs) -> Case:
     """Return what is known of a row before a response is sent."""
-    added: Mapping[int, object] = getattr(inputs.tokenizer, "added_tokens_decoder", {})
-    special = [str(token) for number, token in added.items() if number not in inputs.stop_ids]
     markers = inputs.template.markers
     return Case(
         prompt=truths.read_prompt(task),
         choices=truths.read_choices(task.row),
         answers=truths.list_truths(task.row),
         others=list_others(task, source),
-        special="".join(special[:MAX_SPECIAL]),
         thought=(markers.start, markers.end),
     )

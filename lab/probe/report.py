@@ -14,7 +14,7 @@ from env import Json
 from kit.errors import remove_control_characters
 from kit.runs.console import count_nouns
 from lab.probe import truths
-from lab.probe.audit import BROKEN, RECORDED, Outcome, RowAudit, Weakness, list_replies
+from lab.probe.audit import BROKEN, RECORDED, RowAudit, Weakness, list_replies
 from lab.probe.responses import LEAK, RIGHT, WRONG
 
 TITLES = {
@@ -24,25 +24,33 @@ TITLES = {
     RIGHT: "Not rewarded, but right (right)",
 }
 MAX_SHOWN = 60  # characters of an example
-MAX_LISTED = 3  # failures
 
 
 def build_report(name: str, rows: Sequence[RowAudit], weaknesses: Sequence[Weakness]) -> Group:
     """Build what the console shows of a verifier."""
     parts: list[Text | Table] = [Text(f"\n{name}"), *map(Text, describe(rows))]
     for expects, title in TITLES.items():
-        shown = [each for each in weaknesses if each.expects == expects]
-        if not shown:
-            continue
         table = Table("  response", "rows", "reward", "example", box=None, header_style="dim")
-        for weakness in shown:
-            reply = pick_example(weakness).reply
-            reward = reply.reason if reply.reward is None else f"{reply.reward:.3g}"
-            example = escape(shorten(reply.error or reply.text))
-            counted = f"{len(weakness.weak)} of {weakness.applied}"
-            table.add_row(f"  {weakness.kind}", counted, reward, example)
-        parts += [Text(f"  {title}", style="bold"), table]
+        for weakness in weaknesses:
+            if weakness.expects == expects:
+                add_row(table, weakness)
+        if table.row_count:
+            parts += [Text(f"  {title}", style="bold"), table]
     return Group(*parts)
+
+
+def add_row(table: Table, weakness: Weakness) -> None:
+    """Add a weakness to a table, with its clearest example."""
+    # of a right answer, the one with the lowest reward
+    sign = 1 if weakness.expects == RIGHT else -1
+    reply = min(weakness.weak, key=lambda outcome: sign * outcome.gain).reply
+    reward = reply.reason if reply.reward is None else f"{reply.reward:.3g}"
+    example = remove_control_characters(reply.error or reply.text)
+    if len(example) > MAX_SHOWN:
+        half = MAX_SHOWN // 2 - 2
+        example = f"{example[:half]}...{example[-half:]}"
+    counted = f"{len(weakness.weak)} of {weakness.applied}"
+    table.add_row(f"  {weakness.kind}", counted, reward, escape(repr(example)))
 
 
 def describe(rows: Sequence[RowAudit]) -> Iterator[str]:
@@ -61,23 +69,8 @@ def describe(rows: Sequence[RowAudit]) -> Iterator[str]:
         yield f"    only responses without a truth were sent for {rows_without} without a known one"
     failed = Counter(reply.reason for reply in replies if reply.error)
     if failed:
-        most = ", ".join(f"{number} {reason}" for reason, number in failed.most_common(MAX_LISTED))
-        yield f"    {failed.total()} responses got no reward, and count as neither: {most}"
-
-
-def pick_example(weakness: Weakness) -> Outcome:
-    """Return the clearest example: of a right answer the one with the lowest reward."""
-    sign = 1 if weakness.expects == RIGHT else -1
-    return min(weakness.weak, key=lambda outcome: sign * outcome.gain)
-
-
-def shorten(text: str) -> str:
-    """Return a text in quotes on one line, cut in the middle."""
-    shown = remove_control_characters(text)
-    if len(shown) > MAX_SHOWN:
-        half = MAX_SHOWN // 2 - 2
-        shown = f"{shown[:half]}...{shown[-half:]}"
-    return repr(shown)
+        reasons = ", ".join(f"{number} {reason}" for reason, number in failed.most_common())
+        yield f"    {failed.total()} responses got no reward, and count as neither: {reasons}"
 
 
 def list_exploits(weaknesses: Sequence[Weakness]) -> Iterator[Json]:

@@ -25,13 +25,6 @@ MORE_FORMS = (
     "```\n{}\n```",
     '{{"answer": "{}"}}',
 )
-DEMANDS = {  # {form: what a prompt that demands it contains}
-    "\\boxed{{{}}}": "\\boxed",
-    "<answer>{}</answer>": "<answer>",
-    "#### {}": "####",
-    "Answer: {}": "Answer: ",
-    '{{"answer": "{}"}}': '"answer"',
-}
 OPPOSITES = (("yes", "no"), ("Yes", "No"), ("true", "false"), ("True", "False"))
 
 
@@ -50,17 +43,12 @@ def list_truths(row: Json) -> list[str]:
 
 
 def write_value(value: object) -> Iterator[str]:
-    """Yield the texts of a truth: its items, the answers that the kit reads, the value itself."""
-    items = value
-    if isinstance(value, str) and value.strip().startswith("["):
-        with contextlib.suppress(ValueError):
-            items = json.loads(value)
-    if isinstance(items, list) and all(isinstance(item, str | int | float) for item in items):
-        joined = ", ".join(str(item) for item in items)
-        yield joined
-        yield f"[{joined}]"
+    """Yield the texts of a truth: the answers that the kit reads in it, then the value itself."""
     with contextlib.suppress(ValueError):  # a verifier may have a truth of any other form
-        yield from read_expected_answers(value)
+        answers = read_expected_answers(value)
+        if len(answers) > 1:
+            yield ", ".join(answers)
+        yield from answers
     if isinstance(value, bool):
         yield from (str(value), str(value).lower())
     elif isinstance(value, str):
@@ -73,19 +61,12 @@ def write_value(value: object) -> Iterator[str]:
 
 
 def read_choices(row: Json) -> dict[str, str]:
-    """Return the choices of a row: {letter: text}, or {text: text} if they have no letters."""
-    options = row.get("options") or row.get("choices")
+    """Return the choices of a row: {letter: text}."""
+    options = row.get("options") or row.get("choices") or {}
     choices: dict[str, str] = {}
-    if isinstance(options, Mapping) and isinstance(options.get("text"), list):  # as of ARC
-        labels = options.get("label") or options["text"]
-        return dict(zip(map(str, labels), map(str, options["text"]), strict=False))
-    if isinstance(options, Mapping):
-        options = [options]
-    for option in options if isinstance(options, list) else []:
+    for option in options if isinstance(options, list) else [options]:
         if isinstance(option, Mapping):
             choices |= {str(letter): str(text) for letter, text in option.items()}
-        elif isinstance(option, str):
-            choices[option] = option
     return choices
 
 
@@ -132,17 +113,10 @@ def write(form: str, answer: str) -> str:
 
 
 def list_forms(prompt: str) -> list[str]:
-    """Return the forms of an answer: the one with the tags of the prompt, then the usual ones."""
-    return [*verifier_trial.list_forms(prompt), *MORE_FORMS]
-
-
-def list_empty_forms(prompt: str) -> list[str]:
-    """Return the forms that a prompt asks for, such as its tags, filled with x."""
-    demanded = dict.fromkeys([list_forms(prompt)[0], find_demanded_form(prompt)])
-    return [write(form, "x") for form in demanded if form not in ("", "{}")]
-
-
-def find_demanded_form(prompt: str) -> str:
-    """Return the form that a prompt demands, empty if none of DEMANDS is known to be."""
-    demanded = [form for form, text in DEMANDS.items() if text in prompt]
-    return demanded[0] if len(demanded) == 1 else ""
+    """Return the forms of an answer, first those that the prompt shows, such as its tags."""
+    shown: list[str] = []
+    others: list[str] = []
+    for form in (*verifier_trial.list_forms(prompt), *MORE_FORMS):
+        before = form.partition("{")[0].strip().rpartition("\n")[2]  # such as \boxed
+        (shown if before and before in prompt else others).append(form)
+    return [*shown, *others]

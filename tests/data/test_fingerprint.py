@@ -95,14 +95,12 @@ def test_pass_rates_follow_their_rows_and_the_function_that_made_them():
     assert place_rates(rates, before, "") == rates  # of an earlier version, by place
 
 
-@pytest.mark.parametrize(("removed", "added"), [("", "x"), ("c", ""), ("b", "xy")])
-def test_the_order_of_rows_stays_if_others_come_or_go(removed, added):
-    rows = make_tasks("abcdefgh")
-    others = make_tasks(added + "".join(c for c in "hgfedcba" if c not in removed))
+def test_the_order_of_rows_stays_if_others_come_or_go():
     answers = []
-    for tasks in (rows, others):
+    for text in ("abcdefgh", "xyhgfedca"):
+        tasks = make_tasks(text)
         batch = env.take_batch(tasks, len(tasks), 0, seed=3)
-        answers.append([t.row["answer"] for t in batch if t.row["answer"] not in removed + added])
+        answers.append([t.row["answer"] for t in batch if t.row["answer"] not in "bxy"])
     assert answers[0] == answers[1] != sorted(answers[0])
 
 
@@ -134,7 +132,6 @@ def hash_all() -> tuple[str, ...]:
         ("judge.txt", [True, False]),
         ("unrelated.py", [False, False]),
         ("model/a.safetensors", [False, True]),
-        ("model/config.json", [False, True]),
     ],
 )
 def test_an_edit_changes_the_digest_of_what_names_the_file(folder, file, changed):

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 import env
+from kit.config.entries import Entry
 from kit.config.load import load_config
 from kit.data.episode import Episode, TurnSpan, append_tokens
-from kit.data.generated_rows import FunctionEntry, FunctionRows, MixedRows
+from kit.data.generated_rows import FunctionRows, RowSource
 from kit.data.metrics import update_pass_rates
 from kit.data.rollout_files import assign_record_indices, load_replay
-from kit.data.tasks import FileRows, TaskLoader
+from kit.data.tasks import TaskLoader
 from kit.errors import ConfigError, UserFunctionError
 from kit.runs import prepare, summary
 from kit.runs.run import Run
@@ -40,14 +41,8 @@ def verls(batch, size, seed, pass_rates):
 def raises(batch, size, seed, pass_rates):
     return 1 / 0
 
-def nothing(batch, size, seed, pass_rates):
-    pass
-
 def few(batch, size, seed, pass_rates):
     return rows(batch, size - 1, seed, pass_rates)
-
-def yields(batch, size, seed, pass_rates):
-    yield from rows(batch, size, seed, pass_rates)
 
 def no_rows(batch, size, seed, pass_rates):
     return [*rows(batch, size - 1, seed, pass_rates), ["say 7"]]
@@ -57,9 +52,6 @@ def long(batch, size, seed, pass_rates):
 
 def other(batch, size, seed, pass_rates):
     return [make_row(str(random.random())) for _ in range(size)]
-
-def late(batch, size, seed, pass_rates):
-    return rows(batch, size if batch < 2 else 1, seed, pass_rates)
 """
 
 
@@ -142,7 +134,7 @@ def test_a_sampler_gets_the_same_arguments_with_functions_as_alone(folder, tmp_p
     changes = (f"env.train_files=[{files}]", "env.sampler=recording.py:last", "data.seed=9")
     _, data = load(folder, *changes)
     pass_rates = {f"{path}:1": 0.25, "recording.py:rows#4.0": 0.5}
-    recording = sys.modules[data.source.files.sampler.__module__]
+    recording = sys.modules[data.source.sampler.__module__]
     recording.calls.clear()
     tasks = draw_batch(data, 5, size=6, pass_rates=pass_rates)
     sampler_call = ("last", 3, 5, 9, pass_rates)
@@ -175,63 +167,20 @@ def test_a_function_may_generate_rows_of_verl_and_rows_for_other_commands(folder
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (
-            "{function: my_tasks.py:raises}",
-            r"my_tasks\.py:raises failed at .*my_tasks\.py:16: ZeroDivisionError",
-        ),
-        (
-            "{function: my_tasks.py:nothing}",
-            r"my_tasks.py:nothing returned None\. Return a list of 8",
-        ),
-        (
-            "{function: my_tasks.py:few}",
-            r"my_tasks.py:few returned a list of 7\. Return a list of 8",
-        ),
-        (
-            "{function: my_tasks.py:yields}",
-            r"my_tasks.py:yields returned <generator .*\. Return a list of 8",
-        ),
-        (
-            "{function: my_tasks.py:no_rows}",
-            "my_tasks.py:no_rows#1.7: the row is a list",
-        ),
-        (
-            "{function: my_tasks.py:long}",
-            r"my_tasks\.py:long#1\.0 \(100 tokens\) would be dropped, by data\.max_prompt",
-        ),
-        (
-            "{function: my_tasks.py:other}",
-            "my_tasks.py:other#1.0 is not deterministic: it changed on a second call.*"
-            r'See docs/guides/curriculum\.md, "3\. Make a run that can be resumed"\.$',
-        ),
-        (
-            "{function: my_tasks.py:rows, bottom: 1}",
-            "my_tasks.py:rows cannot be called with .* unexpected keyword",
-        ),
-        ("{function: my_tasks.py:rows, weight: -1}", "a weight must be a number over 0"),
-        (
-            "{function: my_tasks.py:rows, server: mcqa}",
-            "rows#1.0: server 'mcqa' matches none of gym.servers",
-        ),
-        ("{function: my_tasks.py:gone}", "has no function gone"),
-        (
-            "{function: my_tasks.py:rows}, train.jsonl",
-            "a function next to other rows needs a share of each batch",
-        ),
+        ("raises}", r"my_tasks\.py:raises failed at .*my_tasks\.py:16: ZeroDivisionError"),
+        ("few}", r"my_tasks.py:few returned a list of 7\. Return a list of 8"),
+        ("no_rows}", "my_tasks.py:no_rows#1.7: the row is a list"),
+        ("long}", r"my_tasks\.py:long#1\.0 \(100 tokens\) would be dropped, by data\.max_prompt"),
+        ("other}", "my_tasks.py:other#1.0 is not deterministic: it changed on a second call"),
+        ("rows, bottom: 1}", "my_tasks.py:rows cannot be called with .* unexpected keyword"),
+        ("rows}, FILE", "a function next to other rows needs a share of each batch"),
     ],
 )
 def test_an_error_of_a_function_is_one_line_before_anything_starts(folder, entry, message):
-    entry = entry.replace("train.jsonl", str(folder / "train.jsonl"))
+    entry = "{function: my_tasks.py:" + entry.replace("FILE", str(folder / "train.jsonl"))
     with pytest.raises((UserFunctionError, ConfigError, env.DataError), match=message) as caught:
         load(folder, f"env.train_files=[{entry}]")
     assert "\n" not in str(caught.value)
-
-
-def test_a_later_error_names_the_function(folder):
-    _, data = load(folder, "env.train_files=[{function: my_tasks.py:late}]")
-    message = r"my_tasks\.py:late returned a list of 1\. Return a list of 8"
-    with pytest.raises(UserFunctionError, match=message):
-        draw_batch(data, 2)
 
 
 def test_keys_that_do_not_fit_a_function_are_errors(folder):
@@ -312,12 +261,12 @@ def test_a_function_with_a_small_weight_has_a_row_in_some_batches():
         sizes.append(size)
         return []
 
-    entry = FunctionEntry("t.py:rows", 0.05, "", "env.train_files", generate)
-    rows = FunctionRows(entry, TaskLoader(None, {}, 100), seed=1)
+    entry = Entry("t.py:rows", 0.05)
+    rows = FunctionRows(entry, generate, TaskLoader(None, {}, 100), seed=1)
     file = SimpleNamespace(file="a.jsonl", weight=0.95, key="a")
-    mixed = MixedRows(FileRows([file], None, 1), [rows])
+    mixed = RowSource([file], None, 1, functions=[rows])
     assert mixed.file_share() == pytest.approx(0.95)
     of_files = [len(mixed.batch(n + 1, 8, 8 * n, {})) for n in range(5)]
     assert sorted(of_files) == [7, 7, 8, 8, 8] and sizes == [1, 1]
-    alone = MixedRows(FileRows([], None, 1), [rows])
+    alone = RowSource([], None, 1, functions=[rows])
     assert alone.compute_quotas(8) == {"t.py:rows": 8} and alone.file_share() == 0

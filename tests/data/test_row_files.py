@@ -1,119 +1,382 @@
-"""Tests how rows are read from JSON, gzip and Parquet files. Errors name the file and the line."""
+"""Tests how row files are read: their values stay as they are, and errors name the line."""
 
 from __future__ import annotations
 
+import bz2
+import csv
 import gzip
+import io
 import json
+import lzma
+import zipfile
+from datetime import datetime, time, timedelta
+from decimal import Decimal
+from uuid import UUID
 
+import numpy as np
+import pandas
 import pyarrow
 import pytest
-from pyarrow import parquet
+from datasets import Dataset, DatasetDict, disable_progress_bars
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import feather, parquet
 
 import env
-from kit.data.row_files import read_raw_rows
+from kit.data.row_files import SEPARATORS, find_files, parse_object, read_raw_rows
 from kit.data.verl_rows import read_rows
-from tests.helpers.recipes import row
+
+disable_progress_bars()
+HYPOTHESIS_SETTINGS = settings(max_examples=60, derandomize=True, deadline=None)
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ROWS = [
+    {"prompt": [{"role": "user", "content": f"{n} + 1, ü\n?"}], "tools": [TOOL], "answer": f"0{n}"}
+    for n in range(3)
+]
+CELLS = [{**row, "prompt": json.dumps(row["prompt"]), "tools": json.dumps([TOOL])} for row in ROWS]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\r\n\n" for row in ROWS).encode()
+
+
+def write_zip(path, *contents) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for number, content in enumerate(contents):
+            archive.writestr(f"{number}.jsonl", content)
+
+
+def write_stream(path) -> None:
+    table = pyarrow.Table.from_pylist(ROWS)
+    with pyarrow.ipc.new_stream(str(path), table.schema) as out:
+        out.write_table(table)
+
+
+def write_zstd(path, content) -> None:
+    with pyarrow.output_stream(str(path), compression="zstd") as out:
+        out.write(content)
+
+
+WRITERS = {  # {file name: a function that writes ROWS there}
+    "rows.ndjson": lambda path: path.write_bytes(b"\xef\xbb\xbf" + LINES),  # a byte order mark
+    "rows.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES)),
+    "rows.jsonl.bz2": lambda path: path.write_bytes(bz2.compress(LINES)),
+    "rows.jsonl.xz": lambda path: path.write_bytes(lzma.compress(LINES)),
+    "rows.JSONL.ZIP": lambda path: write_zip(path, LINES),
+    "rows.jsonl.zst": lambda path: write_zstd(path, LINES),
+    "rows.json": lambda path: path.write_text(f"\n {json.dumps(ROWS, indent=1)}"),
+    "rows.json.bz2": lambda path: pandas.DataFrame(ROWS).to_json(path, orient="records"),
+    "lines.json": lambda path: Dataset.from_list(ROWS).to_json(path),
+    "rows.csv.xz": lambda path: pandas.DataFrame(CELLS).to_csv(path, index=False),
+    "rows.tsv": lambda path: pandas.DataFrame(CELLS).to_csv(path, index=False, sep="\t"),
+    "rows.PARQUET": lambda path: Dataset.from_list(ROWS).to_parquet(path),
+    "rows.feather": lambda path: feather.write_feather(pyarrow.Table.from_pylist(ROWS), str(path)),
+    "rows.arrow": write_stream,
+}
+
+
+LINE_FILES = [*WRITERS][:6]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_each_format_gives_the_same_rows(tmp_path, name):
+    path = tmp_path / name
+    WRITERS[name](path)
+    assert find_files(str(tmp_path)) == [str(path)]
+    read = list(read_rows(str(path)))
+    places = [1, 3, 5] if path.name in LINE_FILES else [1, 2, 3]  # blank lines count
+    assert [row_id for row_id, _ in read] == [f"{path}:{place}" for place in places]
+    assert [row["answer"] for _, row in read] == ["00", "01", "02"]
+    prompts = [env.render_row(row, "x:1") for _, row in read]
+    assert prompts == [(row["prompt"], [TOOL]) for row in ROWS]
+
+
+JSON_KEYS = st.text(st.characters(codec="utf-8"), max_size=3)
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | JSON_KEYS,
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(JSON_KEYS, values, max_size=3),
+)
+
+
+def replace_nonfinite(value):
+    if isinstance(value, float):
+        return value if np.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: replace_nonfinite(item) for key, item in value.items()}
+    return [replace_nonfinite(item) for item in value] if isinstance(value, list) else value
+
+
+@HYPOTHESIS_SETTINGS
+@given(st.dictionaries(JSON_KEYS, JSON_VALUES, max_size=4))
+def test_any_json_is_read_without_changes(row):
+    expected = json.dumps(replace_nonfinite(row))
+    assert json.dumps(parse_object(json.dumps(row), "x:1")) == expected
+    assert json.dumps(parse_object(row, "x:1")) == expected
+    assert parse_object('{"x": [1e400, -1e999]}', "x:1") == {"x": [None, None]}
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\ufeff"), max_size=6)
+
+
+@HYPOTHESIS_SETTINGS
+@given(st.data(), st.sampled_from([".csv", ".tsv"]), st.booleans())
+def test_the_cells_of_any_table_are_its_texts(tmp_path_factory, data, suffix, has_quotes):
+    names = data.draw(st.lists(TEXTS, min_size=1, max_size=3, unique=True))
+    rows = data.draw(st.lists(st.lists(TEXTS, min_size=len(names), max_size=len(names))))
+    text = io.StringIO(newline="")
+    quoting = csv.QUOTE_ALL if has_quotes else csv.QUOTE_MINIMAL
+    writer = csv.writer(text, delimiter=SEPARATORS[suffix], quoting=quoting)
+    writer.writerows([names, *rows])
+    path = tmp_path_factory.getbasetemp() / f"table{suffix}"
+    path.write_bytes(text.getvalue().encode())
+    read = [entry for _, entry in read_raw_rows(path)]
+    assert read == [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def test_a_long_cell_and_blank_lines_are_read(tmp_path):
+    (tmp_path / "t.csv").write_text(f"a,b\n\n{'x' * 300_000},\n\n")
+    read = [entry for _, entry in read_raw_rows(tmp_path / "t.csv")]
+    assert read == [{"a": "x" * 300_000, "b": ""}]
+
+
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "place"),
     [
-        ('{"responses_create_params": {}}\n{oops\n', r"rows\.jsonl:2: not JSON"),
-        (
-            '{"responses_create_params": {}, "x": "\\ud800"}\n',
-            r"rows\.jsonl:1: not JSON .*surrogates not allowed\)",
-        ),
-        (
-            "[1]\n",
-            r"rows\.jsonl:1: the row is a list\. Write one JSON object in each line, or a list",
-        ),
-        ('[\n{"prompt": "x"}\n]\n', r"rows\.jsonl:1: not JSON .* a list of them in a \.json file"),
-        ("7\n", r"rows\.jsonl:1: the row is a int\. Write one JSON object"),
-        ('\n\n{"question": "x"}\n', r"rows\.jsonl:3: it has question, but neither Gym"),
+        ('{"responses_create_params": {}}\n{oops\n', "2: not JSON"),
+        ('{"responses_create_params": {}, "x": "\\ud800"}\n', "1: not JSON"),
+        ("[1]\n", "1: the row is a list"),
+        ('\n\n{"question": "x"}\n', "3: it has question, but neither Gym"),
     ],
 )
-def test_the_error_of_a_malformed_line_names_file_and_line(tmp_path, text, message):
+def test_the_error_of_a_malformed_line_names_file_and_line(tmp_path, text, place):
     (tmp_path / "rows.jsonl").write_text(text)
-    with pytest.raises(env.DataError, match=message):
+    with pytest.raises(env.DataError, match=rf"rows\.jsonl:{place}"):
         list(read_rows(tmp_path / "rows.jsonl"))
 
 
-def test_the_error_of_a_missing_file_names_the_commands(tmp_path):
-    with pytest.raises(env.DataError, match=r"none\.jsonl: no such file\. .*python env\.py --help"):
-        list(read_rows(tmp_path / "none.jsonl"))
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.jsonl", b'{"x": "\xff"}\n', "'utf-8' codec can't decode byte"),
+        ("a.csv", "a,b\n1,2\n".encode("utf-16"), "'utf-8' codec can't decode byte"),
+        ("a.jsonl.gz", gzip.compress(LINES)[:40], "Compressed file ended"),
+        ("a.jsonl.zst", b"no rows", ""),
+        ("a.parquet", b"no rows", ""),
+        ("a.arrow", b"no rows", ""),
+        ("a.zip", b"no rows", ""),
+        ("a.json", b'[{"prompt": "a"} {"prompt": "b"}]', "Expecting ',' delimiter: line 1"),
+        ("a.csv", b"a,b\n1,2\n\n3\n", "line 4: it has other cells than line 1"),
+        ("a.csv", b"a,b\n1,2,3\n", "line 2: it has other cells than line 1"),
+        ("a.csv", b"a,a\n1,2\n", "line 2: it has other cells than line 1"),
+        ("a.csv", b'a,b\n1,"2\n', "unexpected end of data"),
+    ],
+)
+def test_a_malformed_file_is_an_error_with_its_reason(tmp_path, name, content, reason):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(env.DataError) as raised:
+        list(read_raw_rows(str(tmp_path / name)))
+    assert str(raised.value).startswith(f"{tmp_path}/{name}: cannot be read ({reason}")
 
 
-ROWS = [row("one", metadata={"n": 1}), row("zwei: ü", other=[1, {"x": None}]), row("three")]
+def test_an_archive_of_two_files_is_refused(tmp_path):
+    write_zip(tmp_path / "rows.jsonl.zip", LINES, LINES)
+    with pytest.raises(env.DataError, match="the archive must have one file; unpack it"):
+        list(read_raw_rows(tmp_path / "rows.jsonl.zip"))
 
 
-def test_gzip_is_read_as_plain_text(tmp_path):
-    text = "".join(json.dumps(r) + "\n" for r in ROWS)
-    text = text.replace("\n", "\n\n", 1)
-    (tmp_path / "rows.jsonl").write_text(text)
-    zipped = tmp_path / "rows.jsonl.gz"
-    zipped.write_bytes(gzip.compress(text.encode()))
-    row_ids = [f"{zipped}:{line}" for line in (1, 3, 4)]
-    assert list(read_rows(zipped)) == list(zip(row_ids, ROWS, strict=True))
-    assert [r for _, r in read_rows(tmp_path / "rows.jsonl")] == ROWS
-
-    zipped.write_bytes(zipped.read_bytes()[:40])
-    with pytest.raises(env.DataError, match=r"rows\.jsonl\.gz: cannot be read"):
-        list(read_rows(zipped))
-    zipped.write_text("no gzip")
-    with pytest.raises(env.DataError, match=r"rows\.jsonl\.gz: cannot be read"):
-        list(read_rows(zipped))
+@pytest.mark.parametrize("scheme", ["hf", "s3", "https"])
+def test_an_address_is_refused_with_the_way_to_download_it(scheme):
+    address = f"{scheme}://datasets/owner/name/train.parquet"
+    with pytest.raises(env.DataError, match=f"{address}: rows are read from local files"):
+        find_files(address)
 
 
-def test_text_that_is_not_utf8_names_the_file(tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(b'{"x": "\xff"}\n')
-    with pytest.raises(env.DataError, match=r"rows\.jsonl: cannot be read"):
-        list(read_rows(tmp_path / "rows.jsonl"))
+# --- folders --------------------------------------------------------------------------------------
 
 
-def write_parquet(path, **columns):
-    import pyarrow
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.table(columns), path, row_group_size=2)
-    return path
-
-
-def test_parquet_holds_rows_as_json(tmp_path):
-    texts = [json.dumps(r) for r in ROWS]
-    numbers = [1, 2, 3]
-    only = write_parquet(tmp_path / "only.parquet", row=texts)
-    assert list(read_rows(only)) == [(f"{only}:{n}", r) for n, r in enumerate(ROWS, 1)]
-    unclear = write_parquet(tmp_path / "unclear.parquet", n=numbers, text=texts)
-    with pytest.raises(env.DataError, match=r"unclear\.parquet:1: it has n, text, but neither"):
-        list(read_rows(unclear))
-    null = write_parquet(tmp_path / "null.parquet", row=[texts[0], None])
-    with pytest.raises(env.DataError, match=r"null\.parquet:2: the row is a NoneType"):
-        list(read_rows(null))
-    only.write_bytes(only.read_bytes()[:100])
-    with pytest.raises(env.DataError, match=r"only\.parquet: cannot be read"):
-        list(read_rows(only))
+def test_a_data_set_that_was_saved_is_read_without_its_cache(tmp_path):
+    table = Dataset.from_list(ROWS)
+    table.save_to_disk(tmp_path / "saved", num_shards=2)
+    DatasetDict(train=table, test=table).save_to_disk(tmp_path / "both")
+    write_stream(tmp_path / "saved" / "cache-1a.arrow")
+    (tmp_path / "saved" / "README.md").write_text("")
+    lines = []
+    files = find_files(str(tmp_path / "saved"), lines.append)
+    read = [row for file in files for _, row in read_rows(file)]
+    assert [row["answer"] for row in read] == ["00", "01", "02"]
+    assert lines == [f"{tmp_path}/saved: 2 files of rows, without README.md, cache-1a.arrow"]
+    with pytest.raises(env.DataError, match=r"no file of rows .* It has test, train\. Name"):
+        find_files(str(tmp_path / "both"))
 
 
-@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
-def test_parquet_rows_are_read_as_they_were_written(tmp_path, kind):
+# --- tables of Arrow ------------------------------------------------------------------------------
+
+
+def make_tool(name: str, **properties) -> dict:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "name": name, "parameters": parameters}
+
+
+def make_gym_rows() -> list[dict]:
+    """Rows whose messages and tools have different keys, so that Arrow pads them with null."""
+    question = {"role": "user", "content": "Add 2 and 3."}
+    call = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 2}'}
+    output = {"type": "function_call_output", "call_id": "c1", "output": "5"}
+    first = {"input": [question], "tools": [make_tool("add", a={"type": "integer"})]}
+    second = {
+        "input": [{"role": "system", "content": "Use tools."}, question, call, output],
+        "tools": [make_tool("look_up", city={"type": "string", "enum": ["Rome", "Bonn"]})],
+        "temperature": 0.5,
+    }
+    agent = {"name": "math_simple_agent"}
+    return [
+        {"responses_create_params": params, "answer": answer, "agent_ref": agent}
+        for params, answer in ((first, "5"), (second, "Bonn"))
+    ]
+
+
+def write_table(rows, path, writer):
+    if writer == "pandas":
+        pandas.DataFrame(rows).to_parquet(path)
+    elif writer == "datasets":
+        Dataset.from_list(rows).to_parquet(path)
+    elif writer == "arrow":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=1)
+    elif writer == "one column":
+        parquet.write_table(pyarrow.table({"row": [json.dumps(row) for row in rows]}), path)
+    else:  # JSON text in each column that is no text
+        columns: dict[str, list[str]] = {}
+        for key in rows[0]:
+            values = [row[key] for row in rows]
+            columns[key] = [v if isinstance(v, str) else json.dumps(v) for v in values]
+        parquet.write_table(pyarrow.table(columns), path)
+
+
+def read_table(path) -> list[dict]:
+    return [row for _, row in read_rows(str(path))]
+
+
+@pytest.mark.parametrize("writer", ["pandas", "datasets", "arrow", "JSON text", "one column"])
+def test_a_table_of_gym_rows_or_tasks_has_the_rows_of_json_lines(tmp_path, writer):
+    rows = make_gym_rows()
+    write_table(rows, tmp_path / "gym.parquet", writer)
+    assert read_table(tmp_path / "gym.parquet") == rows
+    ids = [{"taskset": "math:train", "task_id": str(n)} for n in range(2)]
+    tasks = [{"task_id": ids[n], "task_input": row} for n, row in enumerate(rows)]
+    write_table(tasks, tmp_path / "tasks.parquet", writer)
+    expected = [row | {"_ng_task_id": ids[n]} for n, row in enumerate(rows)]
+    assert read_table(tmp_path / "tasks.parquet") == expected
+
+
+def test_only_the_fields_of_a_verifier_keep_the_nulls_of_a_table(tmp_path):
+    """A verifier may need each key, as verl's reward functions do."""
+    rows = make_gym_rows()
+    rows[0]["metadata"] = {"words": 3}
+    rows[1]["metadata"] = {"letters": 4}
+    write_table(rows, tmp_path / "rows.parquet", "arrow")
+    read = [row["metadata"] for row in read_table(tmp_path / "rows.parquet")]
+    assert read == [{"words": 3, "letters": None}, {"words": None, "letters": 4}]
+
+    def make_chat(**arguments):
+        call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": arguments}}
+        return [{"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    chats = [make_chat(city="Rome"), make_chat(count=2)]
+    write_table([{"prompt": chat} for chat in chats], tmp_path / "calls.parquet", "arrow")
+    for row, chat in zip(read_table(tmp_path / "calls.parquet"), chats, strict=True):
+        assert row["responses_create_params"]["input"][0]["tool_calls"] == chat[0]["tool_calls"]
+
+
+def test_a_table_may_have_gym_rows_and_rows_of_verl(tmp_path):
+    missing = {"prompt": None, "data_source": None}  # from_list takes the keys of the first row
+    rows = [make_gym_rows()[0] | missing, {"prompt": "2?", "data_source": "x"}]
+    write_table(rows, tmp_path / "both.parquet", "datasets")
+    gym_row, verl_row = read_table(tmp_path / "both.parquet")
+    assert gym_row["responses_create_params"] == rows[0]["responses_create_params"]
+    assert verl_row["responses_create_params"] == {"input": "2?"}
+    assert (gym_row["data_source"], verl_row["data_source"]) == (None, "x")
+
+
+def test_a_column_of_parquets_type_json_has_values_and_a_nested_one_is_refused(tmp_path):
+    """DuckDB and datasets write this type if rows differ in form."""
+    texts = ['"Say \\"hi\\"."', "[1.0]", None]
+    column = pyarrow.array(texts).cast(pyarrow.json_())
+    path = tmp_path / "json.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["1", "2", "3"], "other": column}), path)
+    assert [row["other"] for row in read_table(path)] == ['Say "hi".', [1.0], None]
+    nested = pyarrow.StructArray.from_arrays([column], ["other"])
+    parquet.write_table(pyarrow.table({"prompt": ["1", "2", "3"], "extra": nested}), path)
+    with pytest.raises(env.DataError, match="extra has the type JSON inside it"):
+        read_table(path)
+
+
+def test_the_dictionaries_of_row_groups_are_read_as_they_were_written(tmp_path):
     """The dictionary of each row group ends in the middle, after 1,000 bytes."""
-    kinds = {"string": pyarrow.string(), "large_string": pyarrow.large_string()}
-    kinds["dictionary"] = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
+    kind = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
     rows = [
         {"prompt": f"say {i % 7}", "extra": {"n": i, "of": [str(i), None]}, "x": 0.5 * i}
         for i in range(600)
     ]
     rows[5] |= {"prompt": None, "extra": None, "x": None}
-    extra = pyarrow.struct({"n": pyarrow.int64(), "of": pyarrow.list_(kinds[kind])})
-    schema = pyarrow.schema({"prompt": kinds[kind], "extra": extra, "x": pyarrow.float64()})
-    small = {
-        "row_group_size": 250,
-        "data_page_size": 500,
-        "dictionary_pagesize_limit": 1000,
-        "write_batch_size": 10,
-    }
-    parquet.write_table(pyarrow.Table.from_pylist(rows, schema), tmp_path / "r.parquet", **small)
+    extra = pyarrow.struct({"n": pyarrow.int64(), "of": pyarrow.list_(kind)})
+    schema = pyarrow.schema({"prompt": kind, "extra": extra, "x": pyarrow.float64()})
+    small = {"row_group_size": 250, "data_page_size": 500, "dictionary_pagesize_limit": 1000}
+    table = pyarrow.Table.from_pylist(rows, schema)
+    parquet.write_table(table, tmp_path / "r.parquet", **small, write_batch_size=10)
     assert [r for _, r in read_raw_rows(tmp_path / "r.parquet")] == rows
-    lines = pyarrow.table({"row": pyarrow.array([json.dumps(r) for r in rows], kinds[kind])})
-    parquet.write_table(lines, tmp_path / "lines.parquet")
-    assert [json.loads(r) for _, r in read_raw_rows(tmp_path / "lines.parquet")] == rows
+
+
+IDENTIFIER = UUID("43d30c5d-737f-4001-99d6-76f54950aa7e")
+VALUES = [  # (value, its Arrow type or None, the value in the row)
+    (float("inf"), pyarrow.float32(), None),
+    (Decimal("1.10"), None, "1.10"),
+    (timedelta(seconds=90.5), None, "P0DT0H1M30.5S"),
+    (datetime(2026, 1, 2), pyarrow.timestamp("ns", "Europe/Rome"), "2026-01-02T01:00:00+01:00"),
+    (time(10, 30), None, "10:30:00"),
+    (IDENTIFIER, pyarrow.uuid(), str(IDENTIFIER)),
+    ("text: ü".encode(), None, "text: ü"),
+    (b"\x89PNG\xff", None, "iVBOR/8="),
+    (2**63, pyarrow.uint64(), 2**63),
+    ([(7, ["x"])], pyarrow.map_(pyarrow.int8(), pyarrow.list_(pyarrow.string())), {"7": ["x"]}),
+    ({"a": [{"b": Decimal("0.50")}]}, None, {"a": [{"b": "0.50"}]}),
+]
+
+
+@pytest.mark.parametrize(("value", "kind", "expected"), VALUES, ids=[str(v[:2]) for v in VALUES])
+def test_a_column_of_any_type_loads_in_each_row_group(tmp_path, value, kind, expected):
+    column = pyarrow.array([value, None, value], kind)
+    table = pyarrow.table({"prompt": ["1", "2", "3"], "other": column})
+    parquet.write_table(table, tmp_path / "types.parquet", row_group_size=2)
+    read = [row["other"] for row in read_table(tmp_path / "types.parquet")]
+    assert read == [expected, None, expected]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.int64(3), 3),
+        (np.array([1.5, np.inf]), [1.5, None]),
+        (pandas.NaT, None),
+        (pandas.Series([1, 2]), [1, 2]),
+        (Decimal("NaN"), None),
+        ((1, 2), [1, 2]),
+    ],
+    ids=str,
+)
+def test_a_value_of_a_function_becomes_that_of_json(value, expected):
+    assert parse_object({"x": [value], "n": 2**80}, "x:1") == {"x": [expected], "n": 2**80}
+    for unknown in ({1, 2}, np.datetime64("2026-01-02", "ns")):
+        with pytest.raises(env.DataError, match=r"x:1: not JSON .* cannot be JSON"):
+            parse_object({"x": unknown}, "x:1")
+
+
+def test_a_map_with_a_repeated_key_is_an_error(tmp_path):
+    tags = pyarrow.array([[("k", 1), ("k", 2)]], pyarrow.map_("string", "int8"))
+    parquet.write_table(pyarrow.table({"prompt": ["a"], "tags": tags}), tmp_path / "map.parquet")
+    with pytest.raises(env.DataError, match=r"map\.parquet: cannot be read .*key was 'k'"):
+        read_table(tmp_path / "map.parquet")

@@ -44,20 +44,9 @@ def test_failed_episodes_and_groups_that_become_too_small_are_dropped():
     assert select_trainable(episodes) == (episodes[2:], {})
     assert select_trainable(episodes, 1) == ([episodes[0], *episodes[2:]], {})
     assert select_trainable(episodes, 3) == (episodes[4:], {})
-    nothing = ([], {})
-    assert (
-        select_trainable([], 2) == nothing
-        and select_trainable(episodes[:2], 2) == nothing
-        and select_trainable(episodes[1:2], 1) == nothing
-    )
-
-
-def test_the_selected_groups_are_in_order_and_complete():
-    episodes = [
-        episode("s", name, reward)
-        for name, reward in (("2", 1.0), ("1", 0.0), ("2", 0.0), ("1", 1.0))
-    ]
-    assert select_trainable(episodes)[0] == [episodes[0], episodes[2], episodes[1], episodes[3]]
+    assert select_trainable([], 2) == select_trainable(episodes[:2], 2) == ([], {})
+    mixed = [episodes[2], episodes[4], episodes[3], episodes[5]]  # groups become adjacent
+    assert select_trainable(mixed)[0] == [episodes[2], episodes[3], episodes[4], episodes[5]]
 
 
 def keep_right(some):
@@ -113,7 +102,6 @@ def test_each_filter_reports_how_many_unmasked_episodes_it_dropped():
         "repeat_all": -4,
         "keep_right": 4,
     }
-    assert select_trainable(episodes, 1, [lambda some: some[1:]])[1] == {"<lambda>": 1}
     # a functools.partial has no name
     assert select_trainable(episodes, 1, [functools.partial(keep_right)])[1] == {"filter": 2}
     assert select_trainable(episodes, 1, [mask_in_place])[1] == {"mask_in_place": 4}
@@ -132,11 +120,7 @@ def test_take_groups_returns_the_first_groups_complete():
     assert take_groups(episodes, 0) == [] == take_groups([], 3)
     assert take_groups(episodes, 1) == [episodes[0], episodes[2]]
     assert take_groups(episodes, 2) == [episodes[0], episodes[2], episodes[1], episodes[4]]
-    assert (
-        take_groups(episodes, 3)
-        == take_groups(episodes, 9)
-        == [episodes[0], episodes[2], episodes[1], episodes[4], episodes[3]]
-    )
+    assert take_groups(episodes, 9) == [episodes[i] for i in (0, 2, 1, 4, 3)]
 
 
 def make_with_statuses(*statuses):
@@ -154,14 +138,7 @@ def test_one_failure_more_than_the_recipe_allows_stops_the_run():
     check_failures(make_with_statuses("ok", "timeout", "http_500", "ok"), 0.5)
     check_failures(make_with_statuses("timeout"), 1.0)
     episodes = make_with_statuses("ok", "http_500", "timeout", "timeout")
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(RunError, match=r"^3 of 4 episodes failed \(2 timeout, 1 http_500\).* x:2"):
         check_failures(episodes, 0.5)
-    assert str(caught.value) == (
-        "3 of 4 episodes failed (2 timeout, 1 http_500), over gym.max_failed_frac=0.5. See "
-        "failures.jsonl of the run. The first failure is x:2: error of x:2. See "
-        'docs/reference.md, "How an episode fails".'
-    )
-    with pytest.raises(
-        RunError, match=r"^1 of 2 episodes failed \(1 timeout\), over gym\.max_failed_frac=0\."
-    ):
+    with pytest.raises(RunError, match=r"^1 of 2 episodes failed \(1 timeout\)"):
         check_failures(make_with_statuses("ok", "timeout"), 0.0)

@@ -1,247 +1,339 @@
-"""Tests how rows become tasks, which have a server, prompt ids, and the weight of their file."""
+"""Tests how entries name files, and how their rows become tasks with a server and prompt ids."""
 
 from __future__ import annotations
 
-import json
-from typing import Any, ClassVar
+from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import env
-from kit.data.processor import TextProcessor
-from kit.data.tasks import LoadedTasks, TaskLoader
+from kit.config.entries import Entry, parse_entry
+from kit.data import row_files
+from kit.data.row_files import find_files
+from kit.data.tasks import TaskLoader, find_entry_files, limit_rows
 from kit.errors import ConfigError
-from kit.rollout.chat_template import ChatTemplate
 from kit.runs import summary
+from templates.samplers import by_pass_rate
 from tests.helpers.recipes import load, row, write_rows
 
-
-def agent(name):
-    return row(agent_ref={"type": "responses_api_agents", "name": name})
-
-
-def find_server(gym_row, servers) -> str | None:
-    """Find the server of a row. servers: names, or {alias: name}."""
-    template: Any = None
-    return TaskLoader(template, make_aliases(servers), 20).find_server(gym_row, "x:1", "")
+HYPOTHESIS_SETTINGS = settings(max_examples=40, derandomize=True, deadline=None)
+LIMIT = 20  # prompt tokens
 
 
-def load_files(files, tokenizer, servers, only=None) -> LoadedTasks:
-    """Load tasks of at most 20 prompt tokens."""
-    template = ChatTemplate(TextProcessor(tokenizer), {1}, {})
-    return TaskLoader(template, make_aliases(servers), 20, only).load_files(files)
+class Letters:
+    """A chat template with one token for each letter of the last message."""
+
+    def __init__(self):
+        self.prompts: list[str] = []
+
+    def encode_prompt(self, messages, tools, row_id):
+        self.prompts.append(messages[-1]["content"])
+        return [ord(letter) for letter in messages[-1]["content"]]
 
 
-def make_aliases(servers) -> dict[str, str]:
-    return servers if isinstance(servers, dict) else {name: name for name in servers}
+def make_loader(aliases=("a", "b"), template=None, **settings):
+    """Make a loader. aliases: names of servers, or {alias: server}."""
+    aliases = aliases if isinstance(aliases, dict) else {name: name for name in aliases}
+    return TaskLoader(template or Letters(), aliases, LIMIT, **settings)
+
+
+def load_tasks(entries, **settings):
+    return make_loader(**settings).load_files(map(parse_entry, entries)).tasks
+
+
+def write_numbers(path, count=8):
+    """Write rows with the prompts `say 0`, `say 1`, ..."""
+    return write_rows(path, [row(f"say {n}", agent_ref={"name": "a"}) for n in range(count)])
 
 
 # --- servers --------------------------------------------------------------------------------------
 
 
-def test_the_server_of_a_row():
-    both = ["mcqa", "reasoning_gym"]
-    assert find_server(agent("mcqa"), both) == "mcqa"
-    assert find_server(agent("reasoning_gym_simple_agent"), both) == "reasoning_gym"
-    assert find_server(row(agent_ref={"name": "mcqa_v2"}), both) == "mcqa"
-    assert find_server(row(), ["mcqa"]) == "mcqa"
-    assert find_server(row(agent_ref=None), ["mcqa"]) == "mcqa"
-    with pytest.raises(env.DataError, match=r"x:1: agent_ref None matches none of gym\.servers"):
-        find_server(row(), both)
-    with pytest.raises(env.DataError, match=r"'other' matches none of gym.servers \(mcqa\).* See "):
-        find_server(agent("other"), ["mcqa"])
-    with pytest.raises(env.DataError, match="'mcqaplus_agent'"):
-        find_server(agent("mcqaplus_agent"), ["mcqa"])
-    with pytest.raises(env.DataError, match="empty"):
-        find_server(row(), [])
-
-
-def test_an_alias_has_priority_over_the_longest_server_name():
-    servers = {
-        "math": "math",
-        "math_with_code": "math_with_code",
-        "mcqa": "mcqa",
-        "math_with_code_x": "mcqa",
-    }
-    assert find_server(agent("math_with_code_x"), servers) == "mcqa"
-    assert find_server(agent("math_with_code_y"), servers) == "math_with_code"
-    assert find_server(agent("math_with_judge_simple_agent"), servers) == "math"
-    assert (
-        find_server(row(), {"math": "math", "some_agent": "math"}) == "math"
-    )  # one server, two names
-    with pytest.raises(env.DataError, match=r"\(math, math_with_code, mcqa\)"):
-        find_server(agent("other"), servers)
+TWO = ["mcqa", "math"]
+NAMES = {"math": "math", "math_with_code": "math_with_code", "mcqa": "mcqa", "alias": "mcqa"}
 
 
 @pytest.mark.parametrize(
-    ("fields", "server"),
+    ("fields", "aliases", "server"),
     [
-        ({"task_source": "mcqa"}, "mcqa"),
-        ({"task_source": "math_resources_server"}, "math"),
+        ({}, ["mcqa"], "mcqa"),
+        ({"agent_ref": None}, {"math": "math", "some_agent": "math"}, "math"),  # one server
+        ({"agent_ref": {"name": "mcqa"}}, TWO, "mcqa"),
+        ({"agent_ref": {"name": "mcqa_v2"}}, TWO, "mcqa"),
+        ({"agent_ref": {"name": "alias"}}, NAMES, "mcqa"),
+        ({"agent_ref": {"name": "math_with_code_y"}}, NAMES, "math_with_code"),
+        ({"agent_ref": {"name": "math_with_judge_simple_agent"}}, NAMES, "math"),
         # the data's source decides, not the agent that once ran the row
-        ({"task_source": "mcqa", "agent_ref": {"name": "math_simple_agent"}}, "mcqa"),
-        ({"task_source": "unknown", "agent_ref": {"name": "math_simple_agent"}}, "math"),
-        ({"task_source": None, "agent_ref": {"name": "math"}}, "math"),
-        ({"_ng_task_id": {"taskset": "math:train", "task_id": "0"}}, "math"),
-        ({"_ng_task_id": {"taskset": "mcqa", "task_id": "0"}}, "mcqa"),
+        ({"task_source": "mcqa", "agent_ref": {"name": "math_simple_agent"}}, TWO, "mcqa"),
+        ({"task_source": "unknown", "agent_ref": {"name": "math_simple_agent"}}, TWO, "math"),
+        ({"_ng_task_id": {"taskset": "math:train", "task_id": "0"}}, TWO, "math"),
     ],
     ids=str,
 )
-def test_a_row_of_gym_0_7_matches_its_server_by_task_source_and_taskset(fields, server):
-    assert find_server(row(**fields), ["mcqa", "math"]) == server
-
-
-def test_a_row_that_matches_no_server_shows_all_that_it_names():
-    gym_row = row(task_source="one", agent_ref={"name": "two"}, _ng_task_id={"taskset": "three:4"})
-    problem = "x:1: task_source 'one', agent_ref 'two', taskset 'three' matches none"
-    with pytest.raises(env.DataError, match=problem):
-        find_server(gym_row, ["mcqa", "math"])
-    # with one server too: a row without any name is its row, a row with another name is not
-    with pytest.raises(env.DataError, match=problem):
-        find_server(gym_row, ["mcqa"])
-
-
-# --- files ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokenizer(workspace):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(workspace / "tied")
-
-
-TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
-CHAT_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-def test_long_prompts_are_dropped_counted_and_listed(tmp_path, tokenizer):
-    path = write_rows(tmp_path / "rows.jsonl", [row("short"), row("x" * 40), row("also short")])
-    tasks, dropped = load_files([str(path)], tokenizer, ["reasoning_gym"])
-    assert [t.row_id for t in tasks] == [f"{path}:1", f"{path}:3"]
-    assert dropped == [f"{path}:2 (41 tokens)"]  # 40 characters and the template's space
-    assert tasks[0].row == row("short")  # verbatim
-    assert tokenizer.decode(tasks[0].prompt_ids) == "short "
-    assert (tasks[0].tools, tasks[0].file, tasks[0].weight) == ([], str(path), None)
-
-
-def test_a_row_without_a_prompt_is_a_task_without_ids(tmp_path, tokenizer):
-    path = write_rows(
-        tmp_path / "rows.jsonl", [{"responses_create_params": {"input": [], "tools": [TOOL]}}]
-    )
-    ((task,), dropped) = load_files([path], tokenizer, ["blackjack"])
-    assert (task.messages, task.prompt_ids, task.tools, dropped) == ([], [], [CHAT_TOOL], [])
-
-
-def test_files_with_a_server_and_a_weight(tmp_path, tokenizer):
-    a = write_rows(tmp_path / "a.jsonl", [agent("mcqa_simple_agent"), row()])
-    b = write_rows(tmp_path / "b.jsonl", [agent("alias"), agent("mcqa")])
-    servers = {"mcqa": "mcqa", "math": "math", "alias": "math"}
-    files = [
-        {"path": str(a), "weight": 3, "server": "math"},
-        {"path": str(b), "weight": 0.5, "server": None},
-    ]
-    tasks, dropped = load_files(files, tokenizer, servers)
-    assert [(t.file, t.server, t.weight) for t in tasks] == [
-        (str(a), "math", 3),
-        (str(a), "math", 3),
-        (str(b), "math", 0.5),
-        (str(b), "mcqa", 0.5),
-    ]
-    assert dropped == [] and tasks[0].row["agent_ref"]["name"] == "mcqa_simple_agent"  # verbatim
-    tasks, _ = load_files([{"path": str(b), "server": "alias"}], tokenizer, servers)
-    assert [t.server for t in tasks] == ["math", "math"]
+def test_a_row_matches_its_server(fields, aliases, server):
+    assert make_loader(aliases).find_server(row(**fields), "x:1", "") == server
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    ("fields", "aliases", "message"),
     [
-        ({"path": "a.jsonl", "wieght": 1}, "wieght"),
-        ({"weight": 1}, "weight"),
-        ({"path": "a.jsonl", "weight": 0}, "a weight must be a number over 0"),
-        ({"path": "a.jsonl", "weight": float("nan")}, "a weight must be a number over 0"),
-        ({"path": "a.jsonl", "weight": "1"}, "a weight must be a number over 0"),
-        ({"path": "a.jsonl", "weight": True}, "a weight must be a number over 0"),
+        ({}, TWO, r"x:1: agent_ref None matches none of gym\.servers \(math, mcqa\)"),
+        ({}, [], r"\(empty\)"),
+        ({"agent_ref": {"name": "mcqaplus_agent"}}, ["mcqa"], "agent_ref 'mcqaplus_agent' matches"),
         (
-            {"path": "{tmp}/a.jsonl", "server": "mcqa_v2"},
-            r"a\.jsonl:1: server 'mcqa_v2' matches none .*\(mcqa\)",
+            {"task_source": "one", "_ng_task_id": {"taskset": "three:4"}},
+            TWO,
+            "task_source 'one', taskset 'three' matches none",
         ),
-        ("{tmp}/other.jsonl", r"other\.jsonl:1: agent_ref 'other' matches none"),
-        ("{tmp}/refused.jsonl", r"refused\.jsonl:1: input_file"),
     ],
 )
-def test_an_invalid_entry_or_file_is_an_error(tmp_path, tokenizer, entry, message):
-    write_rows(tmp_path / "a.jsonl", [row()])
-    write_rows(tmp_path / "other.jsonl", [agent("other")])
-    picture = [{"role": "user", "content": [{"type": "input_file"}]}]
-    write_rows(tmp_path / "refused.jsonl", [{"responses_create_params": {"input": picture}}])
-    entry = json.loads(json.dumps(entry).replace("{tmp}", str(tmp_path)))
+def test_a_row_that_matches_no_server_shows_all_that_it_names(fields, aliases, message):
     with pytest.raises(env.DataError, match=message):
-        load_files([entry], tokenizer, ["mcqa"])
+        make_loader(aliases).find_server(row(**fields), "x:1", "")
 
 
-def test_only_servers_excludes_the_rows_of_others(tmp_path, tokenizer):
-    picture = agent("other") | {"responses_create_params": {"input": [{"type": "computer_call"}]}}
-    a = write_rows(
-        tmp_path / "a.jsonl",
-        [agent("mcqa"), agent("math"), picture, agent("mcqa_simple_agent"), row()],
+def test_rows_of_other_servers_are_counted_for_each_file_and_may_have_any_form(tmp_path):
+    picture = {"responses_create_params": {"input": [{"type": "computer_call"}]}}
+    one = [row("x", agent_ref={"name": name}) for name in "ab"] + [picture | {"task_source": "b"}]
+    paths = [write_rows(tmp_path / "one.jsonl", one), write_numbers(tmp_path / "two.jsonl", 1)]
+    entries = [Entry(str(path)) for path in paths]
+    loaded = make_loader(only_servers=["a"]).load_files(entries)
+    assert [task.row_id for task in loaded.tasks] == [f"{path}:1" for path in paths]
+    assert loaded.dropped == [f"{paths[0]}: 2 rows of other servers"]
+
+
+# --- entries --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"path": "a.jsonl", "wieght": 1},
+        {"weight": 1},
+        {"path": "a.jsonl", "weight": 0},
+        {"path": "a.jsonl", "weight": float("nan")},
+        {"path": "a.jsonl", "weight": "1"},
+        {"path": "a.jsonl", "weight": True},
+        {"path": "a.jsonl", "server": "s", "verifier": "v.py:f"},
+        {"function": "t.py:rows", "weight": -1},
+    ],
+    ids=str,
+)
+def test_an_invalid_entry_is_an_error(entry):
+    with pytest.raises(ConfigError):
+        parse_entry(entry)
+
+
+def test_an_entry_is_a_path_or_a_function_with_its_settings():
+    assert parse_entry("a.jsonl") == parse_entry({"path": "a.jsonl"}) == Entry("a.jsonl")
+    function = {"function": "t.py:rows", "top": 3}
+    assert parse_entry(function | {"weight": 2, "server": "s"}) == Entry(
+        "t.py:rows", 2, "s", None, function
     )
-    b = write_rows(tmp_path / "b.jsonl", [agent("mcqa")])
-    c = write_rows(tmp_path / "c.jsonl", [agent("mcqa")])
-    files = [str(a), str(b), {"path": str(c), "server": "mcqa_elsewhere"}]
-    tasks, dropped = load_files(files, tokenizer, ["mcqa", "math"], only=["mcqa"])
-    assert [t.row_id for t in tasks] == [f"{a}:1", f"{a}:4", f"{b}:1"]
-    assert dropped == [f"{a}: 3 rows of other servers", f"{c}: 1 rows of other servers"]
 
 
-class Letters:
-    """A tokenizer with one token for each letter of the last message."""
-
-    chat_template = "{{ messages[-1].content }}"
-    added_tokens_decoder: ClassVar[dict] = {}
-    all_special_tokens = ()
-    unk_token = None
-
-    def apply_chat_template(self, messages, **_):
-        return {"input_ids": [ord(letter) for letter in messages[-1]["content"]]}
+def test_an_invalid_entry_of_a_recipe_names_its_key(workspace):
+    with pytest.raises(ConfigError, match=r"env\.train_files=.*A weight must be a number over 0"):
+        load(workspace, "env.train_files=[{path: a.jsonl, weight: 0}]")
 
 
-def test_a_prompt_at_the_limit_is_kept_and_one_more_token_is_dropped(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", [row("x" * 20), row("x" * 21)])
-    tasks, dropped = load_files([str(path)], Letters(), ["s"])
-    assert [len(task.prompt_ids) for task in tasks] == [20]
-    assert dropped == [f"{path}:2 (21 tokens)"]
-
-
-def test_rows_of_other_servers_are_counted_for_each_file(tmp_path):
-    one = write_rows(
-        tmp_path / "one.jsonl", [row("a"), row("b", agent_ref={"name": "b"}), row("c")]
-    )
-    two = write_rows(tmp_path / "two.jsonl", [row("d", agent_ref={"name": "b"})] * 2)
-    files = [{"path": str(one), "weight": 2.0}, str(two)]
-    tasks, dropped = load_files(files, Letters(), ["a", "b"], only=["b"])
-    assert [task.row_id for task in tasks] == [f"{one}:2", f"{two}:1", f"{two}:2"]
-    assert [(task.file, task.weight) for task in tasks] == [
-        (str(one), 2.0),
-        (str(two), None),
-        (str(two), None),
+def test_an_entry_gives_its_rows_a_server_and_a_weight(tmp_path):
+    rows = [row("x", agent_ref={"name": "a"}), row("y", agent_ref={"name": "alias"})]
+    path = str(write_rows(tmp_path / "rows.jsonl", rows))
+    aliases = {"a": "a", "b": "b", "alias": "b"}
+    entries = [{"path": path, "weight": 3, "server": "alias"}, {"path": path, "weight": 0.5}]
+    tasks = load_tasks(entries, aliases=aliases)
+    assert [(task.server, task.weight) for task in tasks] == [
+        ("b", 3),
+        ("b", 3),
+        ("a", 0.5),
+        ("b", 0.5),
     ]
-    assert dropped == [f"{one}: 2 rows of other servers"]
-    tasks, dropped = load_files(files, Letters(), ["a", "b"], only=["a"])
-    excluded = [f"{one}: 3 rows of other servers", f"{two}: 2 rows of other servers"]
-    assert tasks == [] and dropped == excluded
+    assert [task.row for task in tasks] == rows * 2  # verbatim
+    with pytest.raises(env.DataError, match=r"rows\.jsonl:1: server 'c' matches none .*\(a, b\)"):
+        load_tasks([{"path": path, "server": "c"}])
 
 
-# --- epochs ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("spelling", ["{}", "link.jsonl", "*.jsonl", "."])
+def test_a_file_in_two_entries_keeps_both_weights_and_servers(tmp_path, monkeypatch, spelling):
+    monkeypatch.chdir(tmp_path)
+    write_numbers(tmp_path / "rows.jsonl")
+    if spelling == "link.jsonl":
+        (tmp_path / spelling).symlink_to("rows.jsonl")
+    second = {"path": spelling.format("rows.jsonl"), "weight": 3, "server": "b"}
+    loaded = load_tasks([{"path": "rows.jsonl", "weight": 1, "server": "a"}, second])
+    assert len({task.row_id for task in loaded}) == len(loaded) == 16
+    assert [task.row_id for task in loaded[:8]] == [f"rows.jsonl:{n}" for n in range(1, 9)]
+    for sampler in (env.take_batch, lambda *args: by_pass_rate(*args, {})):
+        drawn = Counter()
+        for step in range(10):
+            drawn.update(task.server for task in sampler(loaded, 32, 32 * step, 0))
+        assert drawn == {"a": 80, "b": 240}
+
+
+@HYPOTHESIS_SETTINGS
+@given(st.lists(st.sampled_from(["x.jsonl", "x.jsonl(2)", "./x.jsonl", "y.jsonl"]), min_size=1))
+def test_names_of_entries_and_files_are_unique_and_the_first_is_the_path(paths):
+    named = list(find_entry_files(map(parse_entry, paths)))
+    names = [entry.file for entry, _ in named]
+    file_names = [name for _, files in named for name in files]
+    assert len({*names}) == len({*file_names}) == len(paths)
+    for index, path in enumerate(paths):
+        if path not in paths[:index] and not names[:index].count(path):
+            assert names[index] == path
+        assert [*named[index][1].values()] == [path.removeprefix("./")]
+
+
+# --- folders and patterns -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shards(tmp_path, monkeypatch):
+    """A folder with shards of two rows each, and other files."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.jsonl", "a.jsonl", "sub/c.jsonl", "sub/spark.jsonl/part-0.jsonl"):
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_numbers(path, 2)
+    for name in ("README.md", ".hidden.jsonl", "_metadata.json", "a.jsonl.part"):
+        (tmp_path / "data" / name).write_text("no row")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "files"),
+    [
+        ("data", ["a.jsonl", "b.jsonl"]),
+        ("data/[b-z].jsonl", ["b.jsonl"]),
+        (
+            "data/**/*.jsonl",
+            ["a.jsonl", "b.jsonl", "sub/c.jsonl", "sub/spark.jsonl/part-0.jsonl"],
+        ),
+        ("data/sub", ["sub/c.jsonl", "sub/spark.jsonl/part-0.jsonl"]),
+        ("data/a.jsonl", ["a.jsonl"]),
+    ],
+)
+def test_a_folder_or_pattern_stands_for_its_files_in_sorted_order(shards, path, files):
+    assert find_files(path) == [f"data/{name}" for name in files]
+    assert find_files(str(shards / path)) == [str(shards / "data" / name) for name in files]
+    loaded = load_tasks([{"path": path, "weight": 2}])
+    expected = [f"data/{name}:{number}" for name in files for number in (1, 2)]
+    assert [task.row_id for task in loaded] == expected
+    assert {(task.file, task.weight) for task in loaded} == {(path, 2)}
+
+
+def test_a_path_is_taken_literally_if_its_file_exists(tmp_path, monkeypatch):
+    path = str(write_numbers(tmp_path / "rows[1].jsonl"))
+    write_numbers(tmp_path / "rows1.jsonl")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_files(path) == find_files("~/rows[1].jsonl") == [path]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("data/*.parquet", "data/*.parquet: no file matches this pattern. Correct it."),
+        ("empty", "empty: the folder has no file of rows (.jsonl, .json, .ndjson, .csv, "),
+        ("none.jsonl", "none.jsonl: no such file. Check the path."),
+    ],
+)
+def test_a_path_without_files_is_one_clear_error(shards, workspace, path, message):
+    (shards / "empty").mkdir()
+    with pytest.raises((env.DataError, ConfigError)) as raised:
+        load(workspace, f"env.train_files=['{path}']")
+    assert message in str(raised.value)
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+def test_a_prompt_at_the_limit_is_kept_and_a_longer_one_is_dropped_and_listed(tmp_path):
+    rows = [row("x" * LIMIT), row("x" * (LIMIT + 1)), row("short")]
+    path = str(write_rows(tmp_path / "rows.jsonl", rows))
+    loaded = make_loader(["a"]).load_files([Entry(path)])
+    assert [task.row_id for task in loaded.tasks] == [f"{path}:1", f"{path}:3"]
+    assert loaded.dropped == [f"{path}:2 ({LIMIT + 1} tokens)"]
+    assert loaded.tasks[1].prompt_ids == [ord(letter) for letter in "short"]
+
+
+def test_a_row_without_a_prompt_is_a_task_without_ids(tmp_path):
+    function = {"name": "f", "parameters": {"type": "object"}}
+    params = {"input": [], "tools": [{"type": "function", "strict": True, **function}]}
+    path = write_rows(tmp_path / "rows.jsonl", [{"responses_create_params": params}])
+    (task,) = load_tasks([str(path)], aliases=["a"])
+    assert (task.messages, task.prompt_ids) == ([], [])
+    assert task.tools == [{"type": "function", "function": function}]
+
+
+def test_copies_of_rows_are_counted_in_one_line_and_encoded_once(tmp_path):
+    rows = [{"prompt": f"say {n}", "extra_info": {"index": n}} for n in range(3)]
+    copies = [{"prompt": "say 1", "extra_info": {"index": 9}}, *rows[:2]] * 4
+    other = [{"prompt": "say 1", "extra_info": {"index": 1, "answer": 7}}]
+    path = str(write_rows(tmp_path / "rows.jsonl", [*rows, *copies, *other]))
+    lines: list[str] = []
+    template = Letters()
+    loaded = load_tasks([path], aliases=["a"], report=lines.append, template=template)
+    assert len(lines) == 1 and lines[0].startswith(f"{path}: 11 of 16 rows have the prompt and")
+    assert template.prompts == ["say 0", "say 1", "say 2", "say 1", "say 1"]
+    assert [task.row_id for task in loaded] == [f"{path}:{n}" for n in range(1, 17)]
+    expected = [[ord(letter) for letter in r["prompt"]] for r in [*rows, *copies, *other]]
+    assert [task.prompt_ids for task in loaded] == expected
+    indices = [task.row["extra_info"]["index"] for task in loaded]
+    assert indices == [0, 1, 2] + [9, 0, 1] * 4 + [1]
+
+
+def test_rows_with_one_prompt_and_other_answers_are_no_copies(tmp_path):
+    rows = [row("say", answer) for answer in ["1", "2", 3, 3.0, True]]
+    path = str(write_rows(tmp_path / "rows.jsonl", rows))
+    lines: list[str] = []
+    loaded = load_tasks([path] * 2, aliases=["a"], report=lines.append)
+    assert lines == [] and [repr(task.row) for task in loaded[:5]] == [repr(r) for r in rows]
+
+
+def test_long_loading_is_reported_and_short_loading_is_silent(monkeypatch):
+    clock = iter(range(0, 1000, 2))  # each row takes 2 s
+    monkeypatch.setattr(row_files.time, "monotonic", lambda: next(clock))
+    lines: list[str] = []
+    items = list(row_files.report_progress(range(30), "a.jsonl", lines.append))
+    assert items == list(range(30))
+    assert lines == ["a.jsonl: 3 rows loaded in 6 s", "a.jsonl: 19 rows loaded in 38 s"]
+    monkeypatch.setattr(row_files.time, "monotonic", lambda: 0.0)
+    list(row_files.report_progress(range(30), "a.jsonl", lines.append))
+    assert len(lines) == 2
+
+
+def count_limited(limit, **files):
+    """Limit the rows of files: name = (rows, weight). Returns the rows that are left of each."""
+    tasks = []
+    for file, (rows, weight) in files.items():
+        tasks += [
+            env.Task(f"{file}:{n}", {}, "", [], [], file=file, weight=weight) for n in range(rows)
+        ]
+    limited = limit_rows(tasks, limit)
+    assert limited == [task for task in tasks if task in limited]  # the same order
+    counts = Counter(task.file for task in limited)
+    firsts = {f"{file}:{n}" for file, count in counts.items() for n in range(count)}
+    assert {task.row_id for task in limited} == firsts
+    return list(counts.values())
+
+
+def test_a_limit_of_rows_is_shared_by_the_files():
+    assert count_limited(10, a=(50, 0.8), b=(50, 0.2)) == [8, 2]
+    assert count_limited(8, a=(100, None), b=(300, None)) == [2, 6]
+    assert count_limited(8, a=(100, 0.999), b=(300, 0.001)) == [7, 1]
+    assert count_limited(50, a=(100, 1), b=(8, 1)) == [42, 8]  # the short file gives all
+    assert count_limited(None, a=(3, None), b=(2, None)) == [3, 2]
+    with pytest.raises(env.DataError, match=r"A limit of 1 rows leaves none of b\."):
+        count_limited(1, a=(8, 0.5), b=(8, 0.5))
 
 
 @pytest.mark.parametrize(
     ("changes", "steps"),
     [
         # 8 rows are two batches of 3, since verl drops an incomplete batch
-        (["trainer.total_epochs=3"], 6),
         (["trainer.total_training_steps=null", "trainer.total_epochs=3"], 6),
-        (["trainer.total_epochs=3", "trainer.total_training_steps=5"], 5),
         # as in verl, total_training_steps has priority
         (["trainer.total_training_steps=5", "trainer.total_epochs=3"], 5),
         (["trainer.total_training_steps=null"], 60),  # verl's default of 30 epochs

@@ -1,161 +1,312 @@
-"""Tests how files in verl's format are read as Gym rows."""
+"""Tests how rows in verl's forms are read: text or chats, images, agent loops, tools, JSON text."""
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 
 import pandas
-import pyarrow
 import pytest
-from pyarrow import parquet
+from datasets import Dataset, Features, Image, List, Value
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import env
-from kit.data import verl_rows
+from kit.data.verl_rows import TASK_ID, parse_row, read_rows
+from lab import convert
+from tests.helpers.models import COLORS, data_url, png
 from tests.helpers.recipes import load, row, write_rows
 
+HYPOTHESIS_SETTINGS = settings(max_examples=60, derandomize=True, deadline=None)
+RED = png(COLORS["r"])
+BLUE = png(COLORS["b"])
 
-def gsm8k(i: int, **changes) -> dict:
-    """Make a row as verl's examples/data_preprocess/gsm8k.py does."""
-    fields = {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": f"{i} + 1? Let's think step by step."}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
-        "extra_info": {
-            "split": "train",
-            "index": i,
-            "answer": f"So #### {i + 1}",
-            "question": f"{i} + 1?",
-        },
+
+def make_row(prompt="2?", **fields) -> dict:
+    return {"prompt": prompt, "data_source": "x", **fields}
+
+
+def read_input(verl_row) -> object:
+    """The input of the Gym row of a row of verl."""
+    return parse_row(verl_row, "x:1")["responses_create_params"]["input"]
+
+
+def ask(content) -> list[dict]:
+    return [{"role": "user", "content": content}]
+
+
+# --- text and chats -------------------------------------------------------------------------------
+
+
+def test_rows_of_verl_and_gym_train_together(workspace, tmp_path):
+    rows = [make_row(ask(f"{i} + 1?"), reward_model={"ground_truth": i}) for i in range(8)]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "train.parquet")
+    both = f"env.train_files=[{tmp_path / 'train.parquet'}, {workspace / 'train.jsonl'}]"
+    _, data = load(workspace, both, "data.max_prompt_length=64")
+    first = data.train[0]
+    others = {key: value for key, value in rows[0].items() if key != "prompt"}
+    assert first.row == {"responses_create_params": {"input": rows[0]["prompt"]}, **others}
+    assert len(data.train) == 16 and first.row_id.endswith("train.parquet:1")
+    assert data.tokenizer.decode(first.prompt_ids).startswith("0 <unk> 1?")
+    other_key = write_rows(tmp_path / "asked.jsonl", [{"asked": f"say {i}"} for i in range(8)])
+    _, data = load(workspace, f"env.train_files=[{other_key}]", "data.prompt_key=asked")
+    assert data.train[7].messages == ask("say 7")
+    reason = r"it has asked, but neither .* nor verl's `prompt` \(data\.prompt_key\)"
+    with pytest.raises(env.DataError, match=rf"asked\.jsonl:1: {reason}"):
+        load(workspace, f"env.train_files=[{other_key}]")
+
+
+def test_a_row_with_gyms_field_is_a_row_of_gym():
+    both = {"responses_create_params": {"input": "gym"}, "prompt": "verl", "asked": "other"}
+    assert parse_row(both, "x:1")["responses_create_params"] == {"input": "gym"}
+    assert parse_row({"prompt": "verl", "asked": "other"}, "x:1", "asked") == {
+        "responses_create_params": {"input": "other"},
+        "prompt": "verl",
     }
-    return fields | changes
-
-
-def make_gym_row(i: int) -> dict:
-    """The Gym row of gsm8k(i)."""
-    verl_row = gsm8k(i)
-    return {"responses_create_params": {"input": verl_row.pop("prompt")}, **verl_row}
-
-
-def read_inputs(path) -> list:
-    """The input of each row of a file."""
-    rows = [r for _, r in verl_rows.read_rows(str(path))]
-    return [r["responses_create_params"]["input"] for r in rows]
-
-
-def test_verl_files_are_read_whichever_library_wrote_them(tmp_path):
-    rows = [gsm8k(i) for i in range(3)]
-    pandas.DataFrame(rows).to_parquet(tmp_path / "pandas.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "arrow.parquet")
-    write_rows(tmp_path / "lines.jsonl", rows)
-    (tmp_path / "list.json").write_text("\n" + json.dumps(rows, indent=1))
-    write_rows(tmp_path / "lines.json", rows)
-    for name in ("pandas.parquet", "arrow.parquet", "lines.jsonl", "list.json", "lines.json"):
-        path = tmp_path / name
-        expected = [(f"{path}:{i + 1}", make_gym_row(i)) for i in range(3)]
-        assert list(verl_rows.read_rows(str(path))) == expected, name
-    mixed = write_rows(tmp_path / "mixed.jsonl", [gsm8k(0), row(), gsm8k(1, prompt="as text")])
-    gym_input = row()["responses_create_params"]["input"]
-    assert read_inputs(mixed) == [gsm8k(0)["prompt"], gym_input, "as text"]
-    other_key = write_rows(tmp_path / "asked.jsonl", [{"asked": "2?", "prompt": 7}])
-    assert [r for _, r in verl_rows.read_rows(str(other_key), "asked")] == [
-        {"responses_create_params": {"input": "2?"}, "prompt": 7}
-    ]
 
 
 @pytest.mark.parametrize(
     ("invalid_row", "message"),
     [
-        (gsm8k(0, prompt=None), "x:1: `prompt` is null. It must be text or chat messages."),
-        (gsm8k(0, prompt=[]), r"x:1: `prompt` is \[\]"),
-        (gsm8k(0, prompt=7), "x:1: `prompt` is 7"),
-        (
-            {"question": "2?", "answer": "2"},
-            "x:1: it has question, answer, but neither Gym's .* nor verl's `prompt` .* See docs/",
-        ),
-        (gsm8k(0, videos=["x.mp4"]), "x:1: verl's videos are not supported"),
-        (gsm8k(0, audios=["x.wav"]), "x:1: verl's audios are not supported"),
-        (gsm8k(0, other={1, 2}), "x:1: not JSON .a set cannot be JSON: {1, 2}.. Write"),
-        (
-            gsm8k(0, extra_info={"gym_row": json.dumps(row("other"))}),
-            "x:1: `prompt` differs from that of extra_info.gym_row",
-        ),
-        (gsm8k(0, extra_info={"gym_row": "{}"}), "x:1: it has no object responses_create_params"),
-        (7, "x:1: the row is a int. Write"),
+        (make_row(None), "`prompt` is null. It must be text or chat messages."),
+        (make_row([]), "`prompt` is []"),
+        (make_row(7), "`prompt` is 7"),
+        (make_row(videos=["x.mp4"]), "verl's videos are not supported"),
+        (make_row(extra_info={"gym_row": json.dumps(row("other"))}), "`prompt` differs from that"),
+        (make_row(extra_info={"gym_row": "{}"}), "it has no object responses_create_params"),
+        ({"question": "2?"}, "it has question, but neither Gym's responses_create_params nor"),
+        (7, "the row is a int"),
     ],
 )
 def test_an_invalid_row_is_an_error_with_its_line(invalid_row, message):
-    with pytest.raises(env.DataError, match=f"^{message}"):
-        verl_rows.parse_row(invalid_row, "x:1")
+    with pytest.raises(env.DataError, match=f"^{re.escape(f'x:1: {message}')}"):
+        parse_row(invalid_row, "x:1")
+
+
+# --- materialized tasks ---------------------------------------------------------------------------
 
 
 TASK = {"taskset": "puzzles:train", "task_id": "7"}
 
 
 @pytest.mark.parametrize("is_nested", [False, True], ids=["flat", "task_data"])
-def test_a_materialized_task_becomes_its_row_with_the_identifiers_of_the_task(tmp_path, is_nested):
+def test_a_materialized_task_becomes_its_row_with_the_identifiers_of_the_task(is_nested):
     gym_row = row("2?", answer="2", task_id="own")
     prompt = {"responses_create_params": gym_row["responses_create_params"]}
     fields = {key: value for key, value in gym_row.items() if key not in prompt}
     task_input = {**prompt, "task_data": fields} if is_nested else gym_row
-    path = write_rows(tmp_path / "tasks.jsonl", [{"task_id": TASK, "task_input": task_input}])
-    assert list(verl_rows.read_rows(str(path))) == [
-        (f"{path}:1", {**gym_row, verl_rows.TASK_ID: TASK})
-    ]
+    parsed = parse_row({"task_id": TASK, "task_input": task_input}, "x:1")
+    assert parsed == {**gym_row, TASK_ID: TASK}
 
 
 @pytest.mark.parametrize(
-    ("task_input", "problem"),
+    ("task_id", "task_input", "problem"),
     [
-        ("2?", "task_input must be an object"),
-        ({**row(), "task_data": "x"}, "and so must its task_data"),
-        ({"task_data": {"answer": "2"}}, "neither Gym's responses_create_params"),
+        (TASK, "2?", "task_input must be an object"),
+        (TASK, {**row(), "task_data": "x"}, "and so must its task_data"),
+        (TASK, {"task_data": {"answer": "2"}}, "neither Gym's responses_create_params"),
+        ("7", row(), "it has task_id, task_input, but neither Gym's"),
     ],
 )
-def test_an_invalid_materialized_task_is_an_error_with_its_line(tmp_path, task_input, problem):
-    path = write_rows(tmp_path / "tasks.jsonl", [{"task_id": TASK, "task_input": task_input}])
-    with pytest.raises(env.DataError, match=rf"tasks\.jsonl:1: .*{problem}"):
-        list(verl_rows.read_rows(str(path)))
+def test_an_invalid_materialized_task_is_an_error(task_id, task_input, problem):
+    with pytest.raises(env.DataError, match=f"^x:1: .*{problem}"):
+        parse_row({"task_id": task_id, "task_input": task_input}, "x:1")
 
 
-def test_a_task_with_an_identifier_that_is_no_object_is_an_error():
-    message = r"^x:1: it has task_id, task_input, but neither Gym's responses_create_params nor"
-    with pytest.raises(env.DataError, match=message):
-        verl_rows.parse_row({"task_id": "7", "task_input": row()}, "x:1")
+# --- images ---------------------------------------------------------------------------------------
 
 
-def test_a_table_of_another_form_is_an_error(tmp_path):
-    other = tmp_path / "other.parquet"
-    pandas.DataFrame({"question": ["2?"], "answer": ["2"]}).to_parquet(other)
-    message = re.escape(f"{other}:1: it has question, answer, but neither Gym's")
-    with pytest.raises(env.DataError, match=message):
-        list(verl_rows.read_rows(str(other)))
+def text_part(text: str) -> dict:
+    return {"type": "input_text", "text": text}
 
 
-def test_rows_of_verl_and_gym_train_together(workspace, tmp_path):
-    pandas.DataFrame([gsm8k(i) for i in range(8)]).to_parquet(tmp_path / "train.parquet")
-    both = f"env.train_files=[{tmp_path / 'train.parquet'}, {workspace / 'train.jsonl'}]"
-    _, data = load(workspace, both, "data.max_prompt_length=64")
-    first = data.train[0]
-    assert (
-        len(data.train) == 16
-        and first.row == make_gym_row(0)
-        and first.row_id.endswith("train.parquet:1")
-    )
-    assert data.tokenizer.decode(data.train[0].prompt_ids).startswith("0 <unk> 1?")
-    other_key = write_rows(tmp_path / "asked.jsonl", [{"asked": f"say {i}"} for i in range(8)])
-    _, data = load(workspace, f"env.train_files=[{other_key}]", "data.prompt_key=asked")
-    assert data.train[7].messages == [{"role": "user", "content": "say 7"}]
-    reason = r"it has asked, but neither .* nor verl's `prompt` \(data\.prompt_key\)"
-    with pytest.raises(env.DataError, match=rf"asked\.jsonl:1: {reason}"):
-        load(workspace, f"env.train_files=[{other_key}]")
+def image_part(url: str) -> dict:
+    return {"type": "input_image", "image_url": url, "detail": "auto"}
 
 
-def test_a_row_with_the_prompt_key_and_no_gym_field_is_a_verl_row():
-    both = {"responses_create_params": {"input": "gym"}, "prompt": "verl", "asked": "other"}
-    assert verl_rows.parse_row(both, "x:1")["responses_create_params"] == {"input": "gym"}
-    assert verl_rows.parse_row({"prompt": "verl", "asked": "other"}, "x:1", "asked") == {
-        "responses_create_params": {"input": "other"},
-        "prompt": "verl",
+@pytest.mark.parametrize(
+    ("image", "url"),
+    [
+        ({"bytes": RED, "path": "red.png"}, data_url(RED)),
+        ({"bytes": base64.b64encode(RED).decode()}, data_url(RED)),  # in JSON lines
+        ({"bytes": None, "path": "red.png"}, "red.png"),
+        ({"image": "file:///tmp/red.png", "max_pixels": None}, "file:///tmp/red.png"),
+        ({"url": "https://x.org/red.png"}, "https://x.org/red.png"),
+        ("red.png", "red.png"),
+    ],
+)
+def test_an_image_of_verl_is_shown_at_its_place(image, url):
+    parsed = parse_row(make_row(ask("<image>Which color?"), images=[image], answer="red"), "x:1")
+    assert parsed == {
+        "responses_create_params": {"input": ask([image_part(url), text_part("Which color?")])},
+        "data_source": "x",
+        "answer": "red",
     }
+    assert env.render_row(parsed, "x:1")[0][0]["content"][0] == {"type": "image", "image": url}
+
+
+CONTENTS = st.lists(st.sampled_from(["<image>", "a", "<image", "image>", " ", "\n"]), max_size=6)
+
+
+@HYPOTHESIS_SETTINGS
+@given(st.lists(CONTENTS.map("".join), min_size=1, max_size=3))
+def test_images_are_at_the_places_of_their_marks(contents):
+    count = sum(content.count("<image>") for content in contents)
+    verl_row = make_row([message for content in contents for message in ask(content)])
+    if count:
+        verl_row["images"] = [{"image": f"{number}.png"} for number in range(count)]
+    shown = ""
+    for message in read_input(verl_row):
+        parts = message["content"]
+        for part in [text_part(parts)] if isinstance(parts, str) else parts:
+            shown += part["text"] if "text" in part else f"<{part['image_url']}>"
+    names = iter([f"<{number}.png>" for number in range(count)])
+    assert shown == re.sub("<image>", lambda _: next(names), "".join(contents))
+
+
+def test_a_text_prompt_may_have_images_or_be_about_them():
+    expected = ask([text_part("See "), image_part("1")])
+    assert read_input(make_row("See <image>", images=["1"])) == expected
+    for images in (None, []):
+        verl_row = make_row("What is <image> in HTML?", images=images)
+        assert read_input(verl_row) == "What is <image> in HTML?"
+        assert convert.to_verl(parse_row(verl_row, "x:1"), "x:1") == verl_row
+
+
+def test_images_in_the_parts_of_a_message_get_one_form():
+    parts = [
+        {"type": "image", "image": "1", "text": None},
+        {"type": "image_url", "image_url": {"url": "2", "detail": "auto"}},
+        {"type": "text", "text": "Which?", "image": None},
+    ]
+    ((message),) = read_input(make_row(ask(parts)))
+    assert message["content"][:2] == [image_part("1"), image_part("2")]
+    texts = env.render_row(parse_row(make_row([message]), "x:1"), "x:1")[0][0]["content"]
+    assert texts[2] == {"type": "text", "text": "Which?"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "message"),
+    [
+        ("2?", ["1"], "1 images, but the prompt has <image> 0 times"),
+        ("<image>", ["1", "2"], "2 images, but the prompt has <image> 1 times"),
+        ("<image>", {"bytes": "x"}, "images must be a list"),
+        ("<image>", [7], "an image must be text or an object, not 7"),
+        ("<image>", [{"path": None}], "an image has neither bytes nor a path"),
+        ("<image>", [{"url": "1", "detail": "high"}], "`detail` of an image is not supported"),
+        ("<image>", [{"image": "1", "max_pixels": 9}], "`max_pixels` of an image is not supp"),
+        (ask([{"type": "image_url"}]), [], "an image must be text"),
+    ],
+)
+def test_images_that_do_not_fit_the_prompt_are_an_error(prompt, images, message):
+    with pytest.raises(env.DataError) as raised:
+        parse_row(make_row(prompt, images=images), "x:1")
+    assert str(raised.value).startswith(f"x:1: {message}")
+
+
+def test_a_table_of_datasets_with_images_is_read(tmp_path):
+    features = Features(
+        {
+            "prompt": List({"role": Value("string"), "content": Value("string")}),
+            "images": List(Image()),
+            "data_source": Value("string"),
+        }
+    )
+    pictures = [{"bytes": RED, "path": "r.png"}, {"bytes": BLUE, "path": None}]
+    table = [make_row(ask("<image>or<image>"), images=pictures), make_row(ask("No"), images=[])]
+    Dataset.from_list(table, features=features).to_parquet(tmp_path / "images.parquet")
+    first, second = (row for _, row in read_rows(str(tmp_path / "images.parquet")))
+    parts = [image_part(data_url(RED)), text_part("or"), image_part(data_url(BLUE))]
+    assert first["responses_create_params"]["input"] == ask(parts)
+    assert second["responses_create_params"]["input"] == ask("No")
+    with pytest.raises(env.UnsupportedRowError, match="without tools and images"):
+        convert.to_verl(first, "x:1")
+
+
+# --- agent loops and tools ------------------------------------------------------------------------
+
+
+CREATE = {"calc_reward": {"create_kwargs": {"ground_truth": "4"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"agent_name": "tool_agent", "extra_info": {"index": 1}}, "agent_name=tool_agent"),
+        ({"extra_info": {"tools_kwargs": CREATE}}, "extra_info.tools_kwargs"),
+        ({"extra_info": {"need_tools_kwargs": True}}, "extra_info.need_tools_kwargs"),
+        ({"extra_info": {"interaction_kwargs": {"name": "g"}}}, "extra_info.interaction_kwargs"),
+    ],
+)
+def test_a_row_of_verls_tool_agent_is_refused_with_the_way_to_do_it(
+    tmp_path, capsys, fields, reason
+):
+    message = f"x:1: {reason}: verl's agent loops and their tools do not run here. Remove this"
+    with pytest.raises(env.UnsupportedRowError, match=f"^{re.escape(message)}"):
+        parse_row(make_row(**fields), "x:1")
+    path = tmp_path / "tools.parquet"
+    pandas.DataFrame([make_row(**fields), make_row(**fields)]).to_parquet(path)
+    assert convert.check(str(path))
+    output = capsys.readouterr().out
+    assert output.startswith(f"{path}: 0 rows load, 2 refused\n    2 x {reason}: verl's agent")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"agent_name": "single_turn_agent", "extra_info": {"tools_kwargs": CREATE}},
+        {"agent_name": None},
+        {"extra_info": {"need_tools_kwargs": False, "tools_kwargs": {}}},
+        {"extra_info": {"tools_kwargs": {"calc_reward": None}}},  # as Parquet pads it
+        {"extra_info": "text"},
+    ],
+    ids=str,
+)
+def test_a_row_of_a_single_turn_loads_unchanged(fields):
+    verl_row = make_row(**fields)
+    gym_row = parse_row(verl_row, "x:1")
+    assert gym_row == {"responses_create_params": {"input": "2?"}, "data_source": "x", **fields}
+    assert convert.to_verl(gym_row, "x:1") == verl_row
+
+
+# --- JSON text ------------------------------------------------------------------------------------
+
+
+MESSAGES = [{"role": "system", "content": "Be short."}, *ask("It's 2 + 2?")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (f" \n{json.dumps(MESSAGES, indent=1)}\n", MESSAGES),
+        ("[]", "[]"),
+        ('[{"content": "x"}]', '[{"content": "x"}]'),
+        ('{"role": "user", "content": "2?"}', '{"role": "user", "content": "2?"}'),
+        ('[{"role": "user", "content": "x"}] Answer.',) * 2,
+        ("[[[", "[[["),
+    ],
+)
+def test_a_text_is_messages_only_if_it_is_a_json_list_of_them(prompt, expected):
+    assert read_input(make_row(prompt)) == expected
+
+
+def test_messages_in_pythons_notation_are_refused():
+    with pytest.raises(env.DataError, match=r"^x:1: `prompt` has messages in Python's notation"):
+        parse_row(make_row(str(MESSAGES)), "x:1")
+
+
+@pytest.mark.parametrize(
+    "key", ["reward_model", "extra_info", "agent_ref", "responses_create_params"]
+)
+def test_an_object_of_a_row_may_be_json_text(key):
+    verl_row = make_row(reward_model={"ground_truth": "4"}, extra_info={"index": 1})
+    gym_row = {
+        "responses_create_params": {"input": "2?"},
+        "agent_ref": {"name": "math"},
+        "metadata": '{"a": 1}',  # a verifier's field stays text
+    }
+    whole = verl_row if key in verl_row else gym_row
+    assert parse_row(whole | {key: json.dumps(whole[key])}, "x:1") == parse_row(whole, "x:1")
+    with pytest.raises(env.DataError, match=f"^x:1: {key}: not JSON"):
+        parse_row(whole | {key: "{oops"}, "x:1")

@@ -14,6 +14,7 @@ import env
 import inference
 import training
 from gym_client import GymError
+from kit.config.entries import Entry
 from kit.config.load import load_config
 from kit.data.episode import Episode, TurnSpan
 from kit.data.processor import TextProcessor
@@ -83,7 +84,7 @@ def test_a_model_that_reads_no_images_refuses_them(workspace):
     )
     reason = r"pictures\.jsonl:1: input_image: the model reads no images"
     with pytest.raises(env.UnsupportedRowError, match=reason):
-        loader.load_files([rows])
+        loader.load_files([Entry(str(rows))])
 
 
 def test_a_relative_path_is_relative_to_the_folder_of_the_row_file(processor, workspace):

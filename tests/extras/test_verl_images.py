@@ -6,6 +6,7 @@ import pytest
 from datasets import Dataset
 
 import env
+from kit.config.entries import Entry
 from kit.data.processor import TextProcessor
 from kit.data.tasks import TaskLoader
 from kit.rollout.chat_template import ChatTemplate
@@ -29,7 +30,7 @@ def test_images_of_verl_are_loaded_with_their_prompt(workspace, vision_model, tm
         row = {"prompt": CHAT, "images": [f"{name}.png" for name in COLORS]}
         path = write_rows(tmp_path / "rows.jsonl", [row])
     template = ChatTemplate(processor, {processor.tokenizer.eos_token_id})
-    (task,) = TaskLoader(template, {"s": "s"}, 999).load_files([str(path)]).tasks
+    (task,) = TaskLoader(template, {"s": "s"}, 999).load_files([Entry(str(path))]).tasks
     assert task.prompt_ids.count(processor.placeholder) == 32
     _, inputs = processor.engine_inputs(task.prompt_ids, task)
     assert [image.getpixel((0, 0)) for image in inputs["image_data"]] == list(COLORS.values())
@@ -37,4 +38,4 @@ def test_images_of_verl_are_loaded_with_their_prompt(workspace, vision_model, tm
 
     text_template = ChatTemplate(TextProcessor(processor.tokenizer), {1})
     with pytest.raises(env.UnsupportedRowError, match="the model reads no images"):
-        TaskLoader(text_template, {"s": "s"}, 999).load_files([str(path)])
+        TaskLoader(text_template, {"s": "s"}, 999).load_files([Entry(str(path))])

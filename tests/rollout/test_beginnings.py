@@ -7,11 +7,12 @@ import asyncio
 import pytest
 
 import env
+from kit.config.entries import Entry
 from kit.data.tasks import TaskLoader
 from kit.rollout import openai_server
 from kit.rollout.chat import parse_response
 from lab import convert
-from tests.data.test_row_entries import Letters
+from tests.data.test_tasks import Letters
 from tests.helpers.public_templates import load
 from tests.helpers.recipes import write_rows
 from tests.helpers.rollouts import (
@@ -100,7 +101,7 @@ def test_a_prompt_that_no_response_can_follow_is_refused(tmp_path, capsys, last)
     message = "rows.jsonl:1: the prompt ends with a thought or a call of the assistant"
     assert not convert.check(str(path)) and message in capsys.readouterr().out
     with pytest.raises(env.DataError, match=message):
-        TaskLoader(Letters(), {"s": "s"}, 999).load_files([str(path)])
+        TaskLoader(Letters(), {"s": "s"}, 999).load_files([Entry(str(path))])
 
 
 @pytest.mark.parametrize("name", ["trl/qwen3", "trl/llama3", "trl/gemma3", "trl/glm4moe"])

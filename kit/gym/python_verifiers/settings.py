@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from gym_client import Json
 from kit.config import user_functions
+from kit.config.entries import Entry, parse_entry
 from kit.config.keys import to_plain
 from kit.config.python_files import find_user_file
 from kit.config.resources import cores
@@ -52,13 +53,13 @@ class PythonVerifiers:
     """The Python verifiers of a recipe, and its files of rows."""
 
     specs: Mapping[str, VerifierSpec]  # by name
-    entries: Mapping[str, list[str | Json]]  # {key: entries}; `server` also names a Python verifier
+    entries: Mapping[str, list[Entry]]  # {key: entries}; `server` also names a Python verifier
 
 
 class RowFile(NamedTuple):
     """An entry of env.train_files or env.val_files."""
 
-    entry: str | Json  # its `server` is the name of its Python verifier, if it has one
+    entry: Entry  # its `server` is the name of its Python verifier, if it has one
     verifier: VerifierSpec | None  # of its rows, None if a Gym server verifies them
 
 
@@ -70,7 +71,7 @@ def read_verifiers(config: DictConfig) -> PythonVerifiers:
     value = to_plain(config.env.verifier)
     default = read_spec(value, VERIFIER_KEY) if value else None
     specs = [default]
-    entries: dict[str, list[str | Json]] = {}
+    entries: dict[str, list[Entry]] = {}
     for key in FILE_KEYS:
         listed = to_plain(config.env[key.removeprefix("env.")])
         files = [read_row_file(entry, default, key) for entry in listed or []]
@@ -104,22 +105,16 @@ def read_spec(value: str | Json, key: str) -> VerifierSpec:
     return VerifierSpec(name, reference, key, str(path.resolve()), settings, raw_text)
 
 
-def read_row_file(entry: str | Json, default: VerifierSpec | None, key: str) -> RowFile:
+def read_row_file(value: str | Json, default: VerifierSpec | None, key: str) -> RowFile:
     """Read an entry. A `verifier` or `server` in it replaces the default verifier.
 
     Raises UserFunctionError, ConfigError.
     """
-    fields = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
-    value = fields.pop("verifier", None)
-    server = fields.get("server")
-    if value and server:
-        raise ConfigError(
-            f"{key}: {fields.get('path')} has a server and a verifier. Remove one of them."
-        )
-    spec = read_spec(value, f"{key}: verifier") if value else default
-    if server or spec is None:
+    entry = parse_entry(value)
+    spec = read_spec(entry.verifier, f"{key}: verifier") if entry.verifier else default
+    if entry.server or spec is None:
         return RowFile(entry, None)
-    return RowFile(fields | {"server": spec.name}, spec)
+    return RowFile(entry._replace(server=spec.name), spec)
 
 
 def check_name(spec: VerifierSpec, other: VerifierSpec, servers: Json) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.errors import ConfigError, RunError
-from kit.gym.network import GymStartError
+from kit.errors import ConfigError
 from lab.convert import check
 from lab.probe import command
 from lab.probe.audit import BROKEN, find_weaknesses
@@ -35,19 +34,6 @@ def contains(data_source, solution_str, ground_truth, extra_info):
 def pays_empty(data_source, solution_str, ground_truth, extra_info):
     return float(not solution_str.strip() or accepts(ground_truth, solution_str))
 
-def penalizes(data_source, solution_str, ground_truth, extra_info):
-    if accepts(ground_truth, solution_str):
-        return 1.0
-    return 0.0 if number(solution_str) else -1.0
-
-def fails_on_truth(data_source, solution_str, ground_truth, extra_info):
-    if ground_truth in solution_str and ground_truth != "1234":
-        raise ValueError("no such file")
-    return float(accepts(ground_truth, solution_str))
-
-def exact(data_source, solution_str, ground_truth, extra_info):
-    return float(solution_str == ground_truth)
-
 def unreachable(data_source, solution_str, ground_truth, extra_info):
     return float(solution_str == f"<<{ground_truth}>>")
 
@@ -62,13 +48,6 @@ def fails(data_source, solution_str, ground_truth, extra_info):
     if solution_str in TRIAL or accepts(ground_truth, solution_str):
         return float(accepts(ground_truth, solution_str))
     raise ValueError("no number")
-
-def always_fails(data_source, solution_str, ground_truth, extra_info):
-    with open("calls.txt", "a") as calls:
-        calls.write("x")
-    if os.path.getsize("calls.txt") > 7:  # the first ones are of the check before the probe
-        raise ValueError("the judge is down")
-    return 1.0
 
 class Game:
     def reset(self, row):
@@ -170,17 +149,10 @@ def test_recorded_exploits_are_sent_again(probe, tmp_path):
     assert probe("strict")[:2] == (0, [])
 
 
-def test_a_verifier_that_rejects_what_a_person_accepts(probe):
-    _, result, _ = probe("exact")
-    assert "with a thousands separator" in list_kinds(result, "right")
-    assert not list_kinds(result, "wrong", "leak")
-
-
 @pytest.mark.parametrize(
     ("verifier", "kind", "shown"),
     [
         ("unreachable", "the truth, in any of 11 forms", "3 of 3 0 '1234'"),
-        ("fails_on_truth", "fails on the truth", "2 of 3 raised"),
         ("alternates", "sent a second time", "3 of 3 "),
     ],
 )
@@ -198,40 +170,16 @@ def test_a_failure_is_no_finding(probe):
     assert (status, result) == (0, [])
 
 
-def test_nothing_is_no_half_of_the_full_reward_where_others_get_a_penalty(probe):
-    status, result, console = probe("penalizes")
-    assert (status, result) == (0, [])
-    assert "rewards from -1 to 1" in console
-
-
-def test_a_server_that_is_down_is_one_line(probe):
-    down = ("env.verifier=null", "+gym.servers.down.url=http://127.0.0.1:9")
-    rows = [row | {"agent_ref": {"name": "down"}} for row in ROWS]
-    write_rows(Path("rows.jsonl"), rows)
-    with pytest.raises(GymStartError, match=r"http://127\.0\.0\.1:9") as error:
-        probe("strict", words=down)
-    assert "\n" not in str(error.value)
-
-
 def test_the_first_turn_of_a_game_is_probed(probe):
     status, result, _ = probe("Game")
     assert status == 3 and "the prompt" in list_kinds(result, "wrong")
 
 
-def test_ignored_kinds_do_not_count(probe):
-    ignored = ("--ignore", "leak", "--ignore", "wrong", "--ignore", "right")
-    assert probe("contains", *ignored)[0] == 0
+def test_ignored_kinds_do_not_count_and_unknown_ones_are_an_error(probe):
+    assert probe("contains", "--ignore", "leak", "--ignore", "wrong")[0] == 0
     status, result, _ = probe("contains", "--ignore", "negated")
     assert status == 3 and "negated" not in list_kinds(result, "leak")
-
-
-def test_bad_arguments_and_lost_verifiers_are_one_line(probe):
-    with pytest.raises(ConfigError, match=r"^--rows 0 is no number of rows\. Set 1 or more\.$"):
-        probe("strict", "--rows", "0")
-    with pytest.raises(ConfigError, match=r"^--threshold 2 is no share\. Set a number up to 1\.$"):
+    with pytest.raises(ConfigError, match=r"^--threshold 2 is no share"):
         probe("strict", "--threshold", "2")
-    with pytest.raises(RunError) as error:
-        probe("always_fails")
-    assert str(error.value).startswith("The verifier always_fails gave no reward to any of ")
-    assert "the judge is down" in str(error.value) and "\n" not in str(error.value)
-    assert str(error.value).endswith("Correct the verifier or its rows, then probe again.")
+    with pytest.raises(ConfigError, match=r"^--ignore negatd: no such response"):
+        probe("strict", "--ignore", "negatd")

@@ -12,6 +12,7 @@ import pytest
 
 from env import Task
 from kit.data.reward_scale import RewardScale
+from kit.errors import RunError
 from lab.probe import truths
 from lab.probe.audit import BROKEN, Reply, RowAudit, audit_verifier, find_weaknesses
 from lab.probe.command import list_others
@@ -21,11 +22,6 @@ BOXED = " Put the answer in \\boxed{}."
 SUMS = {f"What is {a} + {b}?{BOXED}": str(a + b) for a, b in ((123, 235), (40, 11), (7, 690))}
 PRODUCTS = {f"Compute {a} * {b / 100}.{BOXED}": f"{a * b / 100}" for a, b in ((3, 71), (7, 158))}
 CAPITALS = {"Capital of France?": "Paris", "Capital of Italy?": "Rome"}
-LISTS = {"Sort 3, 1, 2.": "[1, 2, 3]", "Sort 9, 4, 8.": "[4, 8, 9]"}
-SETS = {
-    "Find all roots of x^2 - 5x + 6 = 0.": "[2, 3]",
-    "Find all roots of x^2 - 4 = 0.": "[-2, 2]",
-}
 
 
 class FakeSender:
@@ -99,7 +95,6 @@ def evaluate(text, truth):
     [
         lambda text, truth: text.endswith(truth),
         lambda text, truth: text.startswith(truth),
-        lambda text, truth: bool(text) and truth.startswith(text),
         lambda text, truth: text.split(".")[0] == truth,
         lambda text, truth: abs(as_float(text) - float(truth)) <= 0.05 * float(truth),
         lambda text, truth: abs(as_float(text) - float(truth)) <= 1,
@@ -129,8 +124,6 @@ def test_a_hole_near_a_whole_number_is_found(accepts):
         (lambda text, truth: truth in text and "not" not in text, CAPITALS),
         (lambda text, truth: text and text in truth, CAPITALS),
         (lambda text, truth: difflib.SequenceMatcher(None, text, truth).ratio() > 0.8, CAPITALS),
-        (lambda text, truth: sorted(text) == sorted(truth), LISTS),
-        (lambda text, truth: text[:-1].startswith(truth[:-1]), LISTS),
     ],
 )
 def test_holes_near_other_truths_are_found(accepts, rows):
@@ -139,10 +132,8 @@ def test_holes_near_other_truths_are_found(accepts, rows):
 
 
 def read_answer(text, truth):
-    """An honest verifier: the same number, list or word, however a person would write it."""
+    """An honest verifier: the same number or word, however a person would write it."""
     text = text.strip().rstrip(".").strip("$").rpartition("step by step.\n\n")[2]
-    if truth.startswith("["):
-        return re.sub(r"\s", "", text) == re.sub(r"\s", "", truth)
     if not truth[-1].isdigit():
         return text.lower() == truth.lower()
     text = text.replace(",", "").removeprefix("x = ")
@@ -151,7 +142,7 @@ def read_answer(text, truth):
     return abs(value - float(truth)) < 1e-9
 
 
-@pytest.mark.parametrize("rows", [SUMS, PRODUCTS, CAPITALS, LISTS])
+@pytest.mark.parametrize("rows", [SUMS, PRODUCTS, CAPITALS])
 def test_an_honest_verifier_has_no_finding(rows):
     in_box = any("boxed" in prompt for prompt in rows)
     verify = strict(read_answer) if in_box else read_answer
@@ -192,9 +183,7 @@ def test_forms_that_the_prompt_rules_out_are_not_sent_as_right():
     rows = {asks.format(f"{a} + {b}"): str(a + b) for a, b in ((1200, 358), (40, 11))}
     assert not find(exact, rows, WRONG, RIGHT)
     free = {prompt.partition("Reply")[0]: truth for prompt, truth in rows.items()}
-    assert {"with a zero after the point", "with a thousands separator"} <= find(exact, free, RIGHT)
-    roots = {"Find all x with x^2 = 5x - 6. Solve for x.": "[2, 3]", "Solve for y: 2y = 8.": "4"}
-    assert "items in another order" in find(exact, roots, RIGHT)
+    assert "with a thousands separator" in find(exact, free, RIGHT)
 
 
 def test_close_values_are_not_wrong_if_the_prompt_asks_for_about_the_value():
@@ -223,3 +212,12 @@ def test_a_truth_with_quotation_marks_is_written_as_json():
 
     rows = {'Answer as {"answer": ...}': 'say "hello" 10', 'Reply as {"answer": ...}': 'a "b"\\c 2'}
     assert not find(reads_json, rows, BROKEN)
+
+
+def test_a_verifier_that_gives_no_reward_at_all_is_an_error(monkeypatch):
+    async def send(self, task, text):
+        return Reply(text, None, "raised", "the judge is down.")
+
+    monkeypatch.setattr(FakeSender, "send", send)
+    with pytest.raises(RunError, match=r"gave no reward to any of \d+ responses \(raised\)"):
+        audit(None, SUMS)

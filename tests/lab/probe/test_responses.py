@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from lab.probe import truths
+from lab.probe.answers import read_number, rewrite_answer
 from lab.probe.responses import LEAK, RIGHT, WRONG, Case, make_probes
 
 
@@ -16,12 +23,11 @@ def texts(case, kind):
 
 
 def test_without_a_truth_only_responses_that_need_none_are_made():
-    case = Case("Add 3 and 4.", special="<a><b>")
+    case = Case("Add 3 and 4.")
     assert kinds(case, WRONG) == {
         "empty",
         "white space",
         "the prompt",
-        "special tokens",
         "orders to a judge",
         "all numbers of the prompt",
     }
@@ -48,26 +54,13 @@ def test_a_response_that_is_the_truth_is_not_wrong():
     assert "the prompt" not in kinds(Case("7", "7"), WRONG)
 
 
-def test_a_prompt_that_demands_a_format_makes_other_formats_wrong():
-    boxed = Case("Put it in \\boxed{}.", "7", "\\boxed{{{}}}")
-    assert texts(boxed, "not in the format of the prompt") == ("7", "The answer is 7.")
-    assert "not in the format of the prompt" not in kinds(Case("Add.", "7"), LEAK)
-    both = "Use \\boxed{} or ####."
-    assert truths.find_demanded_form(both) == ""
-
-
 def test_reasoning_is_not_right_if_the_prompt_wants_only_the_answer():
     for prompt in ("What is 3 + 4?", "Write it in the form m/n.", "Reason, then put it in <a>."):
         assert "reasoning before it" in kinds(Case(prompt, "7"), RIGHT), prompt
     for prompt in (
         "Write only the number.",
-        "Reply with a number.",
-        "Answer in one word.",
         "Answer yes or no.",
         "Do not show your work.",
-        "Respond in JSON.",
-        "Antworte nur mit der Zahl.",
-        "只输出答案。",
     ):
         assert "reasoning before it" not in kinds(Case(prompt, "7"), RIGHT), prompt
     tags = "Put your reasoning in <think> </think> and the answer in <answer> </answer>."
@@ -80,7 +73,7 @@ def test_truths_are_found_where_gym_and_verl_have_them():
     assert truths.list_truths({"reward_model": {"ground_truth": {"target": ["Goethe"]}}})[0] == (
         "Goethe"
     )
-    assert truths.list_truths({"expected_answer": '["a", "b"]'})[:2] == ["a, b", "[a, b]"]
+    assert truths.list_truths({"expected_answer": '["a", "b"]'})[:2] == ["a, b", "a"]
     assert truths.list_truths({"answer": "They sell 9.\n#### 9"})[0] == "9"
     assert truths.list_truths({"answer": True}) == ["True", "true"]
     assert truths.list_truths({"question": "?"}) == []
@@ -90,5 +83,35 @@ def test_choices_are_read_in_the_forms_of_data_sets():
     lettered = {"A": "Paris", "B": "Rome"}
     assert truths.read_choices({"options": [{"A": "Paris"}, {"B": "Rome"}]}) == lettered
     assert truths.read_choices({"options": lettered}) == lettered
-    columns = {"text": ["Paris", "Rome"], "label": ["A", "B"]}
-    assert truths.read_choices({"choices": columns}) == lettered
+
+
+# --- rewrites of an answer ------------------------------------------------------------------------
+
+
+@given(st.integers(-(10**7), 10**7), st.integers(1, 100))
+def test_a_rewritten_number_has_the_same_value(numerator, denominator):
+    value = Fraction(numerator, denominator)
+    for kind, text in rewrite_answer(str(value), {}).items():
+        if "dollar" not in kind and "LaTeX" not in kind:
+            assert read_number(text) == value, (kind, text)
+
+
+@pytest.mark.parametrize(
+    ("truth", "rewrites"),
+    [
+        ("1000", {"with a thousands separator": "1,000", "in dollar signs": "$1000$"}),
+        ("12,345", {"without thousands separators": "12345", "in dollar signs": "$12,345$"}),
+        ("Paris", {"lower case": "paris"}),
+        ("CCO", {}),  # a formula
+        ("B", {"in parentheses": "(B)", "with the text of the choice": "B. two"}),
+    ],
+)
+def test_each_kind_of_rewrite(truth, rewrites):
+    assert rewrite_answer(truth, {"A": "one", "B": "two"}) == rewrites
+
+
+def test_fractions_and_decimals_are_rewritten():
+    found = rewrite_answer("-3/4", {})
+    assert found["as a LaTeX fraction"] == "-\\frac{3}{4}"
+    assert found["as a decimal number"] == "-0.75"
+    assert rewrite_answer("-0.75", {})["as a fraction"] == "-3/4"
