@@ -17,7 +17,7 @@ import env
 from env import Json
 from gym_client import RUNS_EPISODES
 from kit import features
-from kit.config import adapters, checks, model_files, trackers, user_functions
+from kit.config import adapters, checks, model_files, user_functions
 from kit.config.keys import EPISODE_COMMANDS, SAMPLING_COMMANDS, make_command, to_plain
 from kit.config.load import (
     ACTOR,
@@ -192,12 +192,10 @@ def check_early(
         *problems,
         *check_files(config, command),
         *checks.check_choices(config),
-        *checks.check_run_name(config),
         *checks.check_sizes(config, command, find_parallelism(config, active).model),
         *checks.check_algorithm(config),
         *adapters.check_keys(config),
         *checks.check_sampling(config, command),
-        *trackers.find_problems(config),
     ]
     if command == "train":
         errors += checks.check_weight_sync(config)
