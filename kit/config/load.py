@@ -33,14 +33,12 @@ from kit.config.keys import (
     unknown_key_hint,
 )
 from kit.config.recipe_text import (
-    NotYamlError,
     describe_error,
     parse_argument,
     parse_yaml,
     to_config,
 )
 from kit.config.values import (
-    Kinds,
     expand_paths,
     fill_empty,
     remove_misplaced,
@@ -139,7 +137,7 @@ def read_overlays(
     files: Sequence[str], overrides: Sequence[str]
 ) -> tuple[list[Overlay], list[str]]:
     """(recipe files and key=value in the order in which they apply, messages about the others)."""
-    kinds = value_kinds()
+    defaults = resolve_defaults()
     overlays = [Overlay(file, expand_paths(parse_file(file)), True) for file in files]
     messages = []
     for text in overrides:
@@ -149,7 +147,7 @@ def read_overlays(
             )
             continue
         try:
-            content = expand_paths(parse_argument(text, kinds))
+            content = expand_paths(parse_argument(text, defaults))
             to_config(content, text)
         except ConfigError as error:
             messages.append(str(error))
@@ -167,10 +165,10 @@ def list_written(files: Sequence[str], overrides: Sequence[str]) -> Json:
 
 
 @functools.cache
-def value_kinds() -> Kinds:
-    """Which keys are texts, by the default engine's configuration."""
+def resolve_defaults() -> Json:
+    """{dotted key: its resolved default}, of the default engine."""
     base = base_configs()[1]
-    return Kinds({key: to_plain(OmegaConf.select(base, key)) for key in flatten(base)})
+    return {key: to_plain(OmegaConf.select(base, key)) for key in flatten(base)}
 
 
 def pick_engine(overlays: Sequence[Overlay]) -> str:
@@ -277,13 +275,7 @@ def parse_file(file: str) -> Json:
     dtype = matmul_dtype()
     text = read_recipe(file)
     text = text.replace(f'"{DTYPE_PLACEHOLDER}"', dtype).replace(DTYPE_PLACEHOLDER, dtype)
-    try:
-        content = parse_yaml(text)
-    except NotYamlError as error:
-        where = f" in line {error.line}" if error.line else ""
-        raise ConfigError(
-            f"--config {file}: not valid YAML{where}: {error}. Correct it, or quote the text."
-        ) from None
+    content = parse_yaml(text, f"--config {file}")
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file}: a recipe is a YAML mapping. Write it as key: value.")
     return content

@@ -15,7 +15,7 @@ from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from env import Json
-from kit.config.values import Kinds, describe_error, may_be_more
+from kit.config.values import describe_error, is_list, is_text, may_be_more
 from kit.errors import ConfigError
 
 NUMBER_TAGS = [f"tag:yaml.org,2002:{name}" for name in ("int", "float")]
@@ -32,23 +32,20 @@ class Loader(OMEGACONF_LOADER):
         return TEXT_TAG if tag in NUMBER_TAGS and {*"_:"} & {*value} else tag
 
 
-class NotYamlError(ValueError):
-    """A text that is not valid YAML. line: where, from 1; 0: unknown."""
-
-    def __init__(self, reason: str, line: int = 0):
-        super().__init__(reason)
-        self.line = line
-
-
-def parse_yaml(text: str) -> object:
-    """Parse the value of a key, or a whole recipe. Raises NotYamlError."""
+def parse_yaml(text: str, source: str) -> object:
+    """Parse the value of a key, or a whole recipe. source: for messages. Raises ConfigError."""
+    line = ""
     try:
         return yaml.load(text, Loader)
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 0
-        raise NotYamlError(error.problem or error.context or "", line) from None
+        reason = error.problem or error.context or ""
+        if error.problem_mark and "\n" in text:
+            line = f" in line {error.problem_mark.line + 1}"
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # of a tag such as !!int
-        raise NotYamlError(" ".join(str(error).split())) from None
+        reason = " ".join(str(error).split())
+    raise ConfigError(
+        f"{source}: not valid YAML{line}: {reason}. Correct it, or quote the texts in it."
+    )
 
 
 def read_saved(path: Path) -> Json:
@@ -66,32 +63,30 @@ def read_saved(path: Path) -> Json:
     return content
 
 
-def parse_argument(argument: str, kinds: Kinds) -> Json:
-    """Parse key=value of the command line into nested mappings. Raises ConfigError."""
+def parse_argument(argument: str, defaults: Json) -> Json:
+    """Parse key=value of the command line into nested mappings. Raises ConfigError.
+
+    defaults: {dotted key: its resolved default}.
+    """
     key, _, text = argument.lstrip("+").partition("=")
     if "[" in key or not all(key.split(".")):
         raise ConfigError(f"{argument}: {key!r} is not a key. Write section.key=value.")
-    value: Any = parse_value(key, text, kinds)
+    value: Any = parse_value(key, text, defaults.get(key))
     for name in reversed(key.split(".")):
         value = {name: value}
     return dict(value)
 
 
-def parse_value(key: str, text: str, kinds: Kinds) -> object:
+def parse_value(key: str, text: str, default: object) -> object:
     """Parse the text after `key=`. Raises ConfigError."""
     is_bracket = text.lstrip().startswith(("[", "{"))
-    if text in ("null", "") and not isinstance(kinds.defaults.get(key), str):
+    if text in ("null", "") and not isinstance(default, str):
         return None
-    if kinds.is_text(key) and not (is_bracket and may_be_more(key)):
+    if is_text(key, default) and not (is_bracket and may_be_more(key)):
         return text
-    if kinds.is_list(key) and not is_bracket:
+    if is_list(key, default) and not is_bracket:
         return text  # the check of lists shows how to write it
-    try:
-        return parse_yaml(text)
-    except NotYamlError as error:
-        raise ConfigError(
-            f"{key}={text}: not valid YAML: {error}. Correct it, or quote texts in it."
-        ) from None
+    return parse_yaml(text, f"{key}={text}")
 
 
 def to_config(content: Json, source: str) -> DictConfig:

@@ -1,6 +1,6 @@
 """Check the values of a recipe: sections, lists, texts and numbers.
 
-Kinds(defaults)               which keys are texts, lists or neither
+is_text(key, default)         whether a key is a text; is_list: a list
 remove_misplaced(content)     a message for each value that has another form than its key
 expand_paths(content)         replace ~/ at the start of texts
 reset_invalid_keys(config)    a message for each key that nothing reads or with an invalid value
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -33,28 +33,16 @@ from kit.config.keys import (
 from kit.config.numbers import find_rule, show
 
 
-class Kinds(NamedTuple):
-    """The kinds of values that keys have, by their defaults and by verl_keys.yaml.
-
-    defaults: {dotted key: its resolved default}.
-    """
-
-    defaults: Json
-
-    def is_text(self, key: str) -> bool:
-        """Whether the value is a text (a name, a path): it stays as it is typed."""
-        return is_text(key, self.defaults.get(key))
-
-    def is_list(self, key: str) -> bool:
-        """Whether the value is a list."""
-        return isinstance(self.defaults.get(key), list) or matches_any(key, KEYS.lists)
-
-
 def is_text(key: str, default: object) -> bool:
     """Whether a key is a text: by verl_keys.yaml, or because its default is one."""
     if matches_any(key, KEYS.texts):
         return True
     return isinstance(default, str) and find_rule(key) is None and not may_be_more(key)
+
+
+def is_list(key: str, default: object) -> bool:
+    """Whether the value of a key is a list."""
+    return isinstance(default, list) or matches_any(key, KEYS.lists)
 
 
 def may_be_more(key: str) -> bool:
@@ -101,7 +89,7 @@ def describe_misplaced(key: str, value: object, default: object) -> str:
             return ""
         example = f"{key}.{names[-1] if names else 'name'}"
         return f"{key}={show(value)}: {key} is a section of keys. Set its keys, such as {example}."
-    if isinstance(default, list) or matches_any(key, KEYS.lists):
+    if is_list(key, default):
         if isinstance(value, list):
             return ""
         return f"{key}={show(value)} must be a list. Write [...]."

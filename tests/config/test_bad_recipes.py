@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 import env
 from kit.config import checks, user_functions
 from kit.config.keys import flatten, is_used
-from kit.config.load import base_configs, load_config, value_kinds
+from kit.config.load import base_configs, load_config, resolve_defaults
 from kit.config.recipe import freeze
 from kit.config.recipe_text import parse_argument
 from kit.config.user_functions import ADVANTAGE, LOSS_MODE, TEACHER
@@ -166,7 +166,7 @@ ANY_TEXT = st.one_of(
 @example(key="gym.servers", text="{? [a] : b}")
 def test_any_argument_is_parsed_or_an_error_of_the_kit(key, text):
     try:
-        parse_argument(f"{key}={text}", value_kinds())
+        parse_argument(f"{key}={text}", resolve_defaults())
     except ConfigError as error:
         assert str(error)
 

@@ -20,7 +20,7 @@ from kit.config.keys import (
     is_used,
     matches_any,
 )
-from kit.config.load import base_configs, load_config, value_kinds
+from kit.config.load import base_configs, load_config, resolve_defaults
 from kit.config.numbers import find_rule
 
 # Keys that are not checked.
@@ -70,7 +70,7 @@ def load_errors(tmp_path: Path, keys: dict[str, Any]) -> str:
 
 def change_value(key: str, value: Any) -> Any:
     """A different valid value of a key, or if it is no number, of its type."""
-    value = value_kinds().defaults.get(key, value)  # resolved
+    value = resolve_defaults().get(key, value)  # resolved
     rule = find_rule(key, value if not isinstance(value, (list, dict)) else None)
     if rule:
         candidates = [[0.5], [2], 0.5, 2, 1]
