@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import threading
-from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -34,7 +33,7 @@ from kit.errors import ConfigError
 from kit.gym import network
 from kit.runs import prepare, summary, trial
 from tests.helpers.http import ScriptedServer
-from tests.helpers.recipes import CPU, RECIPE, ROOT, load, row, tiny, write_rows
+from tests.helpers.recipes import CPU, RECIPE, ROOT, load, row, tiny, write_chats, write_rows
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -46,21 +45,7 @@ def load_tiny(*changes, files=(str(CPU), str(RECIPE))):
 
 def test_an_unused_key_with_its_default_value_is_accepted():
     """Recipes from elsewhere set such keys. actor.rollout_n must be rollout.n, which is 8."""
-    load_tiny(
-        "actor_rollout_ref.actor.rollout_n=8",
-        f"{ROLLOUT}.mode=async",
-        "actor_rollout_ref.actor.grad_clip=1.0",
-    )
-
-
-def test_keys_that_only_verls_dataclasses_have_are_accepted():
-    config = load_tiny(
-        "+actor_rollout_ref.model.override_config.attn_implementation=eager", "data.seed=7"
-    )
-    assert config.actor_rollout_ref.model.override_config.attn_implementation == "eager"
-    # verl's RolloutConfig has this field, its YAML does not
-    config = load_tiny("actor_rollout_ref.rollout.enable_sleep_mode=false")
-    assert config.actor_rollout_ref.rollout.enable_sleep_mode is False
+    load_tiny("actor_rollout_ref.actor.rollout_n=8", f"{ROLLOUT}.mode=async")
 
 
 def test_a_recipe_is_found_by_its_name_from_anywhere(tmp_path, monkeypatch):
@@ -69,11 +54,6 @@ def test_a_recipe_is_found_by_its_name_from_anywhere(tmp_path, monkeypatch):
     assert (config.trainer.device, config.actor_rollout_ref.actor.clip_ratio_high) == ("cpu", 0.28)
     (tmp_path / "dapo").write_text("trainer: {save_freq: 3}")  # a local file comes first
     assert load_tiny(files=["dapo"]).trainer.save_freq == 3
-
-
-def test_names_of_recipes_are_unique():
-    names = Counter(path.stem for path in (ROOT / "configs").rglob("*.yaml"))
-    assert names.most_common(1)[0][1] == 1
 
 
 def find_compared_texts(function, name: str) -> list[str]:
@@ -207,23 +187,10 @@ def test_a_head_server_provides_servers_that_the_recipe_lacks(workspace):
     assert recipe.gym.servers["puzzles"].url == head
     # no row uses the server `unused`, so it is not contacted
     assert set(recipe.gym.servers) == {"reasoning_gym", "puzzles"}
-    with pytest.raises(
-        env.DataError,
-        match=r"'reasoning_gym_agent' matches none of gym.servers \(puzzles, unused\)",
-    ):
-        load(
-            workspace,
-            files,
-            "env.val_files=[]",
-            f"gym.head_server={head}",
-            "gym.servers.reasoning_gym=null",
-        )
-    with pytest.raises(env.DataError, match="agent_ref 'odd_agent' matches none"):
-        load(workspace, files, "env.val_files=[]")
-    with pytest.raises(
-        network.GymStartError,
-        match=r"gym\.head_server: http://127.0.0.1:9 is not a Gym head server",
-    ):
+    no_server = "gym.servers.reasoning_gym=null"
+    with pytest.raises(env.DataError, match="'reasoning_gym_agent' matches none"):
+        load(workspace, files, "env.val_files=[]", f"gym.head_server={head}", no_server)
+    with pytest.raises(network.GymStartError, match="is not a Gym head server"):
         load(workspace, files, "gym.head_server=http://127.0.0.1:9")
 
 
@@ -242,11 +209,9 @@ def load_with_server(workspace, server, kind):
         ("agent", "run", {}, r"gym\.servers\.s runs episodes .* Set gym\.policy_endpoint\.port"),
     ],
 )
-@pytest.mark.parametrize("has_description", [True, False])
-def test_a_running_server_is_tried(workspace, kind, path, answer, message, has_description):
+def test_a_running_server_is_tried(workspace, kind, path, answer, message):
     routes = {"step": [(200, {})]} if kind == "step" else {"seed_session": [(200, {})]}
     server = ScriptedServer(**{**routes, path: [(200, answer)]})
-    server.openapi = server.openapi if has_description else None
     with pytest.raises(ConfigError, match=message):
         load_with_server(workspace, server, kind)
 
@@ -298,11 +263,7 @@ def test_the_ports_of_a_recipe_are_checked_before_anything_starts(monkeypatch):
 
 
 def test_the_summary_warns_of_a_truncated_sampling_distribution(workspace):
-    for change, has_warning in (
-        ("top_p=0.9", True),
-        ("top_k=20", True),
-        ("temperature=0.9", False),
-    ):
+    for change, has_warning in (("top_p=0.9", True), ("temperature=0.9", False)):
         text = summary.summarize(*load(workspace, f"actor_rollout_ref.rollout.{change}"))
         assert ("rollout_correction is biased" in text) == has_warning
 
@@ -330,20 +291,13 @@ def test_another_reward_does_not_inherit_settings(workspace):
     def reward(*changes):
         return load_config([str(RECIPE), dapo, *changes[:1]], changes[1:])[0].env.reward
 
-    assert reward(str(folder / "reward_model.yaml")) == {
-        "function": "templates/rewards.py:weighted",
-        "weights": {"reward_model": 0.2},
-    }
+    other = reward(str(folder / "reward_model.yaml"))
+    assert set(other) == {"function", "weights"}
     assert reward(dapo, "env.reward=x.py:f") == "x.py:f"
-    assert reward(dapo, "env.reward={function: x.py:f, per_token: 1}") == {
-        "function": "x.py:f",
-        "per_token": 1,
-    }
-    assert reward(dapo, "env.reward.penalty=0.5") == {
-        "function": "templates/rewards.py:overlong",
-        "limit": 12,
-        "penalty": 0.5,
-    }
+    replaced = reward(dapo, "env.reward={function: x.py:f, per_token: 1}")
+    assert replaced == {"function": "x.py:f", "per_token": 1}
+    changed = reward(dapo, "env.reward.penalty=0.5")
+    assert (changed.limit, changed.penalty) == (12, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -361,13 +315,7 @@ def test_an_overlay_is_short_and_works_with_both_math_recipes(workspace, path):
     if path.stem == "distill":
         changes.append(f"{TEACHER}={workspace / 'tied'}")
     if path.stem == "sft":
-        changes = [c for c in changes if not c.startswith("env.")]
-        messages = [
-            {"role": "user", "content": "say 7"},
-            {"role": "assistant", "content": "7"},
-        ]
-        rows = write_rows(workspace / "eight.jsonl", [{"messages": messages}] * 8)
-        changes.append(f"env.train_files=[{rows}]")
+        changes += write_chats(workspace)
     merged = load_config([str(CPU), str(RECIPE), str(path)], [*changes, "data.train_batch_size=8"])
     recipe, inputs = (sft if path.stem == "sft" else prepare).prepare(*merged)
     trial.try_functions(recipe, inputs)
