@@ -85,8 +85,9 @@ def import_callable(
     if callable(member):
         return member
     own = [other for other, value in vars(module).items() if is_defined_in(module, value)]
+    kind = "function" if key else "function or class"
     raise UserFunctionError(
-        f"{begin(reference, key)}{module.__file__} has no function {name}. It has "
+        f"{begin(reference, key)}{module.__file__} has no {kind} {name}. It has "
         f"{', '.join(own) or 'none'}."
     )
 

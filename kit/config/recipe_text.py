@@ -41,7 +41,7 @@ def parse_yaml(text: str, source: str) -> object:
         reason = error.problem or error.context or ""
         if error.problem_mark and "\n" in text:
             line = f" in line {error.problem_mark.line + 1}"
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # of a tag such as !!int
+    except (yaml.YAMLError, ValueError, AttributeError) as error:  # of tags such as !!timestamp
         reason = " ".join(str(error).split())
     raise ConfigError(
         f"{source}: not valid YAML{line}: {reason}. Correct it, or quote the texts in it."

@@ -19,7 +19,7 @@ from kit.config.load import base_configs, load_config, resolve_defaults
 from kit.config.recipe import freeze
 from kit.config.recipe_text import parse_argument
 from kit.config.user_functions import ADVANTAGE, LOSS_MODE, TEACHER
-from kit.errors import ConfigError
+from kit.errors import ConfigError, UserFunctionError
 from kit.gym import network
 from kit.runs import prepare
 from tests.helpers.recipes import (
@@ -271,7 +271,8 @@ def test_parts_that_do_not_fit_are_an_error_before_a_run_starts(
 ):
     monkeypatch.chdir(workspace)
     with pytest.raises(
-        (ConfigError, env.DataError, network.GymStartError), match=re.escape(message)
+        (ConfigError, UserFunctionError, env.DataError, network.GymStartError),
+        match=re.escape(message),
     ):
         load(workspace, *changes)
 
