@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -178,15 +176,8 @@ def test_gsm8k_rows(tmp_path):
     rows = list(env.gsm8k(make_arguments(source=str(tmp_path)))["train"])
     assert rows[0]["expected_answer"] == "1200" and rows[0]["question"] == "How many?"
     assert rows[0]["agent_ref"]["name"] == "math_with_judge_simple_agent"
-    with pytest.raises(env.DataError, match=r"test\.jsonl: cannot be read"):
-        (tmp_path / "test.jsonl").unlink()
-        list(env.gsm8k(make_arguments(source=str(tmp_path)))["validation"])
-
-
-@pytest.mark.parametrize("entry", [{"question": "q", "answer": "42"}, {"answer": "#### 1"}, [1]])
-def test_an_entry_that_is_not_of_gsm8k_is_an_error(entry):
     with pytest.raises(env.DataError, match="no question, or no answer after ####"):
-        env.make_gsm8k_row(entry)
+        env.make_gsm8k_row({"question": "q", "answer": "42"})
 
 
 def run_env(*arguments):
@@ -230,21 +221,11 @@ def test_a_new_generator_needs_one_entry(tmp_path):
         "env.GENERATORS['ones'] = ones\n"
         "env.main()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for name in ("ones", "counter"):
-        done = subprocess.run(
-            [sys.executable, script, name, "--out", tmp_path], env=environment, capture_output=True
-        )
-        assert done.returncode == 0, done.stderr
-    assert (tmp_path / "counter_train.jsonl").is_file()
+    command = [sys.executable, str(script), "ones", "--out", str(tmp_path)]
+    done = run(command, cwd=ROOT, timeout=60, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
     agents = [r["agent_ref"]["name"] for _, r in read_rows(tmp_path / "ones_train.jsonl")]
     assert agents == ["mcqa_simple_agent"]
-
-
-def test_a_write_error_is_one_line(tmp_path):
-    (tmp_path / "file").touch()
-    failed = run_env("counter", "--out", tmp_path / "file")
-    assert failed.returncode == 1 and re.fullmatch(r"error: \[Errno \d+\] .*\n", failed.stderr)
 
 
 def test_counter_rows(tmp_path):

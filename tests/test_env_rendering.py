@@ -90,20 +90,16 @@ PARTS = [
     ("params", "messages"),
     [
         ({"input": "hi"}, [user("hi")]),
-        ({"input": [{"type": None, **user("hi")}]}, [user("hi")]),
         ({"input": [{"role": "developer", "content": "x"}, user("hi")]}, [system("x"), user("hi")]),
         ({"input": [{"role": "user", "content": PARTS}]}, [user("abc")]),
         ({"input": [{"role": "user", "content": None}]}, [user("")]),
         # the environment writes the prompt
         ({"input": []}, []),
-        ({"input": ""}, []),
-        ({"input": None}, []),
         ({}, []),
         ({"instructions": "i"}, [system("i")]),
         # null is the same as a missing key
         ({"input": "hi", "instructions": None, "tools": None, "metadata": None}, [user("hi")]),
         # instructions are merged with the system messages after them; others stay separate
-        ({"input": "hi", "instructions": "i"}, [system("i"), user("hi")]),
         (
             {
                 "instructions": "i",
@@ -122,7 +118,6 @@ PARTS = [
             {"input": [user("a"), reasoning_item("t", "", "u"), assistant("b")]},
             [user("a"), {**assistant("b"), "reasoning_content": "t\nu"}],
         ),
-        ({"input": [user("a"), {"type": "reasoning", "summary": []}]}, [user("a")]),
         (
             {
                 "input": [
@@ -198,6 +193,7 @@ def test_tools_become_chat_tools():
             r"metadata\.audio_path is not supported",
         ),
         ({"input": [{"type": "web_search_call", "id": "w"}]}, "web_search_call"),
+        ({"input": "hi", "tools": [{"name": "f"}]}, "tools of type None are not supported"),
         ({"input": "hi", "tools": [RESPONSES_TOOL, {"type": "web_search"}]}, "web_search"),
     ],
 )
@@ -207,26 +203,11 @@ def test_valid_rows_that_the_kit_cannot_use_are_unsupported(params, message):
 
 
 @pytest.mark.parametrize(
-    "tool", [{"name": "f"}, {"type": None, "name": "f"}, {"function": {"name": "f"}}]
-)
-def test_a_tool_without_a_type_is_unsupported(tool):
-    with pytest.raises(
-        env.UnsupportedRowError,
-        match=r"^x:1: tools of type None are not supported, only functions\. Remove such rows\.$",
-    ):
-        env.render_tools([tool], "x:1")
-
-
-@pytest.mark.parametrize(
     ("params", "message"),
     [
         ({"input": 3}, "input must be text or a list"),
         ({"input": "hi", "instructions": ["i"]}, "instructions must be text"),
-        ({"input": ["hi"]}, "an input item must be a JSON object, this is a str"),
-        ({"input": [{"content": "hi"}]}, "the role None"),
         ({"input": [{"role": "function", "content": "hi"}]}, "the role 'function'"),
-        ({"input": [{"role": "user", "content": 3}]}, "content must be text"),
-        ({"input": [{"role": "user", "content": ["hi"]}]}, "must be an object with a type"),
         (
             {"input": [{"role": "user", "content": [{"text": "hi"}]}]},
             "must be an object with a type",
@@ -236,20 +217,11 @@ def test_a_tool_without_a_type_is_unsupported(tool):
             "`image_url` of a input_image must be text",
         ),
         (
-            {"input": [{"role": "user", "content": [{"type": "text", "text": 3}]}]},
-            "`text` of a text must be text, not 3",
-        ),
-        (
             {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
             "`call_id` of a function_call",
         ),
         ({"input": [call_item("c", {"x": 1})]}, "`arguments` of a function_call"),
-        (
-            {"input": [{"type": "function_call_output", "output": "x"}]},
-            "`call_id` of a function_call_output",
-        ),
         ({"input": "hi", "tools": {"name": "f"}}, "tools must be a list"),
-        ({"input": "hi", "tools": ["f"]}, "tools must be a list"),
         ({"input": "hi", "tools": [{"type": "function"}]}, "`name` of a function"),
     ],
 )
@@ -265,51 +237,8 @@ def test_arguments_nested_too_deep_for_json_stay_text():
     assert message["tool_calls"][0]["function"]["arguments"] == deep
 
 
-ROLES = ("system", "user", "assistant", "tool")
 # {server: why its example rows are unsupported}
-UNSUPPORTED = {"asr_with_pc": "metadata.audio_data is not supported. Remove such rows."}
-
-
-def test_the_example_rows_of_all_servers_load_or_are_unsupported(gym_example_files):
-    assert len({server for server, _ in gym_example_files}) == 144
-    unsupported = {}
-    without_prompt = set()
-    with_tools = set()
-    with_images = set()
-    for server, file in gym_example_files:
-        for where, example in read_rows(file):
-            try:
-                messages, tools = env.render_row(example, where)
-            except env.UnsupportedRowError as error:
-                unsupported.setdefault(server, set()).add(str(error).removeprefix(f"{where}: "))
-                continue
-            assert all(m["role"] in ROLES for m in messages)
-            assert all(
-                set(t) == {"type", "function"} and "strict" not in t["function"] for t in tools
-            ), where
-            if any(isinstance(m["content"], list) for m in messages):
-                with_images.add(server)
-            if not messages:
-                without_prompt.add(server)
-            if tools:
-                with_tools.add(server)
-    assert {name: {reason} for name, reason in UNSUPPORTED.items()} == unsupported
-    assert without_prompt == {
-        "aviary",
-        "gdpval",
-        "legal_agent_bench",
-        "scicode",
-        "terminal_bench_4",
-        "toolsandbox",
-    }
-    assert len(with_tools) >= 15 and "workplace_assistant" in with_tools
-    assert with_images == {
-        "circle_click",
-        "circle_count",
-        "gui_coordinate",
-        "image_tools",
-        "vlm_eval_kit",
-    }
+UNSUPPORTED = {"asr_with_pc": "audio_data is not supported"}
 
 
 CONVERT = """
@@ -325,14 +254,18 @@ for line in sys.stdin:
 
 
 def test_rendering_agrees_with_gyms_converter(gym_example_files):
-    """`simplify` removes the known differences.
+    """The example rows of all servers. `simplify` removes the known differences.
 
     They are the role developer, null content, JSON arguments, reasoning, and the names of tool
     outputs.
     """
+    assert len({server for server, _ in gym_example_files}) == 144
     rows = []
     for server, file in gym_example_files:
-        if server not in UNSUPPORTED:
+        if server in UNSUPPORTED:
+            with pytest.raises(env.UnsupportedRowError, match=UNSUPPORTED[server]):
+                env.render_row(next(iter(read_rows(file)))[1], "x:1")
+        else:
             rows += list(read_rows(file))
     for _, example in rows:
         # the installed Gym drops instructions; an earlier test checks how they are merged
@@ -410,16 +343,8 @@ def test_the_chat_template_makes_the_prompt_and_its_errors_name_the_row(set_temp
     refuses = set_template("{{ raise_exception('no system here') }}")
     with pytest.raises(env.DataError, match=r"^x:1: the chat template .*no system here"):
         env.encode_messages([system("hi")], [], refuses, "x:1")
-    for broken in (
-        "{{ 1 // 0 }}",
-        "{{ messages[0]['nothing'].x }}",
-        "{{ [].pop() }}",
-        "{% for x in 3 %}{% endfor %}",
-    ):
-        with pytest.raises(
-            env.DataError, match=r"^x:1: the chat template cannot render these messages: "
-        ):
-            env.encode_messages([user("hi")], [], set_template(broken), "x:1")
+    with pytest.raises(env.DataError, match=r"^x:1: the chat template cannot render"):
+        env.encode_messages([user("hi")], [], set_template("{{ [].pop() }}"), "x:1")
     adds = set_template("{{ 'text' + messages[0].tool_calls[0].function.arguments }}")
     with pytest.raises(
         env.DataError, match=r"^the chat template cannot render these messages: .*concatenate"
@@ -515,13 +440,10 @@ def test_ids_that_a_chat_leaves_out_are_given_in_order():
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        ({"role": "assistant", "tool_calls": "f"}, "tool_calls must be a list"),
         ({"role": "assistant", "tool_calls": ["f"]}, "tool_calls must be a list"),
         ({"role": "assistant", "tool_calls": [{"function": "f"}]}, "`function` of a tool call"),
-        ({"role": "assistant", "tool_calls": [chat_call(3)]}, "`arguments` of a function_call"),
         ({"role": "assistant", "tool_calls": [chat_call({}, name=None)]}, "`name` of a function"),
         ({"role": "tool", "tool_call_id": 3, "content": "x"}, "`tool_call_id` of a"),
-        ({"role": "tool", "tool_call_id": "c", "content": 3}, "content must be text"),
     ],
 )
 def test_a_malformed_chat_message_is_an_error(message, problem):
@@ -532,14 +454,12 @@ def test_a_malformed_chat_message_is_an_error(message, problem):
 @pytest.mark.parametrize(
     ("schema", "rendered"),
     [
-        ({"a": None, "b": 1}, {"b": 1}),
         (
             {"properties": {"city": {"type": "string", "enum": None}, "sign": None}},
             {"properties": {"city": {"type": "string"}}},
         ),
         ({"enum": ["a", None]}, {"enum": ["a", None]}),
         ({"const": None}, {"const": None}),
-        ({"type": "string", "default": None}, {"type": "string"}),
         (
             {"type": ["string", "null"], "default": None},
             {"type": ["string", "null"], "default": None},

@@ -7,11 +7,9 @@ the second section need verl, which takes 7 s to import.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import itertools
-import os
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -33,20 +31,9 @@ from kit.errors import ConfigError
 
 # Resources servers of nemo-gym 0.7 whose app.py runs code that the policy wrote. It runs in
 # a child process, or with a filter on its imports.
-CODE_EXECUTING_SERVERS = (
-    "bigcodebench",
-    "code_fim",
-    "code_gen",
-    "evalplus",
-    "math_with_code",
-    "newton_bench",
-    "ns_tools",
-    "nvarc",
-    "openenv",
-    "scicode",
-    "scicodepile",
-    "vibench",
-)
+CODE_EXECUTING_SERVERS = {"bigcodebench", "code_fim", "code_gen", "evalplus", "math_with_code"}
+CODE_EXECUTING_SERVERS |= {"newton_bench", "ns_tools", "nvarc", "openenv", "scicode"}
+CODE_EXECUTING_SERVERS |= {"scicodepile", "vibench"}
 CORRECTION = "algorithm.rollout_correction"
 PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 # verl's suffix "+" selects straight-through gradients
@@ -95,14 +82,6 @@ def check_sizes(config: DictConfig, command: str, split: int) -> Iterator[str]:
         yield from check_warmup(config)
         yield from check_batch_sizes(config)
         yield from check_cpu_engine(config, split)
-
-
-def check_run_name(config: DictConfig) -> Iterator[str]:
-    """trainer.experiment_name is a folder below runs/."""
-    name = str(config.trainer.experiment_name)
-    folder = os.path.normpath(os.path.join("runs", name))
-    if folder == "runs" or (not os.path.isabs(name) and not folder.startswith(f"runs{os.sep}")):
-        yield f"trainer.experiment_name={name} is no folder in runs/. Give another name."
 
 
 def check_contents(config: DictConfig) -> Iterator[str]:
@@ -161,58 +140,40 @@ def check_cpu_engine(config: DictConfig, split: int) -> Iterator[str]:
     """A CPU recipe sets no option of code that kit/cpu/cpu_engine.py replaces."""
     if config.trainer.device != "cpu":
         return
-    actor = config.actor_rollout_ref.actor
-    if split > 1:
-        yield (
-            f"{ULYSSES}={split} on a CPU: kit/cpu/cpu_engine.py computes each prompt once, for "
-            "whole sequences, and verl's Ulysses cuts sequences. Remove it."
-        )
+    keys = [ULYSSES] if split > 1 else []
     for name in ("entropy_checkpointing", "entropy_from_logits_with_chunking"):
-        if actor.get(name):
-            yield (
-                f"{ACTOR}.{name} on a CPU: kit/cpu/cpu_engine.py always computes the entropy in "
-                "tiles. Remove it."
-            )
+        if config.actor_rollout_ref.actor.get(name):
+            keys.append(f"{ACTOR}.{name}")
+    for key in keys:
+        yield f"{key} has no effect on a CPU, where kit/cpu/cpu_engine.py trains. Remove it."
 
 
 def check_sampling(config: DictConfig, command: str) -> Iterator[str]:
     """Responses that must differ are sampled, not decoded greedily."""
     rollout = config.actor_rollout_ref.rollout
-    settings, fix = find_greedy(ROLLOUT, rollout)
-    if settings and (command == "train" or (command == "rollout" and rollout.n > 1)):
-        division = ""
-        if command == "train" and rollout.temperature <= 0:
-            division = ", and the trainer divides by the temperature"
-        yield f"{ROLLOUT}: {settings} make all responses to a prompt equal{division}. {fix}."
+    if command == "train" or (command == "rollout" and rollout.n > 1):
+        yield from check_greedy(ROLLOUT, rollout)
     val = rollout.val_kwargs
-    key = f"{ROLLOUT}.val_kwargs"
-    settings, fix = find_greedy(key, val)
     evaluates = command == "evaluate" or (command == "train" and config.env.val_files)
     asks_to_sample = val.n > 1 or val.do_sample or val.temperature > 0
-    if settings and evaluates and asks_to_sample:
-        yield (
-            f"{key}: {settings} decode greedily, so n={val.n} responses to a row are equal. "
-            f"{fix}, or remove do_sample, temperature and n."
-        )
+    if evaluates and asks_to_sample:
+        yield from check_greedy(f"{ROLLOUT}.val_kwargs", val)
 
 
-def find_greedy(section: str, sampling: DictConfig) -> tuple[str, str]:
-    """(the settings with which sampling takes the most likely token, their fix), or empty texts."""
+def check_greedy(section: str, sampling: DictConfig) -> Iterator[str]:
+    """Sampling does not always take the most likely token."""
     cut = [key for key, limit in GREEDY_UP_TO.items() if 0 <= sampling[key] <= limit]
-    if not sampling.do_sample or "temperature" in cut:
-        fix = f"Set {section}.do_sample=true and {section}.temperature=0.8"
-        return f"do_sample={sampling.do_sample}, temperature={sampling.temperature}", fix
-    settings = ", ".join(f"{key}={sampling[key]}" for key in ("temperature", *cut) if cut)
-    return settings, f"Remove {' and '.join(f'{section}.{key}' for key in cut)}"
+    if cut or not sampling.do_sample:
+        settings = "".join(f", {key}={sampling[key]}" for key in cut)
+        yield (
+            f"{section}: do_sample={sampling.do_sample}{settings} decode greedily, so all "
+            f"responses to a prompt are equal. Set {section}.do_sample=true and {section}."
+            "temperature=0.8, and remove top_k and top_p."
+        )
 
 
 def check_algorithm(config: DictConfig) -> Iterator[str]:
     """The advantage, the loss, the group filter and LoRA have the settings that they need."""
-    for key in (ADVANTAGE, LOSS_MODE):
-        name = OmegaConf.select(config, key)
-        if not isinstance(name, str):
-            yield f"{key}={name} must be a name of verl, or path.py:function. Change it."
-            return  # the checks below compare the names
     yield from check_correction(config)
     actor = config.actor_rollout_ref.actor
     settings = config.algorithm
@@ -221,32 +182,20 @@ def check_algorithm(config: DictConfig) -> Iterator[str]:
     weights = settings.get("gdpo_reward_weights") or []
     keys = settings.get("gdpo_reward_keys") or []
     if settings.adv_estimator == "gdpo" and not keys:
-        yield (
-            "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, the names of the "
-            "rewards. Set it."
-        )
+        yield "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys. Set it."
     if weights and len(weights) != len(keys):
-        yield (
-            f"algorithm.gdpo_reward_weights has {len(weights)} values for {len(keys)} keys. Give "
-            "one weight for each key."
-        )
+        yield f"algorithm.gdpo_reward_weights: give {len(keys)}, one for each reward key."
     n = config.actor_rollout_ref.rollout.n
     refill = settings.filter_groups
     if refill.enable and refill.max_num_gen_batches < 1:
-        yield (
-            "algorithm.filter_groups.enable needs max_num_gen_batches, the most batches of prompts "
-            "for one step. Set it."
-        )
+        yield "algorithm.filter_groups.enable needs max_num_gen_batches of at least 1. Set it."
     if n < 2 and (refill.enable or "drop_uniform" in str(config.env.filters)):
         yield f"{ROLLOUT}.n={n}: drop_uniform drops every group of one. Raise n, or remove it."
     model = config.actor_rollout_ref.model
     sends_adapter = model.lora_rank and not model.lora.merge
     load_format = config.actor_rollout_ref.rollout.load_format
     if sends_adapter and load_format == "dummy" and config.trainer.device == "cpu":
-        yield (
-            f"A LoRA adapter on a CPU needs {ROLLOUT}.load_format=auto "
-            "(configs/algorithms/lora.yaml). Set it."
-        )
+        yield f"A LoRA adapter on a CPU needs {ROLLOUT}.load_format=auto. Set it."
     if model.override_config.get("quantization_config"):
         yield (
             f"{MODEL}.override_config.quantization_config: verl's FSDP shards and sends plain "
@@ -260,13 +209,6 @@ def check_correction(config: DictConfig) -> Iterator[str]:
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if correction.bypass_mode and loss_mode not in ("vanilla", "bypass_mode"):
         yield f"{CORRECTION}.bypass_mode has its own loss. Remove loss_mode={loss_mode}."
-    if loss_mode == "bypass_mode" and not correction.bypass_mode:
-        yield (
-            f"policy_loss.loss_mode=bypass_mode follows from {CORRECTION}.bypass_mode=true. Set "
-            "only the latter."
-        )
-    if correction.rollout_rs and correction.rollout_rs_threshold is None:
-        yield f"{CORRECTION}.rollout_rs needs rollout_rs_threshold. Set it."
     estimator = config.algorithm.adv_estimator
     if correction.bypass_mode and str(estimator).endswith("optimal_token_baseline"):
         yield (
@@ -327,11 +269,10 @@ def check_registered(config: DictConfig, key: str, registry: Mapping[str, object
     names = [entry for entry in registry if not is_user_function(entry)]
     if is_user_function(name) or name in names:
         return
-    similar = ["gae"] if name == "ppo" else difflib.get_close_matches(name, names, n=1)
-    hint = "Choose one, or give a custom function as path.py:function."
-    if similar:
-        hint = f"Did you mean {similar[0]}?"
-    yield f"{key}={name} is not in verl, which has {', '.join(names)}. {hint}"
+    yield (
+        f"{key}={name} is not in verl, which has {', '.join(names)}. Choose one, or give a custom "
+        "function as path.py:function."
+    )
 
 
 def check_models(recipe: Recipe) -> Iterator[str]:
@@ -348,11 +289,8 @@ def check_models(recipe: Recipe) -> Iterator[str]:
             f"{ADVANTAGE}=templates/advantages.py:distill or {ACTOR}.use_kl_loss=true, or remove "
             "it."
         )
-    is_used = {
-        "critic": recipe.has_critic,
-        "ref": recipe.has_reference,
-        "reward_model": recipe.has_reward_model,
-    }
+    is_used = {"critic": recipe.has_critic, "ref": recipe.has_reference}
+    is_used["reward_model"] = recipe.has_reward_model
     for role, count in recipe.kit.resource_pools.sizes().items():
         if not is_used[role]:
             yield f"trainer.resource_pools.{role}={count}: this recipe has no {role}. Remove it."
@@ -364,12 +302,9 @@ def check_correction_values(config: DictConfig) -> Iterator[str]:
 
     correction = config.algorithm.rollout_correction
     options = [name.strip() for name in str(correction.rollout_rs or "").split(",")]
-    supported = sorted(helper.SUPPORTED_ROLLOUT_RS_OPTIONS)
-    if correction.rollout_rs and not set(options) <= set(supported):
-        yield (
-            f"{CORRECTION}.rollout_rs={correction.rollout_rs} is not supported. Use one or several "
-            f"of: {', '.join(supported)}."
-        )
+    unknown = set(options) - helper.SUPPORTED_ROLLOUT_RS_OPTIONS
+    if correction.rollout_rs and unknown:
+        yield f"{CORRECTION}.rollout_rs: verl has no {', '.join(unknown)}. Change it."
         return
     try:
         if correction.rollout_is:
@@ -395,50 +330,33 @@ def instantiate_verl_configs(recipe: Recipe) -> None:
             message = str(cause).strip().partition("\n")[0]
             failed_line = traceback.extract_tb(cause.__traceback__)[-1].line  # for a bare assert
             raise ConfigError(
-                f"{section}: verl does not accept it: {message or failed_line}. See verl's "
-                "documentation of these keys."
+                f"{section}: verl does not accept it: {message or failed_line}. Change it."
             ) from None
 
 
 def check_strategies(recipe: Recipe) -> Iterator[str]:
     """With the FSDP engine, `strategy` is fsdp or fsdp2; on a CPU it is fsdp2."""
-    sections = [ACTOR]
-    if recipe.has_critic:
-        sections.append("critic")
-    for section in sections:
+    for section in (ACTOR, "critic") if recipe.has_critic else (ACTOR,):
         key = f"{section}.strategy"
         if recipe.trainer.device == "cpu" and recipe.get(key) == "fsdp":
-            yield (
-                f"{key}=fsdp does not start on a CPU: verl's FSDP1 sends its weights to the other "
-                "ranks from a GPU. Set fsdp2."
-            )
-        else:
-            yield from check_choices(recipe.verl, {key: ["fsdp", "fsdp2"]})
+            yield f"{key}=fsdp does not start on a CPU: verl's FSDP1 needs a GPU. Set fsdp2."
+        yield from check_choices(recipe.verl, {key: ["fsdp", "fsdp2"]})
 
 
 def check_optimizers(recipe: Recipe) -> Iterator[str]:
     """The optimizers exist, and have the parameters of override_optimizer_config."""
     for section in (ACTOR, "critic") if recipe.has_critic else (ACTOR,):
-        key = f"{section}.optim"
-        optim = recipe.get(key)
-        library = optim["optimizer_impl"]
-        name = optim["optimizer"]
+        optim = recipe.get(f"{section}.optim")
         try:
-            optimizer = getattr(importlib.import_module(library), name)
-        except ImportError as error:
-            yield f"{key}.optimizer_impl={library} cannot be imported: {error}. Install it."
-            continue
-        except AttributeError:
-            yield f"{key}.optimizer={name} is not in {library}. Use one that is, such as AdamW."
-            continue
-        known = inspect.signature(optimizer).parameters
-        takes_any = any(each.kind == each.VAR_KEYWORD for each in known.values())
-        for other in optim["override_optimizer_config"] or {}:
-            if other not in known and not takes_any:
-                yield (
-                    f"{key}.override_optimizer_config.{other}: {library}.{name} has no such "
-                    f"parameter. Use one of: {', '.join(list(known)[1:])}."
-                )
+            optimizer = getattr(
+                importlib.import_module(optim["optimizer_impl"]), optim["optimizer"]
+            )
+            inspect.signature(optimizer).bind_partial(**optim["override_optimizer_config"] or {})
+        except (ImportError, AttributeError, TypeError) as error:
+            yield (
+                f"{section}.optim: {error}. Correct optimizer_impl, optimizer or "
+                "override_optimizer_config."
+            )
 
 
 # --- tools of the rows ---------------------------------------------------------------------------

@@ -29,7 +29,6 @@ class KeyTable(NamedTuple):
     kit: list[str]
     free_form: list[str]
     texts: list[str]
-    paths: list[str]
     mixed: list[str]
     lists: list[str]
     unused: dict[str, str | None]
@@ -147,15 +146,7 @@ def resolve_reference(recipe: DictConfig, key: str, reference: str) -> object:
     return resolved
 
 
-class UnknownKey(NamedTuple):
-    """A key of a recipe that does not exist. name: its last part, which may have dots in a file."""
-
-    key: str
-    name: str
-    value: object
-
-
-def find_unknown_keys(overlay: Json, defaults: Json, prefix: str = "") -> Iterator[UnknownKey]:
+def find_unknown_keys(overlay: Json, defaults: Json, prefix: str = "") -> Iterator[str]:
     """The keys of `overlay` that `defaults` lacks.
 
     An empty mapping in the defaults takes any key.
@@ -165,44 +156,25 @@ def find_unknown_keys(overlay: Json, defaults: Json, prefix: str = "") -> Iterat
         default = defaults.get(name)
         if name not in defaults:
             if key not in KEYS.dataclass_fields and not is_below(key, *KEYS.free_form):
-                yield UnknownKey(key, str(name), value)
+                yield key
         elif default and isinstance(default, dict) and isinstance(value, dict):
             yield from find_unknown_keys(value, default, f"{key}.")
 
 
-def nesting_hint(unknown: UnknownKey) -> str:
-    """A sentence about a key with dots in a file, where keys are nested."""
-    first, *others = unknown.name.split(".")
-    value = unknown.value
-    text = "..." if isinstance(value, (dict, list)) else yaml.safe_dump(value, width=10**6)
-    text = text.removesuffix("...\n").strip()
-    for name in reversed(others):
-        text = f"{{{name}: {text}}}"
-    return f"In a file keys are nested: write `{first}: {text}`."
+def unknown_key_hint(key: str, overlay: Json, keys: Sequence[str]) -> str:
+    """A sentence about a key that does not exist: its new name, or the key to set.
 
-
-def unknown_key_hint(
-    key: str, overlay: Json, engine: str, engine_keys: Mapping[str, Sequence[str]]
-) -> str:
-    """A sentence about a key that does not exist: its new name, its engine, or the key to set.
-
-    engine: the recipe's model_engine. engine_keys: {model_engine: the keys of its defaults}.
+    keys: of the defaults.
     """
     if new_name := KEYS.renamed.get(key):
         return f"It is now {new_name}."
-    for other, keys in engine_keys.items():
-        if other != engine and any(is_below(leaf, key) for leaf in keys):
-            return f"It belongs to model_engine={other}, and this recipe has {engine}. Remove it."
-    usable = [leaf for leaf in engine_keys[engine] if is_used(leaf) and "._" not in leaf]
+    if key in keys:
+        return "In a file keys are nested: write each part of it below the part before."
+    usable = [leaf for leaf in keys if is_used(leaf) and "._" not in leaf]
     usable += KEYS.dataclass_fields
-    written = [leaf for leaf in flatten(overlay) if is_below(leaf, key)]
-    # a key that was written without its first part, such as `rollout.n`
-    completed = [f"actor_rollout_ref.{leaf}" for leaf in written]
-    for found in completed:
-        if found in usable:
-            return f"Did you mean {found}?"
-    for leaf in written:
-        found = ADVICE_OF_PEERS.get(leaf.rpartition(".")[2]) or find_similar(leaf, usable)
+    for leaf in flatten(overlay):
+        name = leaf.rpartition(".")[2]
+        found = is_below(leaf, key) and (ADVICE_OF_PEERS.get(name) or find_similar(leaf, usable))
         if found:
             return found if found.endswith(".") else f"Did you mean {found}?"
     return "See configs/base.yaml, and verl's trainer/config for verl's keys."
@@ -210,17 +182,15 @@ def unknown_key_hint(
 
 def find_similar(key: str, leaves: Iterable[str]) -> str:
     """Return the leaf whose last part is most similar to that of a key, else ""."""
-    section, _, name = key.rpartition(".")
-    best = ""
-    similarity = (0.0, 0.0)  # of the last parts, then of the whole keys
+    by_name: dict[str, list[str]] = {}
     for leaf in leaves:
-        ratio = difflib.SequenceMatcher(None, name, leaf.rpartition(".")[2]).ratio()
-        ratios = (ratio, difflib.SequenceMatcher(None, key, leaf).ratio())
-        if ratios > similarity and (is_below(key, "critic") or not is_below(leaf, "critic")):
-            best = leaf
-            similarity = ratios
-    is_short = len(name) < 6 and best.rpartition(".")[0] != section  # such as dtype and type
-    return best if similarity[0] >= (1 if is_short else MIN_SIMILARITY) else ""
+        if is_below(key, "critic") or not is_below(leaf, "critic"):
+            by_name.setdefault(leaf.rpartition(".")[2], []).append(leaf)
+    name = key.rpartition(".")[2]
+    cutoff = MIN_SIMILARITY if len(name) > 5 else 1  # such as dtype and type
+    for found in difflib.get_close_matches(name, by_name, 1, cutoff):
+        return difflib.get_close_matches(key, by_name[found], 1, 0)[0]
+    return ""
 
 
 def make_command(target: str) -> str:

@@ -11,7 +11,7 @@ import difflib
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -28,23 +28,19 @@ from kit.config.keys import (
     ROOT,
     find_unknown_keys,
     flatten,
-    nesting_hint,
     select_nested,
     to_plain,
     unknown_key_hint,
 )
 from kit.config.recipe_text import (
-    NotYamlError,
     describe_error,
     parse_argument,
     parse_yaml,
     to_config,
 )
 from kit.config.values import (
-    Kinds,
     expand_paths,
     fill_empty,
-    is_declared_text,
     remove_misplaced,
     reset_invalid_keys,
 )
@@ -65,10 +61,6 @@ MICRO_BATCH_TOKENS = [
 COMMANDS = (*EPISODE_COMMANDS, *features.COMMANDS)  # without `show`, which reads no recipe
 FSDP = "dp"  # verl's name of the engine that this kit runs by default
 MODEL_ENGINES = (FSDP, "megatron")  # verl composes a different configuration for each
-REFUSED_ENGINES = {
-    "torchtitan": "verl's torchtitan engine has no critic, and saves no folder of the actor.",
-    "automodel": "verl 0.9.1 has this engine, but no actor configuration for it.",
-}
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of /proc/cpuinfo
 DTYPE_PLACEHOLDER = "${matmul_dtype:}"
 
@@ -126,7 +118,7 @@ def apply_overlays(
             messages.append(f"{overlay.source}: {problem}" if overlay.is_file else problem)
     config = merge(base, overlays)
     fill_empty(config, base_values)
-    unknown = list(unknown_keys(overlays, defaults, base.model_engine))
+    unknown = list(unknown_keys(overlays, defaults))
     messages += [message for _, message in unknown]
     messages += reset_invalid_keys(config, base, [key for key, _ in unknown])
     return config
@@ -145,10 +137,8 @@ def read_overlays(
     files: Sequence[str], overrides: Sequence[str]
 ) -> tuple[list[Overlay], list[str]]:
     """(recipe files and key=value in the order in which they apply, messages about the others)."""
-    kinds = value_kinds()
-    overlays = [
-        Overlay(file, expand_paths(parse_file(file, kinds.is_text)), True) for file in files
-    ]
+    defaults = resolve_defaults()
+    overlays = [Overlay(file, expand_paths(parse_file(file)), True) for file in files]
     messages = []
     for text in overrides:
         if "=" not in text:
@@ -157,7 +147,7 @@ def read_overlays(
             )
             continue
         try:
-            content = expand_paths(parse_argument(text, kinds))
+            content = expand_paths(parse_argument(text, defaults))
             to_config(content, text)
         except ConfigError as error:
             messages.append(str(error))
@@ -175,10 +165,10 @@ def list_written(files: Sequence[str], overrides: Sequence[str]) -> Json:
 
 
 @functools.cache
-def value_kinds() -> Kinds:
-    """Which keys are texts, by the default engine's configuration."""
+def resolve_defaults() -> Json:
+    """{dotted key: its resolved default}, of the default engine."""
     base = base_configs()[1]
-    return Kinds({key: to_plain(OmegaConf.select(base, key)) for key in flatten(base)})
+    return {key: to_plain(OmegaConf.select(base, key)) for key in flatten(base)}
 
 
 def pick_engine(overlays: Sequence[Overlay]) -> str:
@@ -186,9 +176,8 @@ def pick_engine(overlays: Sequence[Overlay]) -> str:
     engines = [overlay.content.get("model_engine") for overlay in overlays]
     engine = str(next((name for name in reversed(engines) if name), FSDP))
     if engine not in MODEL_ENGINES:
-        reason = REFUSED_ENGINES.get(engine, "No other engine is supported.")
         raise ConfigError(
-            f"model_engine={engine} is not one of {', '.join(MODEL_ENGINES)}. {reason} Change it."
+            f"model_engine={engine} is not one of {', '.join(MODEL_ENGINES)}. Change it."
         )
     devices = [select_nested(overlay.content, "trainer.device") for overlay in overlays]
     if engine != FSDP and "cpu" in devices:
@@ -218,12 +207,6 @@ def base_configs(engine: str = FSDP) -> tuple[DictConfig, DictConfig]:
         OmegaConf.update(kit, key, OmegaConf.select(base, key), force_add=True)
     defaults = cast(DictConfig, OmegaConf.merge(verl, kit))
     return defaults, cast(DictConfig, OmegaConf.merge(verl, base))
-
-
-@functools.cache
-def default_keys(engine: str) -> list[str]:
-    """The keys of the defaults of an engine."""
-    return list(flatten(base_configs(engine)[0]))
 
 
 def merge(base: DictConfig, overlays: Sequence[Overlay]) -> DictConfig:
@@ -269,27 +252,21 @@ def values_to_reset(overlay: Overlay, has_steps_argument: bool) -> Json:
     return reset
 
 
-def unknown_keys(
-    overlays: Sequence[Overlay], defaults: DictConfig, engine: str
-) -> Iterator[tuple[str, str]]:
+def unknown_keys(overlays: Sequence[Overlay], defaults: DictConfig) -> Iterator[tuple[str, str]]:
     """(key, message) of each key of the overlays that neither verl nor the kit has."""
     default_values: Any = OmegaConf.to_container(defaults)
     for source, content, _ in overlays:
-        for unknown in find_unknown_keys(content, default_values):
-            if "." in unknown.name:
-                hint = nesting_hint(unknown)
-            else:
-                engine_keys = {name: default_keys(name) for name in MODEL_ENGINES}
-                hint = unknown_key_hint(unknown.key, content, engine, engine_keys)
-            yield unknown.key, f"{source}: unknown key {unknown.key}. {hint}"
+        for key in find_unknown_keys(content, default_values):
+            hint = unknown_key_hint(key, content, list(flatten(default_values)))
+            yield key, f"{source}: unknown key {key}. {hint}"
 
 
 def read_yaml(file: str) -> DictConfig:
     """Read a recipe: a path, or the name of one in configs/. Raises ConfigError."""
-    return to_config(parse_file(file, is_declared_text), f"--config {file}")
+    return to_config(parse_file(file), f"--config {file}")
 
 
-def parse_file(file: str, is_text: Callable[[str], bool]) -> Json:
+def parse_file(file: str) -> Json:
     """Parse a recipe: a path, or the name of one in configs/. Raises ConfigError.
 
     ${matmul_dtype:} in it becomes the type in which this machine's cores multiply fastest: bfloat16
@@ -298,43 +275,27 @@ def parse_file(file: str, is_text: Callable[[str], bool]) -> Json:
     dtype = matmul_dtype()
     text = read_recipe(file)
     text = text.replace(f'"{DTYPE_PLACEHOLDER}"', dtype).replace(DTYPE_PLACEHOLDER, dtype)
-    try:
-        content = parse_yaml(text, "", is_text)
-    except NotYamlError as error:
-        where = f" in line {error.line}" if error.line else ""
-        raise ConfigError(
-            f"--config {file}: not valid YAML{where}: {error}. Correct it, or quote the text."
-        ) from None
-    if content is None:
-        raise ConfigError(f"--config {file}: the file has no keys. Add keys, or remove it.")
+    content = parse_yaml(text, f"--config {file}")
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file}: a recipe is a YAML mapping. Write it as key: value.")
     return content
 
 
 def read_recipe(file: str) -> str:
-    """The text of a recipe: a path, or the name of one in configs/. Raises ConfigError."""
+    """Read the text of a recipe: a path, or the name of one in configs/. Raises ConfigError."""
     recipes = {path.stem: path for path in sorted((ROOT / "configs").rglob("*.yaml"))}
     path = Path(file).expanduser()
     try:
         if not path.exists():
             path = recipes.get(file, path)
         return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--config {file} is not UTF-8 (byte {error.start}: {error.reason}). Save it as UTF-8."
-        ) from None
     except FileNotFoundError:
-        similar = difflib.get_close_matches(path.stem, recipes, n=1)
-        hint = "See configs/ for the kit's recipes."
-        if similar:
-            recipe = recipes[similar[0]].relative_to(ROOT)
-            hint = f"Use {recipe}, or just {recipe.stem}."
-        raise ConfigError(f"--config {file}: no such file. {hint}") from None
-    except OSError as error:
+        names = difflib.get_close_matches(path.stem, recipes, n=1) or sorted(recipes)
         raise ConfigError(
-            f"--config {file} cannot be read: {error.strerror}. Give a recipe's file."
+            f"--config {file}: no such file. Use a path, or a name: {', '.join(names)}."
         ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {file} cannot be read: {error}. Correct it.") from None
 
 
 def matmul_dtype() -> str:
@@ -354,6 +315,8 @@ def apply_environment(config: DictConfig) -> None:
     paths = [str(ROOT)]
     paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    texts = {name: str(value) for name, value in variables.items()}
+    texts = {}
+    for name, value in variables.items():
+        texts[name] = str(value).lower() if isinstance(value, bool) else str(value)
     os.environ.update(texts)
     OmegaConf.update(ray_init, "runtime_env.env_vars", texts, force_add=True)

@@ -1,13 +1,11 @@
 """Parse the YAML of recipe files and the key=value arguments of the command line.
 
-A text stays as it is typed: as YAML, the name 2026_11_26 is the number 20261126, 12:30 is 750, and
-`a #b` is `a`. The callers know which keys are texts (values.py).
+On the command line a text stays as it is typed: as YAML, `a #b` is `a`. values.py knows which keys
+are texts.
 """
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +15,37 @@ from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from env import Json
-from kit.config.values import Kinds, describe_error
+from kit.config.values import describe_error, is_list, is_text, may_be_more
 from kit.errors import ConfigError
 
-LOADER = get_yaml_loader()  # YAML as OmegaConf reads it: 1e-6 is a number
-TYPED_TAGS = [f"tag:yaml.org,2002:{name}" for name in ("int", "float", "bool")]
+NUMBER_TAGS = [f"tag:yaml.org,2002:{name}" for name in ("int", "float")]
 TEXT_TAG = "tag:yaml.org,2002:str"
+OMEGACONF_LOADER: Any = get_yaml_loader()
 
 
-class NotYamlError(ValueError):
-    """A text that is not valid YAML. line: where, from 1; 0: unknown."""
+class Loader(OMEGACONF_LOADER):
+    """YAML as OmegaConf reads it. A number with _ or : is a text: 2026_11_26, 12:30, 0.5_2."""
 
-    def __init__(self, reason: str, line: int = 0):
-        super().__init__(reason)
-        self.line = line
+    def resolve(self, kind: type[yaml.Node], value: str, implicit: object) -> str:
+        """Return the tag of a node."""
+        tag = str(super().resolve(kind, value, implicit))
+        return TEXT_TAG if tag in NUMBER_TAGS and {*"_:"} & {*value} else tag
 
 
-def parse_yaml(text: str, key: str, is_text: Callable[[str], bool]) -> object:
-    """Parse the value of a key, or with key="" a whole recipe. Raises NotYamlError."""
+def parse_yaml(text: str, source: str) -> object:
+    """Parse the value of a key, or a whole recipe. source: for messages. Raises ConfigError."""
+    line = ""
     try:
-        loader = LOADER(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        keep_texts(node, key, is_text)
-        return loader.construct_document(node)
+        return yaml.load(text, Loader)
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 0
-        raise NotYamlError(error.problem or error.context or "", line) from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # of a tag such as !!int
-        raise NotYamlError(" ".join(str(error).split())) from None
+        reason = error.problem or error.context or ""
+        if error.problem_mark and "\n" in text:
+            line = f" in line {error.problem_mark.line + 1}"
+    except (yaml.YAMLError, ValueError, AttributeError) as error:  # of tags such as !!timestamp
+        reason = " ".join(str(error).split())
+    raise ConfigError(
+        f"{source}: not valid YAML{line}: {reason}. Correct it, or quote the texts in it."
+    )
 
 
 def read_saved(path: Path) -> Json:
@@ -55,7 +54,7 @@ def read_saved(path: Path) -> Json:
     The folder may come from others. Raises ConfigError.
     """
     try:
-        content = yaml.load(path.read_text(), LOADER)
+        content = yaml.load(path.read_text(), Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} is no recipe ({reason:.200}). Name another run.") from None
@@ -64,52 +63,30 @@ def read_saved(path: Path) -> Json:
     return content
 
 
-def keep_texts(node: yaml.Node, key: str, is_text: Callable[[str], bool]) -> None:
-    """Turn numbers and booleans without quotes into the texts that were typed, below text keys."""
-    if isinstance(node, yaml.ScalarNode):
-        if node.style is None and node.tag in TYPED_TAGS and is_text(key):
-            node.tag = TEXT_TAG
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            keep_texts(item, f"{key}.*", is_text)
-    elif isinstance(node, yaml.MappingNode):
-        for name, item in node.value:
-            is_merge = name.value == "<<"  # YAML's merge key: the names are of this mapping
-            keep_texts(item, key if is_merge else f"{key}.{name.value}".lstrip("."), is_text)
+def parse_argument(argument: str, defaults: Json) -> Json:
+    """Parse key=value of the command line into nested mappings. Raises ConfigError.
 
-
-def parse_argument(argument: str, kinds: Kinds) -> Json:
-    """Parse key=value of the command line into nested mappings. Raises ConfigError."""
+    defaults: {dotted key: its resolved default}.
+    """
     key, _, text = argument.lstrip("+").partition("=")
-    if "[" in key:
-        whole = shlex.quote(f"{key.partition('[')[0]}=[...]")
-        raise ConfigError(f"{argument}: a list has no keys for its items. Set all of it: {whole}.")
-    if not all(key.split(".")):
+    if "[" in key or not all(key.split(".")):
         raise ConfigError(f"{argument}: {key!r} is not a key. Write section.key=value.")
-    if text == "???":
-        raise ConfigError(f"{argument}: ??? is OmegaConf's missing value. Set another.")
-    value: Any = parse_value(key, text, kinds)
+    value: Any = parse_value(key, text, defaults.get(key))
     for name in reversed(key.split(".")):
         value = {name: value}
     return dict(value)
 
 
-def parse_value(key: str, text: str, kinds: Kinds) -> object:
+def parse_value(key: str, text: str, default: object) -> object:
     """Parse the text after `key=`. Raises ConfigError."""
     is_bracket = text.lstrip().startswith(("[", "{"))
-    if text in ("null", "") and kinds.takes_null(key):
+    if text in ("null", "") and not isinstance(default, str):
         return None
-    if kinds.is_text(key) and not (is_bracket and kinds.is_mixed(key)):
+    if is_text(key, default) and not (is_bracket and may_be_more(key)):
         return text
-    if kinds.is_list(key) and kinds.is_text(f"{key}.*") and not is_bracket:
+    if is_list(key, default) and not is_bracket:
         return text  # the check of lists shows how to write it
-    try:
-        return parse_yaml(text, key, kinds.is_text)
-    except NotYamlError as error:
-        fix = "Quote the value, or correct it"
-        if is_bracket:
-            fix = "Close the bracket, and quote texts in it that have special characters"
-        raise ConfigError(f"{key}={text}: not valid YAML: {error}. {fix}.") from None
+    return parse_yaml(text, f"{key}={text}")
 
 
 def to_config(content: Json, source: str) -> DictConfig:

@@ -109,6 +109,7 @@ CALLS = {
     "env.train_files": ("batch", "size", "seed", "pass_rates"),
     "env.val_files": ("batch", "size", "seed", "pass_rates"),
     "--map": ("entry",),  # of `python env.py from`
+    ADVANTAGE: ESTIMATOR,
     LOSS_MODE: LOSS,
 }
 
@@ -193,14 +194,13 @@ def load_recipe_functions(config: DictConfig) -> RecipeFunctions:
         name = OmegaConf.select(config, key)
         if is_user_function(name):
             load_function(name, key)
-    reward: Callable[[Any], float] = reward_of_verifier
-    if settings["reward"]:
-        reward = load_function(settings["reward"], "env.reward")
-    sampler = None
-    if settings["sampler"]:
-        sampler = load_function(settings["sampler"], "env.sampler")
-    filters = [load_function(spec, "env.filters") for spec in specs]
-    return RecipeFunctions(reward, filters, sampler)
+    reward = settings["reward"]
+    sampler = settings["sampler"]
+    return RecipeFunctions(
+        load_function(reward, "env.reward") if reward else reward_of_verifier,
+        [load_function(spec, "env.filters") for spec in specs],
+        load_function(sampler, "env.sampler") if sampler else None,
+    )
 
 
 def reward_of_verifier(episode: Any) -> float:  # kit.data.episode.Episode: a later part
@@ -229,27 +229,18 @@ def check_signature(
 ) -> None:
     """Check that a function takes the arguments that its key passes. Raises UserFunctionError."""
     signature = inspect.signature(function)
-    if key == ADVANTAGE:
-        required = [
-            p.name
-            for p in signature.parameters.values()
-            if p.default is p.empty and p.kind is not p.VAR_KEYWORD
-        ]
-        unknown = [parameter for parameter in required if parameter not in ESTIMATOR]
-        if unknown:
-            raise UserFunctionError(
-                f"{key}={name} has the argument {', '.join(unknown)}. Use only "
-                f"{', '.join(ESTIMATOR)}."
-            )
-        return
-    positional = () if key == LOSS_MODE else CALLS[key]
-    keywords = dict.fromkeys(LOSS) if key == LOSS_MODE else settings
+    names = CALLS[key]
     try:
-        signature.bind(*positional, **keywords)
+        if key == ADVANTAGE:
+            signature.bind(**select_arguments(function, dict.fromkeys(names)))
+        elif key == LOSS_MODE:
+            signature.bind(**dict.fromkeys(names))
+        else:
+            signature.bind(*names, **settings)
     except TypeError as error:
         raise UserFunctionError(
-            f"{key}={name} cannot be called with ({', '.join(CALLS[key])}) and its settings: "
-            f"{error}. See kit/config/user_functions.py for the call."
+            f"{key}={name} cannot be called with ({', '.join(names)}) and its settings: {error}. "
+            "See kit/config/user_functions.py for the call."
         ) from None
 
 
@@ -258,17 +249,14 @@ def register_in_verl(adv_estimator: str, loss_mode: str) -> None:
     import ray
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
-    entries = [
-        (adv_estimator, ADVANTAGE, ADV_ESTIMATOR_REGISTRY),
-        (loss_mode, LOSS_MODE, POLICY_LOSS_REGISTRY),
-    ]
-    for name, key, registry in entries:
-        if is_user_function(name):
-            registry[name] = load_function(name, key)
-            # the workers cannot import the file or the files next to it
-            module = import_user_file(name, key)
-            for each in (module, *list_neighbors(module)):
-                ray.cloudpickle.register_pickle_by_value(each)
+    if is_user_function(adv_estimator):
+        ADV_ESTIMATOR_REGISTRY[adv_estimator] = load_function(adv_estimator, ADVANTAGE)
+    if is_user_function(loss_mode):
+        POLICY_LOSS_REGISTRY[loss_mode] = load_function(loss_mode, LOSS_MODE)
+        # the workers cannot import the file or the files next to it
+        module = import_user_file(loss_mode, LOSS_MODE)
+        for each in (module, *list_neighbors(module)):
+            ray.cloudpickle.register_pickle_by_value(each)
 
 
 # --- a call and its result -----------------------------------------------------------------------
@@ -307,12 +295,12 @@ def guard(
 
 
 def describe(value: object) -> str:
-    """A short text about a value: its type, shape or length."""
+    """A short text about a value: its type and shape, or the beginning of its text."""
     if isinstance(value, tuple):
         return f"({', '.join(map(describe, value))})"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype} of shape {list(value.shape)}"
-    return f"a list of {len(value)}" if isinstance(value, list) else reprlib.repr(value)
+    return reprlib.repr(value)
 
 
 def ids(items: Sequence[object]) -> set[tuple[object, object]]:
@@ -326,55 +314,45 @@ def describe_expected(
     arguments: Sequence[Any],  # as the key passes them
 ) -> str:
     """Describe the result that a function should have returned. Empty if `result` is valid."""
-    if key == ADVANTAGE:
-        return describe_expected_advantage(result, arguments)
-    if key == LOSS_MODE:
-        return describe_expected_loss(result)
+    if key in (ADVANTAGE, LOSS_MODE):
+        return describe_expected_pair(key, result, arguments)
     is_list = isinstance(result, list)
     if key == "env.reward":
         expected = "a finite number"
         is_number = isinstance(result, numbers.Real) and not isinstance(result, bool)
         is_valid = is_number and abs(result) <= sys.float_info.max
-    elif key == "env.filters":
-        expected = "a list of some of the episodes that it got, or of copies of them"
-        is_valid = is_list and ids(result) <= ids(arguments[0])
-    elif key == "env.sampler":
-        expected = f"a list of {arguments[1]} (its argument `size`) of the tasks that it got"
-        is_valid = is_list and len(result) == arguments[1] and ids(result) <= ids(arguments[0])
     elif key == "--map":
         expected = "a row, as a dict"
         is_valid = isinstance(result, Mapping)
+    elif key == "env.filters":
+        expected = "a list of some of the episodes that it got, or of copies of them"
+        is_valid = is_list and ids(result) <= ids(arguments[0])
     else:
-        expected = f"a list of {arguments[1]} (its argument `size`) rows, not a generator"
-        is_valid = is_list and len(result) == arguments[1]
+        kind = "the tasks that it got" if key == "env.sampler" else "new rows"
+        expected = f"a list of {arguments[1]} (its argument `size`) of {kind}"
+        is_known = key != "env.sampler" or ids(result) <= ids(arguments[0])
+        is_valid = is_list and len(result) == arguments[1] and is_known
     return "" if is_valid else expected
 
 
-def describe_expected_loss(result: Any) -> str:  # of any type
-    """The same for a loss: (loss, metrics)."""
-    import torch
-
-    is_pair = isinstance(result, tuple) and len(result) == 2
-    is_typed = is_pair and torch.is_tensor(result[0]) and isinstance(result[1], dict)
-    if is_typed and result[0].is_floating_point() and result[0].dim() == 0:
-        return ""
-    return "(loss, metrics), a floating tensor of shape [] and a dict"
-
-
-def describe_expected_advantage(
+def describe_expected_pair(
+    key: str,
     result: Any,  # of any type
-    arguments: Sequence[object],
+    arguments: Sequence[Any],
 ) -> str:
-    """The same for an advantage: (advantages, returns), both of the shape of the batch."""
+    """The same for an advantage, (advantages, returns), and for a loss, (loss, metrics)."""
     import torch
 
-    is_pair = isinstance(result, tuple) and len(result) == 2
-    tensors = [t for t in arguments if torch.is_tensor(t) and t.dim() == 2]
-    if not tensors and is_pair and torch.is_tensor(result[0]) and result[0].dim() == 2:
-        tensors = [result[0]]
-    shape = list(tensors[0].shape) if tensors else None
-    if is_pair and shape is not None:
-        is_floating = [torch.is_tensor(t) and t.is_floating_point() for t in result]
-        if all(is_floating) and [list(t.shape) for t in result] == [shape, shape]:
-            return ""
-    return f"(advantages, returns), floating tensors of shape [B, R] = {shape}"
+    pair: tuple[Any, ...] = (None, None)
+    if isinstance(result, tuple) and len(result) == 2:
+        pair = result
+    first, second = pair
+    is_floating = torch.is_tensor(first) and first.is_floating_point()
+    if key == LOSS_MODE:
+        is_valid = is_floating and first.dim() == 0 and isinstance(second, dict)
+        return "" if is_valid else "(loss, metrics), a floating tensor of shape [] and a dict"
+    shape = next((t.shape for t in arguments if torch.is_tensor(t) and t.dim() == 2), None)
+    is_floating = is_floating and torch.is_tensor(second) and second.is_floating_point()
+    if is_floating and first.shape == second.shape and shape in (None, first.shape):
+        return ""
+    return f"(advantages, returns), floating tensors of shape [B, R] = {list(shape or ())}"

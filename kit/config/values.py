@@ -1,8 +1,8 @@
 """Check the values of a recipe: sections, lists, texts and numbers.
 
-Kinds(defaults)               which keys are texts, lists or neither
+is_text(key, default)         whether a key is a text; is_list: a list
 remove_misplaced(content)     a message for each value that has another form than its key
-expand_paths(content)         replace ~ in paths
+expand_paths(content)         replace ~/ at the start of texts
 reset_invalid_keys(config)    a message for each key that nothing reads or with an invalid value
 
 The types of sections.py check the values of the kit's keys.
@@ -11,9 +11,8 @@ The types of sections.py check the values of the kit's keys.
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -31,40 +30,24 @@ from kit.config.keys import (
     to_plain,
     unused_hint,
 )
-from kit.config.numbers import as_float, find_rule, show
+from kit.config.numbers import find_rule, show
 
 
-class Kinds(NamedTuple):
-    """The kinds of values that keys have, by their defaults and by verl_keys.yaml.
-
-    defaults: {dotted key: its resolved default}.
-    """
-
-    defaults: Json
-
-    def is_text(self, key: str) -> bool:
-        """Whether the value is a text (a name, a path): it stays as it is typed."""
-        if is_declared_text(key):
-            return True
-        is_number = find_rule(key) is not None
-        return isinstance(self.defaults.get(key), str) and not is_number and not self.is_mixed(key)
-
-    def is_mixed(self, key: str) -> bool:
-        """Whether the value of a text key may also be a list or a mapping."""
-        return matches_any(key, KEYS.mixed)
-
-    def is_list(self, key: str) -> bool:
-        """Whether the value is a list."""
-        return isinstance(self.defaults.get(key), list) or matches_any(key, KEYS.lists)
-
-    def takes_null(self, key: str) -> bool:
-        """Whether null on the command line is no value, rather than the text `null`."""
-        return not isinstance(self.defaults.get(key), str)
+def is_text(key: str, default: object) -> bool:
+    """Whether a key is a text: by verl_keys.yaml, or because its default is one."""
+    if matches_any(key, KEYS.texts):
+        return True
+    return isinstance(default, str) and find_rule(key) is None and not may_be_more(key)
 
 
-def is_declared_text(key: str) -> bool:
-    """Whether verl_keys.yaml lists a key as a text or a path."""
-    return matches_any(key, KEYS.texts) or matches_any(key, KEYS.paths)
+def is_list(key: str, default: object) -> bool:
+    """Whether the value of a key is a list."""
+    return isinstance(default, list) or matches_any(key, KEYS.lists)
+
+
+def may_be_more(key: str) -> bool:
+    """Whether the value of a text key may also be a number, a list or a mapping."""
+    return matches_any(key, KEYS.mixed)
 
 
 # --- sections and lists --------------------------------------------------------------------------
@@ -104,34 +87,23 @@ def describe_misplaced(key: str, value: object, default: object) -> str:
     if isinstance(default, dict):
         if isinstance(value, dict):
             return ""
-        hint = f"Write {quote(f'{key}={{name: value}}')}."
-        if names:
-            hint = f"Set its keys, such as {key}.{names[-1]}."
-        return f"{key}={show(value)}: {key} is a section of keys. {hint}"
-    if isinstance(default, list) or matches_any(key, KEYS.lists):
+        example = f"{key}.{names[-1] if names else 'name'}"
+        return f"{key}={show(value)}: {key} is a section of keys. Set its keys, such as {example}."
+    if is_list(key, default):
         if isinstance(value, list):
             return ""
-        items = "[...]" if isinstance(value, dict) or value is None else show([value])
-        return f"{key}={show(value)} must be a list. Write {quote(f'{key}={items}')}."
+        return f"{key}={show(value)} must be a list. Write [...]."
     if isinstance(value, dict) and is_single(key, default):
         return f"{key}={show(value)}: {key} has no keys below it. Write {key}=value."
     return ""
 
 
-def quote(argument: str) -> str:
-    """Quote an argument for a shell."""
-    if "'" in argument and not set(argument) & set('"$`\\!'):
-        return f'"{argument}"'
-    return shlex.quote(argument)
-
-
 def is_single(key: str, default: object) -> bool:
     """Whether a key has one value: no mapping."""
-    if matches_any(key, KEYS.mixed):
+    is_reference = isinstance(default, str) and "${" in default  # it may be one to a section
+    if may_be_more(key) or is_reference:
         return False
-    if find_rule(key) or is_declared_text(key) or isinstance(default, (bool, int, float)):
-        return True
-    return isinstance(default, str) and "${" not in default
+    return find_rule(key, default) is not None or is_text(key, default)
 
 
 def fill_empty(config: DictConfig, base: Json) -> None:
@@ -141,20 +113,14 @@ def fill_empty(config: DictConfig, base: Json) -> None:
             OmegaConf.update(config, key, default)
 
 
-# --- paths ---------------------------------------------------------------------------------------
-
-
-def expand_paths(value: object, key: str = "") -> Any:  # as the value
-    """Return a recipe, or the value of a key, with ~ replaced at the start of its paths."""
+def expand_paths(value: object) -> Any:  # as the value
+    """Return a recipe, or the value of a key, with ~/ replaced at the start of its texts."""
     if isinstance(value, dict):
-        return {
-            name: expand_paths(item, f"{key}.{name}".lstrip(".")) for name, item in value.items()
-        }
+        return {name: expand_paths(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [expand_paths(item, f"{key}.*") for item in value]
-    if isinstance(value, str) and value.startswith("~") and matches_any(key, KEYS.paths):
-        return os.path.expanduser(value)
-    return value
+        return [expand_paths(item) for item in value]
+    is_path = isinstance(value, str) and value.startswith("~/")
+    return os.path.expanduser(str(value)) if is_path else value
 
 
 # --- values --------------------------------------------------------------------------------------
@@ -212,9 +178,7 @@ def check_key(config: DictConfig, key: str, value: object, base: DictConfig) -> 
     kit's keys are not checked here.
     """
     default = to_plain(OmegaConf.select(base, key))
-    if value == "???":  # another recipe must set it
-        OmegaConf.update(config, key, None)
-        return ""
+    is_typed_number = isinstance(value, (bool, int, float))
     try:
         resolved = to_plain(OmegaConf.select(config, key))
     except OmegaConfBaseException as error:
@@ -226,8 +190,10 @@ def check_key(config: DictConfig, key: str, value: object, base: DictConfig) -> 
         return "" if value == default else unused
     if is_kit_key(key):
         return ""
+    if is_typed_number and is_text(key, default) and not may_be_more(key):
+        return f"{key}={show(value)} is a number or a switch in YAML, not a text. Quote it."
     problem = describe_invalid(key, value, default)
-    rule = find_rule(key)
+    rule = find_rule(key, default)
     if rule and not problem:
         set_value(config, key, rule.normalize(value))
     return problem
@@ -244,22 +210,20 @@ def describe_error(error: OmegaConfBaseException) -> str:
 
 def describe_invalid(key: str, value: object, default: object) -> str:
     """Describe an invalid value; empty if the value is valid."""
-    rule = find_rule(key)
+    rule = find_rule(key, default)
     if rule:
         if rule.is_valid(value):
             return ""
-        if isinstance(value, str) and isinstance(as_float(value), float):
-            return f"{key}={value!r} is a text, not a number. Remove the quotes."
-        return f"{key}={show(value)} must be {rule.describe()}. Change it."
+        is_quoted = isinstance(value, str) and value.isdecimal()
+        fix = "Remove the quotes" if is_quoted else "Change it"
+        return f"{key}={show(value)} must be {rule.describe()}. {fix}."
     if isinstance(default, bool):
         is_switch = isinstance(value, (bool, int)) and value in (0, 1)
         return "" if is_switch else f"{key}={show(value)} must be true or false. Change it."
-    takes_text = is_declared_text(key) or isinstance(default, str)
+    if value == "" and default:
+        return f"{key} is empty. Give a value like {default}."
     is_plain = isinstance(value, (str, int, float))  # a number may come from ${...}
-    if not takes_text or is_plain or matches_any(key, KEYS.mixed):
-        is_empty = value == "" and bool(default)
-        return f"{key} is empty. Give a value like {default}." if is_empty else ""
-    if value is None and default is None:
+    is_missing = value is None and default is None
+    if is_plain or is_missing or may_be_more(key) or not is_text(key, default):
         return ""
-    example = f" like {default}" if default else ""
-    return f"{key}={show(value)} must be a text. Give one{example}."
+    return f"{key}={show(value)} must be a text. Change it."

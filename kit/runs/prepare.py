@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 import env
 from gym_client import RUNS_EPISODES
 from kit import features
-from kit.config import adapters, checks, model_files, trackers, user_functions
+from kit.config import adapters, checks, model_files, user_functions
 from kit.config.entries import Entry, parse_entry
 from kit.config.keys import EPISODE_COMMANDS, SAMPLING_COMMANDS, make_command, to_plain
 from kit.config.load import (
@@ -192,12 +192,10 @@ def check_early(
         *problems,
         *check_files(config, command),
         *checks.check_choices(config),
-        *checks.check_run_name(config),
         *checks.check_sizes(config, command, find_parallelism(config).model),
         *checks.check_algorithm(config),
         *adapters.check_keys(config),
         *checks.check_sampling(config, command),
-        *trackers.find_problems(config),
     ]
     if command == "train":
         errors += checks.check_weight_sync(config)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from omegaconf import OmegaConf
 
 from env import Json
-from kit.config import trackers
 from kit.config.redaction import redacted
 from kit.data import json_lines
 from kit.data.episode import Episode
@@ -64,7 +63,7 @@ class RunLog:
         """Open the recipe's trackers (trainer.logger), if there are any. Raises RunError."""
         set_env = self.files.set_env
         set_env(TENSORBOARD_DIR=self.folder / f"tensorboard{self.suffix}", WANDB_DIR=self.folder)
-        names = trackers.list_names(self.recipe.verl)
+        names = self.recipe.get("trainer.logger") or []
         if FILE in names:  # verl's own would empty the file of a run that resumes
             path = self.folder / f"tracking{self.suffix}.jsonl"
             self.tracking = Path(os.environ.get("VERL_FILE_LOGGER_PATH", path))

@@ -70,17 +70,14 @@ def test_a_model_is_downloaded_once_and_then_the_workers_are_offline(recipe, dow
     assert variables == {"HF_HUB_OFFLINE": "1"}
 
 
-def test_every_model_of_a_recipe_is_downloaded(recipe, downloads):
+def test_every_model_of_a_recipe_is_downloaded_unless_it_is_a_folder(workspace, recipe, downloads):
     recipe = recipe.change("reward.reward_model={enable: true, model_path: org/reward}")
     assert model_files.list_hub_models(recipe) == ["org/policy", "org/reward"]
     evaluation = dataclasses.replace(recipe, command="evaluate")
     assert model_files.list_hub_models(evaluation) == ["org/policy"]
-
-
-def test_a_folder_is_not_downloaded(workspace, recipe, downloads):
-    recipe = recipe.change(f"{KEY}={workspace / 'tied'}")
-    variables = model_files.download_models(recipe, lambda _: None)
-    assert not downloads and variables == {"HF_HUB_OFFLINE": "1"}
+    local = evaluation.change(f"{KEY}={workspace / 'tied'}")
+    assert model_files.download_models(local, lambda _: None) == {"HF_HUB_OFFLINE": "1"}
+    assert not downloads
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,3 @@ def test_the_import_error_of_a_worker_is_one_line_with_the_package(neighbor: Pat
     error = RayTaskError("init_model", trace, cause).as_instanceof_cause()
     text = describe_import_error(error)
     assert "cannot import name 'x' from 'trl' (trl 1.16.0). Install" in text and "\n" not in text
-
-
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [("verl.utils.x", " (verl 0.9.1)"), ("no_such_module", ""), (None, "")],
-)
-def test_packages_of_the_requirements_and_missing_ones_are_installed_again(name, found):
-    text = describe_import_error(ImportError("cannot import it.", name=name))
-    assert text.startswith(f"a package cannot be imported: cannot import it{found}. Install the")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import ReadonlyConfigError
 
 from kit.config.recipe import Recipe
-from kit.errors import ConfigError, UserFunctionError
-from tests.helpers.recipes import ROOT, SOURCES, load
+from kit.errors import ConfigError
+from tests.helpers.recipes import load
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -38,17 +36,6 @@ def test_verls_classes_get_a_copy_that_they_may_change(recipe):
     assert recipe.actor.entropy_coeff == 0
 
 
-def test_only_recipes_and_their_loading_change_what_may_be_written():
-    """No other code removes the protection of a recipe, which `for_verl` makes unnecessary."""
-    names = {"set_readonly", "read_write", "flag_override"}
-    files = set()
-    for path in [*SOURCES, *ROOT.glob("benchmarks/*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if getattr(node, "attr", getattr(node, "id", "")) in names:
-                files.add(path.relative_to(ROOT).as_posix())
-    assert files == {"kit/config/load.py", "kit/config/recipe.py"}
-
-
 # --- change --------------------------------------------------------------------------------------
 
 
@@ -59,8 +46,6 @@ def test_change_makes_another_recipe(recipe):
     assert changed.rollout.max_model_len == recipe.rollout.max_model_len == 44
     with pytest.raises(ReadonlyConfigError):
         changed.actor.entropy_coeff = 0.5
-    again = changed.change(f"{ACTOR}.entropy_coeff=0.125")
-    assert (again.actor.entropy_coeff, again.env.keep_rollouts) == (0.125, 3)
 
 
 def test_change_loads_the_functions_of_the_recipe(recipe):
@@ -72,18 +57,9 @@ def test_change_loads_the_functions_of_the_recipe(recipe):
     assert changed.has_critic and not changed.compares_group
 
 
-@pytest.mark.parametrize(
-    ("argument", "error", "message"),
-    [
-        (f"{ACTOR}.entropy_coef=1", ConfigError, f"Did you mean {ACTOR}.entropy_coeff"),
-        ("trainer.save_freq=0.5", ConfigError, "must be a whole number of at least 1"),
-        ("gym.timeout_s=0", ConfigError, "gym.timeout_s=0 must be a number above 0"),
-        ("env.reward=nowhere.py:f", UserFunctionError, "no file nowhere.py"),
-    ],
-)
-def test_an_invalid_change_is_an_error(recipe, argument, error, message):
-    with pytest.raises(error, match=message):
-        recipe.change(argument)
+def test_an_invalid_change_is_an_error(recipe):
+    with pytest.raises(ConfigError, match=r"gym\.timeout_s=0 must be"):
+        recipe.change("gym.timeout_s=0")
 
 
 # --- what follows --------------------------------------------------------------------------------

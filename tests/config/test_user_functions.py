@@ -10,7 +10,6 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-import env
 from kit.config import user_functions
 from kit.config.recipe import Recipe, freeze
 from kit.config.user_functions import ADVANTAGE, LOSS_MODE
@@ -18,7 +17,7 @@ from kit.data.episode import Episode
 from kit.data.selection import select_trainable
 from kit.errors import RunError, Stop, UserFunctionError
 from kit.runs import trial
-from tests.helpers.recipes import load
+from tests.helpers.recipes import ROOT, load
 
 BROKEN = """
 import not_there_at_all
@@ -80,46 +79,17 @@ def make_recipe(tiny_recipe):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        (
-            "env.reward",
-            "nowhere.py:f",
-            r"env\.reward=nowhere\.py:f: no file nowhere\.py in the current folder .*\. Give its "
-            r"path",
-        ),
-        (
-            "env.reward",
-            "verdict",
-            r"env\.reward=verdict is not a function. Write path\.py:function",
-        ),
-        ("env.reward", "good.py:longer", "has no function longer. It has"),
+        ("env.reward", "nowhere.py:f", "env.reward=nowhere.py:f: no file nowhere.py"),
+        ("env.reward", "verdict", "env.reward=verdict is not a function"),
+        ("env.reward", "good.py:longer", "has no function longer. It has shorter, flat"),
         ("env.reward", "good.py:NOT_A_FUNCTION", "has no function NOT_A_FUNCTION"),
-        (
-            "env.reward",
-            {"function": "good.py:shorter", "per_word": 1},
-            r"called with \(episode\) .*per_word",
-        ),
-        (
-            "env.filters",
-            ["good.py:shorter", "good.py:first"],
-            r"cannot be called with \(episodes\)",
-        ),
-        (
-            "env.sampler",
-            "good.py:none",
-            r"cannot be called with \(tasks, size, batch, seed, pass_rates\)",
-        ),
-        (
-            "env.reward",
-            "broken.py:f",
-            r"imported: failed at .*:2: ModuleNotFoundError.*not_there_at_all",
-        ),
-        ("env.reward", "script.py:f", "imported: failed at .*:2: SystemExit: 2"),
-        (
-            ADVANTAGE,
-            "good.py:greedy_baseline",
-            r"has the argument answer_key. Use only token_level_rewards, ",
-        ),
-        (LOSS_MODE, "good.py:flat", r"cannot be called with \(old_log_prob, log_prob"),
+        ("env.reward", {"function": "good.py:shorter", "per_word": 1}, "per_word"),
+        ("env.filters", ["good.py:first"], "cannot be called with (episodes)"),
+        ("env.sampler", "good.py:none", "called with (tasks, size, batch, seed, pass_rates)"),
+        ("env.reward", "broken.py:f", "broken.py:2: ModuleNotFoundError"),
+        ("env.reward", "script.py:f", "script.py:2: SystemExit: 2"),
+        (ADVANTAGE, "good.py:greedy_baseline", "'answer_key'"),
+        (LOSS_MODE, "good.py:flat", "cannot be called with (old_log_prob, log_prob"),
     ],
 )
 def test_an_invalid_function_is_an_error_before_anything_starts(
@@ -129,7 +99,7 @@ def test_an_invalid_function_is_an_error_before_anything_starts(
     (tmp_path / "broken.py").write_text(BROKEN)
     (tmp_path / "script.py").write_text("import sys\nsys.exit(2)")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserFunctionError, match=message):
+    with pytest.raises(UserFunctionError, match=re.escape(message)):
         make_recipe({key: value})
 
 
@@ -160,67 +130,46 @@ def test_custom_functions_are_called_with_their_settings(workspace, tmp_path, mo
     assert not recipe.has_critic and not recipe.compares_group
 
 
-def test_verls_filter_groups_is_the_last_filter(make_recipe, tmp_path, monkeypatch):
-    (tmp_path / "templates").mkdir()
-    # an empty user file with the path of the kit's template
-    (tmp_path / "templates" / "filters.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    refill = {"enable": True, "metric": "acc"}
-    filters = make_recipe({"algorithm.filter_groups": refill}).functions.filters
-    assert [f.__name__ for f in filters] == ["drop_uniform"]
-    episodes = [episode(0.5), episode(1.0), episode(0.2, group="h"), episode(0.4, group="h")]
-    assert filters[0](episodes) == episodes[:2]
-
-
-def test_verls_filter_groups_comes_after_the_filters_of_the_recipe(make_recipe):
+def test_verls_filter_groups_comes_after_the_filters_of_the_recipe(
+    make_recipe, tmp_path, monkeypatch
+):
     """Two responses are right, and a truncated one is wrong.
 
     The group is uniform only after the truncated response was dropped.
     """
-    drop = {"function": "templates/filters.py:drop_ended", "reasons": ["length"]}
-    custom = ["templates/filters.py:drop_uniform", drop]
-    refill = {"enable": True, "metric": "reward"}
-
-    def load_filters(specs, groups):
-        changes = {"env.filters": specs, "algorithm.filter_groups": groups}
-        return make_recipe(changes).functions.filters
-
-    filters = load_filters(custom, refill)
-    assert [f.__name__ for f in filters] == ["drop_uniform", "drop_ended", "drop_uniform"]
+    (tmp_path / "templates").mkdir()
+    # an empty user file with the path of the kit's template
+    (tmp_path / "templates" / "filters.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    drop = {"function": f"{ROOT}/templates/filters.py:drop_ended", "reasons": ["length"]}
     episodes = [episode(1.0), episode(1.0), episode(0.0)]
     episodes[2].ended = "length"
-    filters = load_filters([drop], refill)
-    assert select_trainable(episodes, 2, filters) == ([], {"drop_ended": 1, "drop_uniform": 2})
-    no_refill = {"enable": False, "metric": "reward"}
-    filters = load_filters([drop], no_refill)
-    assert select_trainable(episodes, 2, filters) == (episodes[:2], {"drop_ended": 1})
+    for is_enabled, kept in ((True, []), (False, episodes[:2])):
+        refill = {"enable": is_enabled, "metric": "reward"}
+        changes = {"env.filters": [drop], "algorithm.filter_groups": refill}
+        filters = make_recipe(changes).functions.filters
+        assert [f.__name__ for f in filters][1:] == ["drop_uniform"] * is_enabled
+        assert select_trainable(episodes, 2, filters)[0] == kept
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_data_shuffle_decides_whether_rows_are_shuffled(workspace, shuffle):
     inputs = load(workspace, f"data.shuffle={shuffle}", "data.seed=3").inputs
-    rows = inputs.train
-    batch = inputs.source.batch(1, len(rows), 0, {})
-    assert batch == env.take_batch(rows, len(rows), 0, 3, shuffle)
-    assert (batch == rows) is not shuffle
+    batch = inputs.source.batch(1, len(inputs.train), 0, {})
+    assert (batch == inputs.train) is not shuffle
 
 
-@pytest.mark.parametrize(
-    ("path", "enabled", "teacher"),
-    [("models/t", False, ""), ("models/t", True, "models/t"), (None, True, "")],
-)
-def test_a_teacher_is_used_only_if_distillation_is_enabled(make_recipe, path, enabled, teacher):
-    recipe = make_recipe({user_functions.TEACHER: path, "distillation.enabled": enabled})
-    assert recipe.teacher == teacher
-
-
-@pytest.mark.parametrize(
-    "changes", [{"actor_rollout_ref.actor.use_kl_loss": True}, {"algorithm.use_kl_in_reward": True}]
-)
-def test_a_kl_term_or_an_advantage_with_ref_log_prob_needs_a_reference(make_recipe, changes):
+def test_the_recipe_decides_which_models_are_needed(make_recipe):
+    teacher = {user_functions.TEACHER: "models/t"}
+    assert make_recipe(teacher).teacher == ""
+    assert make_recipe({**teacher, "distillation.enabled": True}).teacher == "models/t"
     assert not make_recipe({}).has_reference
-    assert make_recipe(changes).has_reference
-    assert make_recipe({ADVANTAGE: "templates/advantages.py:distill"}).has_reference
+    for changes in (
+        {"actor_rollout_ref.actor.use_kl_loss": True},
+        {"algorithm.use_kl_in_reward": True},
+        {ADVANTAGE: "templates/advantages.py:distill"},
+    ):
+        assert make_recipe(changes).has_reference
 
 
 # --- mistakes in functions -----------------------------------------------------------------------
@@ -234,9 +183,6 @@ def reward_of_text(episode):
 
 def reward_of_truth(episode):
     return episode.reward > 0.5
-
-def reward_without_end(episode):
-    return 10**400
 
 def reward_of_nan(episode):
     return float("nan")
@@ -258,9 +204,6 @@ def forgets(episodes):
 
 def invents(episodes, count=1):
     return [*episodes, *[object()] * count]
-
-def lazy(episodes):
-    return (e for e in episodes)
 
 def few(tasks, size, batch, seed, pass_rates):
     return tasks[: size - 1]
@@ -286,9 +229,6 @@ def per_token(old_log_prob, log_prob, advantages, response_mask,
     loss_agg_mode, config, rollout_is_weights=None):
     return -advantages * log_prob, {}
 
-def alone(old_log_prob, log_prob, **others):
-    return log_prob.sum()
-
 def constant(old_log_prob, log_prob, **others):
     return old_log_prob.sum(), {}
 
@@ -299,29 +239,22 @@ def in_place(old_log_prob, log_prob, advantages, response_mask,
     ratio.zero_()
     return loss, {}
 """
-MISTAKES = [  # (key, function, message)
+MISTAKES = [  # (key, function, a part of the message)
     ("env.reward", "reward_of_text", "returned '1'. Return a finite number"),
-    ("env.reward", "reward_of_truth", "returned True. Return a finite number"),
-    ("env.reward", "reward_without_end", "a finite number"),
-    ("env.reward", "reward_of_nan", "returned nan. Return a finite number"),
-    ("env.reward", "raises", r"failed at .*bad\.py:18: ZeroDivisionError: division by zero"),
+    ("env.reward", "reward_of_truth", "returned True"),
+    ("env.reward", "reward_of_nan", "returned nan"),
+    ("env.reward", "raises", "bad.py:15: ZeroDivisionError: division by zero"),
     ("env.filters", "forgets", "returned None. Return a list of some of the episodes"),
     ("env.filters", "invents", "of the episodes that it got"),
-    ("env.filters", "lazy", "returned <generator .* a list of some"),
-    ("env.sampler", "few", r"Return a list of 8 \(its argument `size`\) of the tasks"),
+    ("env.sampler", "few", "Return a list of 8 (its argument `size`) of the tasks"),
     ("env.sampler", "others", "of the tasks that it got"),
-    (ADVANTAGE, "per_answer", r"returned \(torch.float32 of shape \[4\], .*\[B, R\] = \[4, 5\]"),
-    (ADVANTAGE, "whole_numbers", r"returned \(torch.int64 of shape .* floating tensors"),
-    (ADVANTAGE, "one", r"Return \(advantages, returns\)"),
-    (ADVANTAGE, "late", r"failed at .*bad\.py:55: KeyError: 'of'"),
-    (
-        LOSS_MODE,
-        "per_token",
-        r"returned \(torch.float32 of shape \[4, 5\], .* of shape \[\] and a dict",
-    ),
-    (LOSS_MODE, "alone", r"Return \(loss, metrics\)"),
-    (LOSS_MODE, "constant", "its loss has no gradient: .*Compute it from log_prob"),
-    (LOSS_MODE, "in_place", "its loss has no gradient: .*modified by an inplace operation"),
+    (ADVANTAGE, "per_answer", "returned (torch.float32 of shape [4]"),
+    (ADVANTAGE, "whole_numbers", "returned (torch.int64 of shape"),
+    (ADVANTAGE, "one", "Return (advantages, returns)"),
+    (ADVANTAGE, "late", "bad.py:49: KeyError: 'of'"),
+    (LOSS_MODE, "per_token", "returned (torch.float32 of shape [4, 5]"),
+    (LOSS_MODE, "constant", "its loss has no gradient"),
+    (LOSS_MODE, "in_place", "its loss has no gradient"),
 ]
 
 
@@ -340,19 +273,15 @@ def test_a_mistake_is_an_error_with_key_and_function_before_anything_starts(
 ):
     name = f"bad.py:{function}"
     recipe = make_recipe({key: [name] if key == "env.filters" else name})
-    with pytest.raises(
-        UserFunctionError, match=f"{re.escape(key)}=bad.py:{function}:? .*{message}"
-    ) as caught:
+    with pytest.raises(UserFunctionError, match=re.escape(message)) as caught:
         trial.try_functions(recipe, tiny_recipe.inputs)
+    assert f"{key}=bad.py:{function}" in str(caught.value)
     assert "Nothing was started" in str(caught.value)
 
 
 def test_a_mistake_during_a_run_is_reported_in_the_same_way(bad_file):
     with pytest.raises(UserFunctionError, match=r"^env\.reward=bad\.py:raises failed"):
         user_functions.load_function("bad.py:raises", "env.reward")(episode())
-    invents = {"function": "bad.py:invents", "count": 3}
-    with pytest.raises(UserFunctionError, match=r"^env\.filters=bad\.py:invents returned a list"):
-        user_functions.load_function(invents, "env.filters")([episode()])
     # exceptions of the kit are passed on unchanged
     for function, kind in (("refuses", UserFunctionError), ("ends", RunError), ("stops", Stop)):
         with pytest.raises(

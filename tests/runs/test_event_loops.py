@@ -184,7 +184,7 @@ def test_a_recipe_that_cannot_run_has_the_message_of_the_command_in_a_notebook(
 ) -> None:
     """The command prints the text of these exceptions."""
     expected = {
-        "trainer.logger=[foo]": "trainer.logger: verl has no tracker 'foo'. Use one of: ",
+        "trainer.nnodes=0": "trainer.nnodes=0 must be",
         "trainer.save_frq=1": "Did you mean trainer.save_freq?",
         failing_verifier: "'of the verifier' (tried on row ",
     }
