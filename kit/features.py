@@ -343,7 +343,7 @@ ENTRIES = (
         "rollout.agent.num_workers",
         uses_rollout_workers,
     ),
-    Entry("kit.cpu.preload", "Preload", "PRELOAD_MODULES", forks_workers),
+    Entry("kit.cpu.fork_server", "Preload", "PRELOAD_MODULES", forks_workers),
 )
 
 
