@@ -62,8 +62,8 @@ class RunLog:
 
     def open(self) -> None:
         """Open the recipe's trackers (trainer.logger), if there are any. Raises RunError."""
-        set_env = self.files.set_env
-        set_env(TENSORBOARD_DIR=self.folder / f"tensorboard{self.suffix}", WANDB_DIR=self.folder)
+        tensorboard = self.folder / f"tensorboard{self.suffix}"
+        self.files.set_env(TENSORBOARD_DIR=tensorboard, WANDB_DIR=self.folder)
         names = trackers.list_names(self.recipe.verl)
         if FILE in names:  # verl's own would empty the file of a run that resumes
             path = self.folder / f"tracking{self.suffix}.jsonl"
