@@ -74,25 +74,6 @@ def test_the_policy_learns_from_three_kinds_of_verifiers_together(stack):
 
 
 @pytest.mark.soak
-def test_the_policy_learns_a_game_from_generated_rows(stack):
-    """In templates/task.py, the policy guesses a number from 1 to 3, with one hint."""
-    rows = "function: templates/task.py:rows, highest: 3, verifier: templates/task.py:Guess"
-    changes = [
-        f"env.train_files=[{{{rows}}}]",
-        "data.max_response_length=24",
-        "actor_rollout_ref.rollout.n=16",
-        NO_EVALUATION,
-    ]
-    with (
-        with_verifiers(stack, *changes) as gym,
-        stack.trainer("guess", *changes, gym=gym) as trainer,
-    ):
-        rewards = train_until(trainer, 0.3, over=5)
-    assert sum(rewards[:5]) / 5 < 0.2
-    assert sum(rewards[-5:]) / 5 >= 0.3
-
-
-@pytest.mark.soak
 def test_the_policy_learns_from_a_judge(stack, tmp_path):
     """Gym's equivalence_llm_judge calls a stub, which accepts every answer with a 7."""
 
@@ -147,6 +128,7 @@ def test_the_policy_learns_to_use_a_real_tool(stack):
         assert trainer.metrics["rollout/turns/mean"] > 1  # some text after the call
 
 
+@pytest.mark.soak
 def test_distillation_learns_only_from_the_teachers_log_probs(stack):
     """The teacher is the session's model, trained to answer 7. It scores the policy's responses.
 
