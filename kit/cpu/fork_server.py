@@ -26,7 +26,6 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    import selectors
     import subprocess
 
     from omegaconf import DictConfig
@@ -197,29 +196,27 @@ def serve(listener: socket.socket, wrapper: str, modules: list[str]) -> None:
     """
     import atexit
     import gc
-    import selectors
+    import select
 
     import_modules(modules)
     # Without this, the first garbage collection of each fork would write to every page. That would
     # copy the page.
     gc.freeze()
     atexit.register(gc.unfreeze)  # else libraries report objects that were not collected
-    selector = selectors.DefaultSelector()
-    selector.register(STDIN, selectors.EVENT_READ)
-    selector.register(listener, selectors.EVENT_READ)
-    children: set[Child] = set()
+    children: list[Child] = []
     while True:
-        for key, _ in selector.select():
-            if key.fd == STDIN:
-                return
-            if key.fileobj is listener:
-                child = spawn(listener, selector, wrapper)
-                children.add(child)
-                selector.register(child.pid_fd, selectors.EVENT_READ, child)
-                selector.register(child.client, selectors.EVENT_READ, child)
-            elif key.data in children:  # else this round has reaped it, for its other descriptor
-                children.remove(key.data)
-                reap(key.data, selector, kill=key.fileobj is key.data.client)
+        watched: list[Any] = [STDIN, listener]
+        for child in children:
+            watched += [child.pid_fd, child.client]
+        ready, _, _ = select.select(watched, [], [])
+        if STDIN in ready:
+            return
+        for child in list(children):
+            if child.pid_fd in ready or child.client in ready:
+                children.remove(child)
+                reap(child, kill=child.pid_fd not in ready)
+        if listener in ready:
+            children.append(spawn(listener, wrapper))
 
 
 def import_modules(modules: list[str]) -> None:
@@ -261,7 +258,7 @@ def monkey_patch_actor_class_ids() -> None:
     ray.actor.ActorClassID = RandomActorClassID  # type: ignore[misc,assignment]
 
 
-def spawn(listener: socket.socket, selector: selectors.BaseSelector, wrapper: str) -> Child:
+def spawn(listener: socket.socket, wrapper: str) -> Child:
     """Accept a client, fork a child that runs its request, and send its process id to the client.
 
     Only the server returns from this function. The child runs its command and exits.
@@ -278,8 +275,8 @@ def spawn(listener: socket.socket, selector: selectors.BaseSelector, wrapper: st
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != server_pid:  # it ended before the call
             sys.exit()
-        for resource in (selector, listener, client):
-            resource.close()
+        listener.close()
+        client.close()
         exec_as(Request(*json.loads(request)), descriptors, wrapper)
         sys.exit()
     for fd in descriptors:
@@ -289,7 +286,7 @@ def spawn(listener: socket.socket, selector: selectors.BaseSelector, wrapper: st
     return Child(pid, os.pidfd_open(pid), client)
 
 
-def reap(child: Child, selector: selectors.BaseSelector, kill: bool) -> None:
+def reap(child: Child, kill: bool) -> None:
     """Wait for the end of a child, send its exit status to the client, and close both.
 
     kill: kill the child first, since its client has ended.
@@ -300,8 +297,6 @@ def reap(child: Child, selector: selectors.BaseSelector, kill: bool) -> None:
     status = os.waitstatus_to_exitcode(wait_status)
     with contextlib.suppress(OSError):  # the client has ended
         child.client.sendall(f"{status:{NUMBER_BYTES}}".encode())
-    selector.unregister(child.pid_fd)
-    selector.unregister(child.client)
     os.close(child.pid_fd)
     child.client.close()
 

@@ -171,8 +171,8 @@ async def try_row(
     rewards: dict[str, float | None] = {}
     for response in responses:
         rewards[response] = await verify(response)
-        earned = rewards[response]
-        if earned is None or (scale.tells_apart and are_equal([earned, scale.full])):
+        reward = rewards[response]
+        if reward is None or (scale.tells_apart and are_equal([reward, scale.full])):
             break
     best = max(rewards, key=lambda response: rank(rewards[response]))
     right = rewards[best]
@@ -182,10 +182,8 @@ async def try_row(
     # the same form, so that a reward for the form alone is not one for the answer
     scale = RewardScale(await verify(responses[best]) or UNKNOWN.nothing, right)
     if not scale.tells_apart:
-        return (
-            f"{line}. The ground truth earns no more than a wrong answer. Does the verifier "
-            "require another format?"
-        )
+        earned = "no more than a wrong answer" if right else "nothing"
+        return f"{line}. The ground truth earns {earned}. Does the verifier require another format?"
     if scales is not None:
         scales[task.server, str(task.row.get("data_source"))] = scale
     if not are_equal([scale.full, UNKNOWN.full]):

@@ -76,7 +76,7 @@ def test_the_expected_answer_is_tried_in_the_usual_formats(verifier, row, earnin
 
 def test_an_expected_answer_that_earns_nothing_is_a_warning():
     (line,) = try_rows("verl", {"a:1": {"answer": "1,000", "data_source": "openai/gsm8k"}})
-    assert "0 for the ground truth '1,000'. The ground truth earns no more than a wrong" in line
+    assert "0 for the ground truth '1,000'. The ground truth earns nothing" in line
 
 
 PARTS = """
