@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 from omegaconf import OmegaConf
 from ray._private import accelerators
 
@@ -23,6 +23,7 @@ from kit.errors import RunError
 from kit.rollout import stores
 from kit.runs import isolation
 from tests.helpers.recipes import CLEAN_ENV, ROOT
+from tests.helpers.stack import Stack
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root: it acts as another user")
@@ -186,36 +187,6 @@ def test_a_path_that_is_too_long_for_a_socket_is_an_error(
 
 # --- the Ray of a run ----------------------------------------------------------------------------
 
-# Starts Ray as a run does, and prints where it is.
-RUN_SCRIPT = """
-import contextlib, json, os, sys
-from dataclasses import replace
-from pathlib import Path
-
-import ray
-from tests.helpers.recipes import load
-from kit.runs import launch
-from kit.runs.run import Run
-
-launch.import_engine = lambda launch: None  # verl and vLLM, which Ray does not need
-preload = "ray_kwargs.ray_init.runtime_env.env_vars.PRELOAD_MODULES='json ray'"
-temporary = f"ray_kwargs.ray_init._temp_dir={sys.argv[2]}"
-recipe, inputs = load(Path(sys.argv[1]), preload, temporary)
-with Run(replace(recipe, command="sft")) as run, contextlib.ExitStack() as exits:
-    launch.start_servers_and_ray(launch.Launch(run, inputs, exits, policy=None))
-
-    @ray.remote(num_cpus=1)
-    def work():
-        return sys.argv[0], os.environ["TMPDIR"]
-
-    script, temporary = ray.get(work.remote())
-    address = ray.get_runtime_context().gcs_address
-    logs = os.path.realpath(run.folder / "logs" / "ray")
-    report = dict(script=script, temporary=temporary, address=address, logs=logs)
-    print(json.dumps(report | {"token": os.environ["RAY_AUTH_TOKEN"]}), flush=True)
-    sys.stdin.readline()
-print("RAY_AUTH_TOKEN" in os.environ, "RAY_AUTH_MODE" in os.environ)
-"""
 # Connects to a Ray and runs a task.
 DRIVER_SCRIPT = """
 import ray, sys
@@ -238,51 +209,25 @@ def run_driver(address: str, home: Path, **variables: str) -> str:
     return driver.stdout + driver.stderr
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(600)
 def test_only_a_driver_with_the_token_can_use_the_ray_of_a_run(
-    workspace: Path, tmp_path: Path, short_folder: Path
+    stack: Stack, tmp_path: Path
 ) -> None:
-    """TMPDIR and the folder of Ray have names that a shell would split."""
-    odd_folder = short_folder / "a $(touch x)"
-    home = tmp_path / "home"
-    odd_folder.mkdir()
-    home.mkdir()
-    environment = {name: value for name, value in CLEAN_ENV.items() if not name.startswith("RAY_")}
-    environment |= {"HOME": str(home), "TMPDIR": str(odd_folder), "PYTHONPATH": str(ROOT)}
-    arguments = [str(workspace), str(short_folder / "r y")]
-    driver = subprocess.Popen(
-        [sys.executable, "-c", RUN_SCRIPT, *arguments],
-        cwd=tmp_path, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert driver.stdin and driver.stdout
-    try:
-        line = next(line for line in driver.stdout if line.startswith("{"))
-        report = json.loads(line)
-        address = report["address"]
-        token = report["token"]
-        logs = Path(report["logs"])
-        assert report["script"].endswith("default_worker.py")
-        assert report["temporary"].startswith(str(odd_folder))
-        assert logs.is_relative_to(short_folder / "r y" / "ray") and list(logs.iterdir())
-        if os.getuid() == 0:
-            assert "Permission denied" in run_as_nobody("ls", logs)
-        right_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-        assert "joined 7" in run_driver(address, home, **right_token)
-        for variables in ({**right_token, "RAY_AUTH_TOKEN": "0" * 64}, {}):
-            output = run_driver(address, home, **variables)
-            assert "joined" not in output and "AuthenticationError" in output, variables
-        files = [*tmp_path.rglob("*"), *short_folder.rglob("*")]
-        assert not [f for f in files if f.is_file() and token.encode() in f.read_bytes()]
-        assert not (home / ".ray" / "auth_token").exists()
-        for process in psutil.Process(driver.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-                assert token not in " ".join(process.cmdline())
-    finally:
-        printed = driver.communicate("end\n", timeout=60)[0]
-    assert driver.returncode == 0 and printed.split() == ["False", "False"]
-    assert not list(tmp_path.rglob("x")) and not list(short_folder.rglob("x"))
-    assert list(logs.iterdir())  # the logs are kept after the run
+    address = ray.get_runtime_context().gcs_address
+    token = os.environ["RAY_AUTH_TOKEN"]
+    right_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    assert "joined 7" in run_driver(address, tmp_path, **right_token)
+    for variables in ({**right_token, "RAY_AUTH_TOKEN": "0" * 64}, {}):
+        output = run_driver(address, tmp_path, **variables)
+        assert "joined" not in output and "AuthenticationError" in output, variables
+    assert not (tmp_path / ".ray" / "auth_token").exists()
+    logs = (stack.workspace / "runs" / "session" / "logs" / "ray").resolve()
+    if os.getuid() == 0:
+        assert "Permission denied" in run_as_nobody("ls", logs)
+    for path in logs.rglob("*"):
+        assert not path.is_file() or token.encode() not in path.read_bytes(), path
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            assert token not in " ".join(process.cmdline())
 
 
 # --- torch's stores ------------------------------------------------------------------------------
@@ -299,8 +244,6 @@ def list_listening_addresses(port: int) -> list[str]:
 def test_the_store_for_weights_over_gloo_listens_on_one_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import ray
-
     from extras.gloo.engine import GlooCheckpointEngine
 
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
