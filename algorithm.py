@@ -417,7 +417,7 @@ def train(plan: cli.Plan) -> Iterator[Trainer]:
                 yield trainer
         if run.stages.is_export_pending:
             run.files.export()
-            run.log.print_result(trainer.scores, is_replay=plan.replay is not None)
+            run.log.print_result(trainer.scores)
 
 
 def start_trainer(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trainer:

@@ -85,7 +85,7 @@ class ShadowVerifier(Feature):
         ]
         with tempfile.TemporaryDirectory() as logs, make_runner() as runner:
             pool = Pool(self.spec, recipe, Path(logs))
-            runner.run(try_verifier(pool, tasks, ()))
+            runner.run(try_verifier(pool, tasks))
 
     def summary_lines(self, recipe: Recipe, inputs: RunInputs) -> Iterable[str]:
         """Return the line of the summary."""

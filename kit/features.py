@@ -286,7 +286,7 @@ ENTRIES = (
     Entry(
         "extras.rollout_workers", "RolloutWorkers", "actor_rollout_ref.rollout.agent.num_workers"
     ),
-    Entry("kit.cpu.preload", "Preload", "PRELOAD_MODULES", forks_workers),
+    Entry("kit.cpu.fork_server", "Preload", "PRELOAD_MODULES", forks_workers),
 )
 
 

@@ -1,23 +1,14 @@
-"""Tests that the tiny model learns: from each kind of verifier, a tool, and a teacher.
-
-Tests marked `soak` need many steps. Other tests take one step of a game, with a tool and a judge.
-"""
+"""Tests that the tiny model learns: from three kinds of verifiers, a tool, and a teacher."""
 
 from __future__ import annotations
-
-import json
 
 import pandas
 import pytest
 
-import gym_client
-from extras.judges import judge_proxy, judge_settings
 from kit.config import user_functions
-from kit.gym import servers as gym_servers
 from kit.runs.workers import optional_roles, start_roles
-from tests.helpers.http import JUDGE_CONFIG, StubJudge, completion
 from tests.helpers.models import make_pretrained
-from tests.helpers.recipes import GYM_PYTHON, WORDS, metrics_of, write_rows
+from tests.helpers.recipes import metrics_of, write_rows
 from tests.helpers.stack import (
     AGREE,
     COUNTING,
@@ -28,10 +19,10 @@ from tests.helpers.stack import (
     with_verifiers,
 )
 
+pytestmark = pytest.mark.soak
 FOUR_WORDS = ["say", "give", "write", "print"]
 
 
-@pytest.mark.soak
 def test_the_policy_learns_from_three_kinds_of_verifiers_together(stack):
     """They are a Gym server, templates/verifier, and templates/reward.py for rows of verl.
 
@@ -73,66 +64,6 @@ def test_the_policy_learns_from_three_kinds_of_verifiers_together(stack):
         assert sum(means[:3]) / 3 + 0.1 < sum(means[-3:]) / 3, (name, means)
 
 
-@pytest.mark.soak
-def test_the_policy_learns_a_game_from_generated_rows(stack):
-    """In templates/task.py, the policy guesses a number from 1 to 3, with one hint."""
-    rows = "function: templates/task.py:rows, highest: 3, verifier: templates/task.py:Guess"
-    changes = [
-        f"env.train_files=[{{{rows}}}]",
-        "data.max_response_length=24",
-        "actor_rollout_ref.rollout.n=16",
-        NO_EVALUATION,
-    ]
-    with (
-        with_verifiers(stack, *changes) as gym,
-        stack.trainer("guess", *changes, gym=gym) as trainer,
-    ):
-        rewards = train_until(trainer, 0.3, over=5)
-    assert sum(rewards[:5]) / 5 < 0.2
-    assert sum(rewards[-5:]) / 5 >= 0.3
-
-
-@pytest.mark.soak
-def test_the_policy_learns_from_a_judge(stack, tmp_path):
-    """Gym's equivalence_llm_judge calls a stub, which accepts every answer with a 7."""
-
-    def reply(request):
-        return completion("[[A=B]]" if "7" in str(request) else "[[A!=B]]")
-
-    judge = StubJudge((200, reply))
-    name = "equivalence_llm_judge"
-    rows = [
-        {
-            "responses_create_params": {"input": [{"role": "user", "content": f"{word} it"}]},
-            "expected_answer": "seven",
-        }
-        for word in WORDS
-    ]
-    write_rows(stack.workspace / "judged.jsonl", rows)
-    start = {"start": {"python": str(GYM_PYTHON), "config": JUDGE_CONFIG}}
-    changes = [f"env.train_files=[{{path: judged.jsonl, server: {name}}}]", NO_EVALUATION]
-    settings = judge_settings.Judge("judge_model", judge.url, "stub", timeout_s=10.0)
-    with judge_proxy.JudgeProxy({"judge_model": settings}) as proxy:
-        specs = proxy.process_specs(tmp_path, str(GYM_PYTHON))
-        with gym_servers.running_servers({name: start}, tmp_path, other_specs=specs) as urls:
-            gym = stack.servers.loop.run(gym_client.Gym(urls).__aenter__())
-            changes.append(f"gym.servers.{name}.url={urls[name]}")
-            with stack.trainer("judged", *changes, gym=gym) as trainer:
-                rewards = train_until(trainer, 0.9)
-                files = (trainer.run.folder / "rollouts").glob("step_*.jsonl")
-                lines = []
-                for path in files:
-                    lines += path.read_text().splitlines()
-            stack.servers.loop.run(gym.__aexit__())
-        answers = [json.loads(line)["_episode"]["answer"] for line in lines]
-        assert len(answers) == 64 * len(rewards)
-        judged = sum(bool(answer.strip()) for answer in answers)  # the server rejects empty answers
-        assert proxy.metrics()["judge/judge_model/completion_tokens"] == 2 * judged
-    assert sum(rewards[:3]) / 3 < 0.5
-    assert sum(rewards[-3:]) / 3 >= 0.9
-
-
-@pytest.mark.soak
 def test_the_policy_learns_to_use_a_real_tool(stack):
     """Each episode has a separate counter. Exactly one call gives the reward 1.
 

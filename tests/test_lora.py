@@ -183,14 +183,6 @@ def test_the_trained_policy_is_the_one_that_is_sampled_and_exported(
     assert torch.allclose(compute_logits(exported), trained, atol=1e-5)
 
 
-def test_a_checkpoint_of_the_adapter_alone_is_exported_with_its_base_model(models, tmp_path):
-    recipe = make_recipe(models["tied"])
-    recipe.actor_rollout_ref.rollout.dtype = "float32"
-    engine = make_engine(recipe, save_lora_only=True)
-    exported = export_checkpoint(engine, recipe, tmp_path)
-    assert torch.allclose(compute_logits(exported), compute_logits(engine.module), atol=1e-5)
-
-
 # --- an adapter to start from --------------------------------------------------------------------
 
 

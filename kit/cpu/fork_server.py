@@ -1,7 +1,8 @@
-"""Fork worker processes from one process that has imported their modules.
+"""Fork worker processes from one process that has imported their modules (PRELOAD_MODULES).
 
-Importing torch, verl and vLLM takes each worker 10 s or more on a CPU. Here one process imports
-them, and workers are forks of it. Three processes take part:
+A run starts an actor, vLLM's server and its engine one after the other. Each imports torch, verl
+and vLLM, which takes 10 s or more on a CPU. A fork of a process that has imported them starts
+sooner. The imports use no device, so runs on GPUs can start their workers in the same way.
 
     server    `fork_server.py serve FD WRAPPER MODULE...`: imports the modules, then forks a child
               for each request. It ends when the run closes its stdin
@@ -25,10 +26,11 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    import selectors
     import subprocess
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+
+    from omegaconf import DictConfig
+
+    from kit.runs.launch import Launch
 
 NUMBER_BYTES = 16  # of a number that is sent over the socket
 MAX_DESCRIPTORS = 253  # in one message over a Unix socket (Linux: SCM_MAX_FD)
@@ -36,107 +38,74 @@ PR_SET_PDEATHSIG = 1  # prctl: the signal that a process gets when its parent di
 STDIN = 0
 # A command is forked if one of its arguments contains one of these: Ray's workers, vLLM's engine.
 FORKED_COMMANDS = ("default_worker.py", "from multiprocessing.spawn import spawn_main")
+SECRETS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")  # Ray sets them after the server was started
 
 
 # --- the driver ----------------------------------------------------------------------------------
 
 
-class ServerProcess(NamedTuple):
+class ForkServer(NamedTuple):
     """A server that was started."""
 
     folder: str  # temporary: the wrapper, the socket and the log
     process: subprocess.Popen[bytes]
 
+    @property
+    def python(self) -> str:
+        """The path of the wrapper. If it is run while the server imports, it waits."""
+        return os.path.join(self.folder, "python")
 
-class ForkServer(NamedTuple):
-    """A server, as the run uses it."""
+    def set_env(self, **environment: str) -> None:
+        """Send variables that all of Ray's workers share."""
+        import json
 
-    python: str  # path of the wrapper. If it is run while the server imports, it waits
-    set_env: Callable[..., None]  # sends variables that all of Ray's workers share, as NAME=value
+        assert self.process.stdin
+        # If the server has ended, its log has the reason. Each wrapper then runs Python itself.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self.process.stdin.fileno(), json.dumps(environment).encode() + b"\n")
+
+    def stop(self) -> None:
+        """End the server and remove its folder. A second call, when Python exits, does nothing."""
+        import shutil
+
+        self.process.terminate()  # if only stdin ended, the server would finish its imports first
+        self.process.communicate()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
-_started: list[ServerProcess] = []  # servers that no run has taken over yet
-
-
-def start(modules: str) -> None:
-    """Start a server that imports `modules`, separated by spaces. `running` takes it over."""
+def start(modules: str) -> ForkServer:
+    """Start a server that imports `modules`, separated by spaces."""
     import atexit
+    import shlex
+    import subprocess
     import tempfile
 
     folder = tempfile.mkdtemp(prefix="kit-fork-")
-    wrapper = write_wrapper(folder)
-    with socket.socket(socket.AF_UNIX) as listener:
+    path = os.path.abspath(__file__)
+    client = shlex.join([sys.executable, "-I", "-S", path, "request", folder])
+    wrapper = os.path.join(folder, "python")
+    with open(wrapper, "w") as script:
+        script.write(f'#!/bin/sh\nexec {client} "$@"\n')
+    os.chmod(wrapper, 0o700)
+    with (
+        socket.socket(socket.AF_UNIX) as listener,
+        open(os.path.join(folder, "log"), "w") as log,
+    ):
         listener.bind(os.path.join(folder, "socket"))
         listener.listen(64)
-        server = start_process(folder, wrapper, listener.fileno(), modules.split())
-    _started.append(server)
-    atexit.register(stop, server)
-
-
-def write_wrapper(folder: str) -> str:
-    """Write the shell script that is started instead of Python. Returns its path."""
-    import shlex
-
-    command = [sys.executable, "-I", "-S", os.path.abspath(__file__), "request", folder]
-    path = os.path.join(folder, "python")
-    with open(path, "w") as script:
-        script.write(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
-    os.chmod(path, 0o700)
-    return path
-
-
-def start_process(folder: str, wrapper: str, listener: int, modules: list[str]) -> ServerProcess:
-    """Start the server's process. listener: the descriptor of its socket."""
-    import subprocess
-
-    serve_command = ["serve", str(listener), wrapper, *modules]
-    with open(os.path.join(folder, "log"), "w") as log:
+        parameters = ["serve", str(listener.fileno()), wrapper, *modules.split()]
         process = subprocess.Popen(
-            [sys.executable, "-P", os.path.abspath(__file__), *serve_command],
+            [sys.executable, "-P", path, *parameters],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             start_new_session=True,  # Ctrl-C is for the driver
-            pass_fds=[listener],
+            pass_fds=[listener.fileno()],
             env=os.environ | {"TMPDIR": folder},
         )
-    return ServerProcess(folder, process)
-
-
-def stop(server: ServerProcess) -> None:
-    """End the server and remove its folder. A second call, when Python exits, does nothing."""
-    import shutil
-
-    server.process.terminate()  # if only stdin ended, the server would finish its imports first
-    server.process.communicate()
-    shutil.rmtree(server.folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def running(modules: str, log: Path) -> Iterator[ForkServer]:
-    """Take over the server that was started, or start one that imports `modules`; stop it at exit.
-
-    log: where to copy the server's output.
-    """
-    import json
-    import shutil
-
-    if not _started:
-        start(modules)
-    server = _started.pop()
-    stdin = server.process.stdin
-    assert stdin
-
-    def set_env(**environment: str) -> None:
-        # If the server has ended, its log has the reason. Each wrapper then runs Python itself.
-        with contextlib.suppress(BrokenPipeError):
-            os.write(stdin.fileno(), json.dumps(environment).encode() + b"\n")
-
-    try:
-        yield ForkServer(os.path.join(server.folder, "python"), set_env)
-    finally:
-        shutil.copy(os.path.join(server.folder, "log"), log)
-        stop(server)
+    server = ForkServer(folder, process)
+    atexit.register(server.stop)
+    return server
 
 
 # --- the client ----------------------------------------------------------------------------------
@@ -161,9 +130,10 @@ def request_fork(folder: str, arguments: list[str]) -> int:
     signal.
     """
     server = socket.socket(socket.AF_UNIX)
-    descriptors = open_descriptors(server)
+    descriptors = list_descriptors(server)
+    command = "\n".join(arguments)
     pid = None
-    if is_forked(arguments):
+    if any(name in command for name in FORKED_COMMANDS):
         # no server, or it ended before it forked
         with contextlib.suppress(OSError, ValueError):
             pid = send_request(server, folder, arguments, descriptors)
@@ -172,26 +142,12 @@ def request_fork(folder: str, arguments: list[str]) -> int:
     return wait_for_child(server, pid, descriptors)
 
 
-def is_forked(arguments: list[str]) -> bool:
-    """Return whether the arguments are of a command that is forked."""
-    command = "\n".join(arguments)
-    return any(name in command for name in FORKED_COMMANDS)
-
-
-def open_descriptors(server: socket.socket) -> list[int]:
+def list_descriptors(server: socket.socket) -> list[int]:
     """Return the numbers of this process's open descriptors, without the server's socket."""
-    # The list also contains the descriptor that listdir used, which is closed by now.
-    listed = [int(name) for name in os.listdir("/proc/self/fd")]
-    return [fd for fd in listed if fd != server.fileno() and is_open(fd)]
-
-
-def is_open(fd: int) -> bool:
-    """Return whether a descriptor is open."""
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
+    folder = "/proc/self/fd"
+    names = os.listdir(folder)  # it also lists the descriptor that it used, which is closed by now
+    opened = [int(name) for name in names if os.path.lexists(f"{folder}/{name}")]
+    return [number for number in opened if number != server.fileno()]
 
 
 def send_request(
@@ -225,14 +181,6 @@ def wait_for_child(server: socket.socket, pid: int, descriptors: list[int]) -> i
 # --- the server ----------------------------------------------------------------------------------
 
 
-class Connection(NamedTuple):
-    """A client's connection, and the parts of its request."""
-
-    client: socket.socket
-    descriptors: list[int]  # copies of the client's, under the numbers of this process
-    request: str  # JSON
-
-
 class Child(NamedTuple):
     """A fork that runs. Both descriptors are readable when it has to be reaped."""
 
@@ -248,29 +196,27 @@ def serve(listener: socket.socket, wrapper: str, modules: list[str]) -> None:
     """
     import atexit
     import gc
-    import selectors
+    import select
 
     import_modules(modules)
     # Without this, the first garbage collection of each fork would write to every page. That would
     # copy the page.
     gc.freeze()
     atexit.register(gc.unfreeze)  # else libraries report objects that were not collected
-    selector = selectors.DefaultSelector()
-    selector.register(STDIN, selectors.EVENT_READ)
-    selector.register(listener, selectors.EVENT_READ)
-    children: set[Child] = set()
+    children: list[Child] = []
     while True:
-        for key, _ in selector.select():
-            if key.fd == STDIN:
-                return
-            if key.fileobj is listener:
-                child = spawn(accept_request(listener), listener, selector, wrapper)
-                children.add(child)
-                selector.register(child.pid_fd, selectors.EVENT_READ, child)
-                selector.register(child.client, selectors.EVENT_READ, child)
-            elif key.data in children:  # else this round has reaped it, for its other descriptor
-                children.remove(key.data)
-                reap(key.data, selector, kill=key.fileobj is key.data.client)
+        watched: list[Any] = [STDIN, listener]
+        for child in children:
+            watched += [child.pid_fd, child.client]
+        ready, _, _ = select.select(watched, [], [])
+        if STDIN in ready:
+            return
+        for child in list(children):
+            if child.pid_fd in ready or child.client in ready:
+                children.remove(child)
+                reap(child, kill=child.pid_fd not in ready)
+        if listener in ready:
+            children.append(spawn(listener, wrapper))
 
 
 def import_modules(modules: list[str]) -> None:
@@ -312,44 +258,35 @@ def monkey_patch_actor_class_ids() -> None:
     ray.actor.ActorClassID = RandomActorClassID  # type: ignore[misc,assignment]
 
 
-def accept_request(listener: socket.socket) -> Connection:
-    """Accept a client's connection and read its request."""
-    client, _ = listener.accept()
-    _, descriptors, _, _ = socket.recv_fds(client, 1, MAX_DESCRIPTORS)
-    return Connection(client, descriptors, client.makefile().readline())
-
-
-def spawn(
-    connection: Connection,
-    listener: socket.socket,
-    selector: selectors.BaseSelector,
-    wrapper: str,
-) -> Child:
-    """Fork a child that runs the request, and send its process id to the client.
+def spawn(listener: socket.socket, wrapper: str) -> Child:
+    """Accept a client, fork a child that runs its request, and send its process id to the client.
 
     Only the server returns from this function. The child runs its command and exits.
     """
     import ctypes
     import json
 
+    client, _ = listener.accept()
+    _, descriptors, _, _ = socket.recv_fds(client, 1, MAX_DESCRIPTORS)
+    request = client.makefile().readline()
     server_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != server_pid:  # it ended before the call
             sys.exit()
-        for resource in (selector, listener, connection.client):
-            resource.close()
-        exec_as(Request(*json.loads(connection.request)), connection.descriptors, wrapper)
+        listener.close()
+        client.close()
+        exec_as(Request(*json.loads(request)), descriptors, wrapper)
         sys.exit()
-    for fd in connection.descriptors:
+    for fd in descriptors:
         os.close(fd)
     with contextlib.suppress(OSError):  # the client has ended: `serve` then kills the child
-        connection.client.sendall(f"{pid:{NUMBER_BYTES}}".encode())
-    return Child(pid, os.pidfd_open(pid), connection.client)
+        client.sendall(f"{pid:{NUMBER_BYTES}}".encode())
+    return Child(pid, os.pidfd_open(pid), client)
 
 
-def reap(child: Child, selector: selectors.BaseSelector, kill: bool) -> None:
+def reap(child: Child, kill: bool) -> None:
     """Wait for the end of a child, send its exit status to the client, and close both.
 
     kill: kill the child first, since its client has ended.
@@ -360,8 +297,6 @@ def reap(child: Child, selector: selectors.BaseSelector, kill: bool) -> None:
     status = os.waitstatus_to_exitcode(wait_status)
     with contextlib.suppress(OSError):  # the client has ended
         child.client.sendall(f"{status:{NUMBER_BYTES}}".encode())
-    selector.unregister(child.pid_fd)
-    selector.unregister(child.client)
     os.close(child.pid_fd)
     child.client.close()
 
@@ -437,3 +372,42 @@ if __name__ == "__main__":
         serve(socket.socket(fileno=int(parameters[0])), parameters[1], parameters[2:])
     else:
         sys.exit(request_fork(parameters[0], parameters[1:]))
+else:
+    from kit.features import Feature
+    from kit.runs import isolation
+
+    class Preload(Feature):
+        """Workers that are forks of one process."""
+
+        server: ForkServer | None = None  # of the class: a recipe with its features is pickled
+
+        def begin_imports(self, config: DictConfig) -> None:
+            """Start the server, so that it imports the modules while the recipe is checked."""
+            with isolation.show_logical_gpus(config):
+                Preload.server = start(os.environ["PRELOAD_MODULES"])
+
+        def before_ray(self, launch: Launch) -> None:
+            """Make Ray start its workers through the server."""
+            import shutil
+
+            if not Preload.server:
+                self.begin_imports(launch.recipe.verl)
+            server = Preload.server
+            Preload.server = None
+            assert server
+            launch.stack.callback(server.stop)
+            log = os.path.join(server.folder, "log")
+            launch.stack.callback(shutil.copy, log, launch.logs / "fork.log")
+            if launch.run.stages.monitor:
+                launch.run.stages.monitor.register_folder(server.folder)
+            launch.python = server.python
+
+            def set_variables(raylet_pid: int | None) -> None:
+                """Give the server the variables that Ray gives to its workers."""
+                import ray
+
+                job = ray.get_runtime_context().get_job_id()
+                secrets = {name: os.environ[name] for name in SECRETS}
+                server.set_env(RAY_JOB_ID=job, RAY_RAYLET_PID=str(raylet_pid), **secrets)
+
+            launch.on_ray.append(set_variables)

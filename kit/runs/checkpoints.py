@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,8 +37,6 @@ from kit.errors import ConfigError, RunError
 from kit.runs import files, identity
 
 if TYPE_CHECKING:
-    import torch
-
     from training import Workers
 
 MANIFEST = "manifest.json"
@@ -341,8 +339,8 @@ def read_exported_step(export: Path) -> int | None:
 def check(checkpoint: Path, recipe: Recipe, fingerprint: Fingerprint | None = None) -> list[str]:
     """Check that this recipe can resume from a checkpoint -> lines to print.
 
-    fingerprint: of the run that resumes. Raises RunError for a checkpoint of another model, command
-    or layout, without weights, or with other contents than tensors and plain values.
+    fingerprint: of the run that resumes. Raises RunError for a checkpoint of another command or
+    layout, or with other contents than tensors and plain values.
     """
     saved_command = read(checkpoint / "data.pt").get("command")
     if saved_command != recipe.command:
@@ -351,10 +349,9 @@ def check(checkpoint: Path, recipe: Recipe, fingerprint: Fingerprint | None = No
         )
     before = identity.read_run(checkpoint)
     now = fingerprint or Fingerprint(flatten(redacted(recipe.verl)))
-    refused = find_missing_contents(checkpoint, recipe, before.values)
     changes = list_changes(before, now)
     fixed = find_fixed_keys(recipe, list(changes), before.values, now.values)
-    refused += [f"{changes[key]} ({reason})" for key, reason in fixed.items()]
+    refused = [f"{changes[key]} ({reason})" for key, reason in fixed.items()]
     if recipe.has_critic and not (checkpoint / "critic").is_dir():
         refused.append("a critic, which that run did not have")
     if refused:
@@ -365,33 +362,8 @@ def check(checkpoint: Path, recipe: Recipe, fingerprint: Fingerprint | None = No
     notes = [f"Changed since {checkpoint}: {', '.join(changes.values())}"] if changes else []
     notes += [f"WARNING     {text} since {checkpoint}" for text in now.list_row_changes(before)]
     for path in sorted(checkpoint.glob("*/*.pt")):
-        tensors = read(path)
-        if path.parent.name == "actor" and path.name.startswith("model_"):
-            check_shapes(path, tensors, Path(recipe.model.path))
+        read(path)  # before verl loads it, which would run code in it
     return notes
-
-
-def find_missing_contents(checkpoint: Path, recipe: Recipe, saved: Json) -> list[str]:
-    """List what this recipe loads of a checkpoint, and the checkpoint does not have.
-
-    saved: the values of the recipe that wrote it. Raises RunError if it has no weights: a run would
-    continue with those of the base model.
-    """
-    problems = []
-    for section in ("actor_rollout_ref.actor", *(["critic"] if recipe.has_critic else [])):
-        key = f"{section}.checkpoint.save_contents"
-        written = saved.get(key) or list(SHARDS)
-        if "model" not in written:
-            raise RunError(
-                f"{checkpoint} was saved with {key}={written}, without the weights (model), so a "
-                f"run cannot resume from it. Name another (trainer.resume_from_path). {NEW_NAME}, "
-                "if there is none."
-            )
-        loaded = recipe.get(f"{section}.checkpoint.load_contents") or recipe.get(key) or []
-        missing = [name for name in loaded if name in SHARDS and name not in written]
-        if missing:
-            problems.append(f"{section}.checkpoint.load_contents={loaded}: it has {written} only")
-    return problems
 
 
 def list_changes(before: Fingerprint, now: Fingerprint) -> dict[str, str]:
@@ -419,10 +391,7 @@ def find_fixed_keys(recipe: Recipe, keys: list[str], before: Json, now: Json) ->
 
 
 def read(path: Path) -> Json:
-    """Read a file of tensors and plain values. Raises RunError for any other content.
-
-    verl's loading would run code in the file.
-    """
+    """Read a file of tensors and plain values. Raises RunError for any other content."""
     import numpy as np
     import torch
     import torch.distributed.tensor  # noqa: F401  (defines DTensor, the type of FSDP's shards)
@@ -440,38 +409,10 @@ def read(path: Path) -> Json:
         with torch.serialization.safe_globals(safe):
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except Exception as error:  # zip, pickle and torch raise different ones
-        text = str(error).strip() or repr(error)
-        unsupported = re.findall(r".*unsupported .*", text, re.IGNORECASE)
-        line = (unsupported or text.splitlines())[0].strip()
         raise RunError(
-            f"{path} is not loaded, since it holds more than tensors and plain values: {line}. "
+            f"{path} is not loaded, since it holds more than tensors and plain values. "
             "Resume from another checkpoint (trainer.resume_mode=resume_path)."
-        ) from None
-
-
-def check_shapes(path: Path, tensors: Mapping[str, torch.Tensor], model: Path) -> None:
-    """Check that a checkpoint's tensors have the shapes of the model's. Raises RunError.
-
-    Names that only one of them has are not compared, since the files and the modules of one model
-    may have different names. FSDP refuses a real difference. A model of the hub is not on this
-    disk, so it is not checked.
-    """
-    from safetensors import safe_open
-
-    saved = {}
-    for name, tensor in tensors.items():
-        saved[re.sub(r"base_model\.model\.|base_layer\.", "", name)] = tuple(tensor.shape)
-    expected = {}
-    for file in sorted(model.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as weights:
-            for name in sorted(saved.keys() & {*weights.keys()}):
-                expected[name] = tuple(weights.get_slice(name).get_shape())
-    for name, shape in expected.items():
-        if shape != saved[name]:
-            raise RunError(
-                f"{path} is of another model: its {name} is {saved[name]}, that of {model} is "
-                f"{shape}. Set actor_rollout_ref.model.path to its model. Or: {NEW_NAME}."
-            )
+        ) from error
 
 
 # --- load and export -----------------------------------------------------------------------------
@@ -482,8 +423,4 @@ def load(workers: Workers, checkpoint: Path) -> LoopState:
     for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
         if group is not None:
             group.load_checkpoint(str((checkpoint / name).absolute()))
-    saved = read(checkpoint / "data.pt")
-    if "rows" not in saved:  # of an earlier version
-        size = identity.read_recipe(checkpoint / "config.yaml")["data.train_batch_size"]
-        saved["rows"] = (saved["batches"] or saved["step"]) * size
-    return LoopState(**saved)
+    return LoopState(**read(checkpoint / "data.pt"))

@@ -29,7 +29,7 @@ from kit.gym import network
 from kit.rollout.inputs import RunInputs
 from kit.runs import checkpoints, files, identity, isolation, prepare, summary, trial
 from kit.runs import replay as recorded
-from kit.runs.console import LogFormatter, console
+from kit.runs.console import LogFormatter, console, say
 from kit.runs.verifier_trial import try_verifiers
 
 EXPECTED_ERRORS = (  # printed as a message, without a traceback
@@ -123,7 +123,7 @@ def plan(
         notes.append(f"resume      from {resume_from}")
     loaded: recorded.Replay | None = None
     if recording:
-        loaded = recorded.load(recording, recipe, inputs, resume_from, fingerprint)
+        loaded = recorded.load(recording, recipe, inputs, fingerprint)
         notes.append(loaded.note)
     if command == "train":
         trial.try_functions(recipe, inputs)
@@ -244,21 +244,20 @@ def read_plan() -> Plan | None:
     planned = plan(args.config, overrides, command, args.replay, on_features, is_dry_run)
     if args.try_response is not None:
         try_response(args.try_response, planned)
-    text = describe_plan(planned, is_dry_run, args.config, overrides)
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(describe_plan(planned, is_dry_run, args.config, overrides))
     return None if is_dry_run else planned
 
 
 def try_response(response: str, planned: Plan) -> None:
     """Repeat the trial of the Python verifiers with a response of the user. Raises ConfigError."""
-    recipe, inputs, *_ = planned
+    inputs = planned.inputs
     specs = inputs.verifiers.specs
     if not specs:
         raise ConfigError(
             "--try needs a Python verifier, since a dry run starts no Gym server. Remove --try, or "
             "use `python algorithm.py probe`."
         )
-    inputs.trials = try_verifiers(specs, inputs.tasks, recipe, response=response)
+    inputs.trials = try_verifiers(specs, inputs.tasks, planned.recipe, response=response)
 
 
 def describe_plan(
@@ -269,8 +268,7 @@ def describe_plan(
     files, overrides: of the recipe. A dry run does not repeat their values.
     """
     written = list_written(files, overrides) if is_dry_run else None
-    text = summary.summarize(planned.recipe, planned.inputs, planned.notes, written)
-    return remove_control_characters(text)
+    return summary.summarize(planned.recipe, planned.inputs, planned.notes, written)
 
 
 def begin_imports(active: Sequence[Feature], config: DictConfig) -> None:

@@ -1,13 +1,8 @@
 """Episodes without training: the commands `rollout` and `evaluate`.
 
-    python algorithm.py --config X rollout
-        rollout.n episodes of each row of env.train_files, sampled as in training
-        -> runs/<name>/rollouts.jsonl
-    python algorithm.py --config X evaluate
-        rollout.val_kwargs.n episodes of each row of env.val_files, with mean@k and pass@k
-        -> runs/<name>/evaluation.jsonl
+    rollout     rollout.n episodes of each row of env.train_files -> runs/<name>/rollouts.jsonl
+    evaluate    rollout.val_kwargs.n of each row of env.val_files -> runs/<name>/evaluation.jsonl
 
-Each verified episode is one line (kit/data/rollout_files.py). Failed episodes go to failures.jsonl.
 If you rerun the same command, it samples only the episodes that are missing or failed. It must then
 have the same model, template, sampling settings and verifier, by their content.
 rollouts.settings.json and evaluation.settings.json hold those of the first run.
@@ -55,6 +50,12 @@ class Collected(NamedTuple):
     episode: Episode
     record: Json
 
+    @classmethod
+    def of(cls, episode: Episode, record: Json) -> Collected:
+        """Keep what Gym's /aggregate_metrics gets of a record."""
+        kept = {name: value for name, value in record.items() if name not in LARGE_FIELDS}
+        return cls(episode, kept)
+
 
 class Collector:
     """Samples the episodes that a file does not hold yet.
@@ -91,18 +92,15 @@ class Collector:
             group = request_group(self.tasks[row], f"{self.recipe.command}/{row}", self.n)
             requests += [group[index.rollout] for index in indices]
         sampling = build_sampling_params(self.recipe, self.validate)
-        with contextlib.ExitStack() as stack:
-            out = stack.enter_context(self.path.open("ab"))
-            failures_path = self.run.folder / "failures.jsonl"
-            failures = stack.enter_context(failures_path.open("ab"))
+        failures_path = self.run.folder / "failures.jsonl"
+        with self.path.open("ab") as out, failures_path.open("ab") as failures:
 
             def save(index: int, episode: Episode) -> None:
                 self.save(out, failures, self.missing[index], episode)
                 on_done(index, episode)
 
             with self.run.stage("gen"):
-                episodes: list[Episode] = servers.rollout(requests, sampling, save)
-        return episodes
+                return servers.rollout(requests, sampling, save)
 
     def save(
         self, out: IO[bytes], failures: IO[bytes], index: RecordIndex, episode: Episode
@@ -110,7 +108,7 @@ class Collector:
         """Write one episode to its file."""
         record = rollout_files.to_record(episode, *index)
         if episode.status == "ok":
-            self.done[index] = Collected(episode, without_large_fields(record))
+            self.done[index] = Collected.of(episode, record)
             rollout_files.write_record(out, record)
             out.flush()
         else:
@@ -118,18 +116,13 @@ class Collector:
             rollout_files.write_record(failures, summary)
 
     def score(self, servers: Servers, failed: Sequence[Episode]) -> dict[str, float]:
-        """Compute the scores, and print them.
-
-        `evaluate` has those of each test set, and those that each server computes. `rollout` has
-        those of each server.
-        """
+        """Compute the scores of each test set and of each server, and print them."""
         collected = [self.done[index] for index in sorted(self.done)]
         verified = [item.episode for item in collected]
-        by_server = group_episodes(verified, "server")
         scores: dict[str, float] = {}
         if self.validate:
             scores |= episode_metrics.compute_validation_metrics([*verified, *failed], self.n)
-        for server, episodes in sorted(by_server.items()):
+        for server, episodes in sorted(group_episodes(verified, "server").items()):
             if self.validate:
                 scores |= self.aggregate(servers, server, collected)
             else:
@@ -176,11 +169,6 @@ def run_command(recipe: Recipe, run: Run, inputs: RunInputs) -> None:
     check_failures(episodes, recipe.gym.max_failed_frac)
 
 
-def without_large_fields(record: Json) -> Json:
-    """A record as Gym's collector passes it to /aggregate_metrics."""
-    return {name: value for name, value in record.items() if name not in LARGE_FIELDS}
-
-
 def read_collected(path: Path, tasks: Sequence[env.Task]) -> dict[RecordIndex, Collected]:
     """Read the episodes that an earlier run collected, whose rows may have moved in their files.
 
@@ -208,7 +196,7 @@ def read_collected(path: Path, tasks: Sequence[env.Task]) -> dict[RecordIndex, C
         record["_ng_task_index"] = index.task
         episode = rollout_files.from_record(record, task.row)
         episode.row_id = task.row_id
-        collected[index] = Collected(episode, without_large_fields(record))
+        collected[index] = Collected.of(episode, record)
     return collected
 
 

@@ -170,7 +170,7 @@ def format_value(value: float) -> str:
 
 def print_examples(episodes: Sequence[Episode], count: int) -> None:
     """Print the `count` best and worst episodes."""
-    ranked = sorted(episodes, key=reward_or_zero, reverse=True)
+    ranked = sorted(episodes, key=lambda episode: episode.reward or 0.0, reverse=True)
     worst = ranked[max(count, len(ranked) - count) :]
     for episode in [*ranked[:count], *worst]:
         question = " ".join(episode.question.split())
@@ -180,8 +180,3 @@ def print_examples(episodes: Sequence[Episode], count: int) -> None:
         if episode.trained_reward != episode.reward:
             reward = f"verifier {episode.reward:.2f}, trained on {episode.trained_reward:.2f}"
         say(f"    {question!r} -> {episode.transcript[:200]!r}  {reward}")
-
-
-def reward_or_zero(episode: Episode) -> float:
-    """The reward of an episode; 0 if it failed."""
-    return episode.reward or 0.0

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -18,7 +18,7 @@ from kit.runs import files
 from kit.runs.checkpoints import EXPORTED, step_of
 
 if TYPE_CHECKING:
-    from verl.model_merger.base_model_merger import BaseModelMerger, ModelMergerConfig
+    from transformers import PreTrainedModel
 
 PROCESSOR_FILES = (
     "processor_config.json",
@@ -58,12 +58,9 @@ def merge(checkpoint: Path, target: Path) -> None:
     sampled from and evaluated.
     """
     from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
     actor = checkpoint / "actor"
-    megatron_export = actor / "model" / "huggingface"
-    if megatron_export.is_dir():
-        shutil.copytree(megatron_export, target)
-        return
     config = ModelMergerConfig(
         "merge",
         "fsdp",
@@ -79,7 +76,7 @@ def merge(checkpoint: Path, target: Path) -> None:
     # The merger calls Tensor.bfloat16 on each shard. If the run samples in float32, that would be
     # another policy: after 20 steps of the demo, bfloat16 has the initial value for 83% of weights.
     with mock.patch.object(torch.Tensor, "bfloat16", lambda shard: shard.to(written)):
-        make_merger(config, recipe).merge_and_save()
+        FSDPModelMerger(config).merge_and_save()
     if has_adapter:
         merge_adapter(target, dtype, recipe.model)
     hf_config = json.loads((target / "config.json").read_text())
@@ -89,42 +86,24 @@ def merge(checkpoint: Path, target: Path) -> None:
         copy_processor(recipe.model.path, target)
 
 
-def make_merger(config: ModelMergerConfig, recipe: DictConfig) -> BaseModelMerger:
-    """Make verl's merger of shards, which adds the base model to a checkpoint without it.
-
-    recipe: the section actor_rollout_ref. With checkpoint.save_lora_only, a checkpoint has only the
-    adapter.
-    """
-    from transformers import AutoModelForCausalLM
-    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
-
-    class Merger(FSDPModelMerger):
-        def _load_and_merge_state_dicts(
-            self,
-            *args: Any,  # as for verl's method
-        ) -> dict[str, torch.Tensor]:
-            weights: dict[str, torch.Tensor] = super()._load_and_merge_state_dicts(*args)
-            if all("lora_" in name for name in weights):
-                base = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.float32)
-                for name, weight in base.state_dict().items():
-                    weights[f"base_model.model.{name}"] = weight
-            return weights
-
-    return Merger(config)
-
-
 def merge_adapter(target: Path, dtype: torch.dtype, settings: DictConfig) -> None:
     """Merge the LoRA adapter, which verl writes to a separate folder, into the base model.
 
     dtype: of the merged weights. The adapter and the base model in `target` are in float32.
     settings: actor_rollout_ref.model of the run.
     """
-    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     complete_adapter_config(target / ADAPTER_FOLDER, base, settings)
-    model = PeftModel.from_pretrained(base, target / ADAPTER_FOLDER)
+    save_merged(base, target / ADAPTER_FOLDER, dtype, target)
+
+
+def save_merged(base: PreTrainedModel, adapter: Path, dtype: torch.dtype, target: Path) -> None:
+    """Write a base model in float32 with an adapter merged in, rounded to `dtype`."""
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(base, adapter)
     model.merge_and_unload().to(dtype).save_pretrained(target)
 
 
@@ -154,14 +133,12 @@ def write_merged(settings: DictConfig, dtype: str, target: Path) -> None:
     settings: actor_rollout_ref.model. dtype: of the rollout engine. The adapter is merged in
     float32 and rounded after that, as in training.
     """
-    from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options = {"trust_remote_code": settings.trust_remote_code}
     base = AutoModelForCausalLM.from_pretrained(settings.path, dtype=torch.float32, **options)
-    model = PeftModel.from_pretrained(base, settings.lora_adapter_path)
     written = getattr(torch, dtype, torch.bfloat16)  # vLLM's "auto" is no dtype
-    model.merge_and_unload().to(written).save_pretrained(target)
+    save_merged(base, settings.lora_adapter_path, written, target)
     AutoTokenizer.from_pretrained(settings.path, **options).save_pretrained(target)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from training import Workers
 
-Engine = Any  # of verl, for FSDP or Megatron
+Engine = Any  # of verl
 # Mean difference between the token probabilities of the rollout engine and the trainer.
 # Above it, the engine samples from different weights.
 MAX_PROBS_DIFF = 0.1
@@ -141,13 +141,9 @@ def read_packing_note(engine: Engine, name: str) -> list[str]:
 
 
 def list_nonfinite_weights(engine: Engine, _name: str) -> list[str]:
-    """The names of weights and optimizer states with NaN or infinity. engine: of any kind."""
-    # with Megatron, one module for each pipeline stage
-    modules = engine.module if isinstance(engine.module, list) else [engine.module]
-    tensors = []
-    for module in modules:
-        parameters = module.named_parameters()
-        tensors += [item for item in parameters if item[1].untyped_storage().size()]
+    """The names of weights and optimizer states with NaN or infinity."""
+    parameters = engine.module.named_parameters()
+    tensors = [item for item in parameters if item[1].untyped_storage().size()]
     for state in getattr(engine.optimizer, "state", {}).values():
         for key, value in state.items():
             if torch.is_tensor(value):

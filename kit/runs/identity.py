@@ -103,15 +103,11 @@ def write_fingerprint(path: Path, fingerprint: Fingerprint) -> None:
 
 
 def read_fingerprint(path: Path) -> Fingerprint:
-    """Read a fingerprint; an earlier version wrote the values alone. Raises ConfigError."""
+    """Read a fingerprint. Raises ConfigError."""
     try:
-        saved = orjson.loads(path.read_bytes()) if path.is_file() else {}
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{path} is no JSON: {error}. Name another run.") from None
-    if not isinstance(saved, dict):
-        raise ConfigError(f"{path} is no JSON object. Name another run.")
-    is_whole = saved.keys() == {"values", "contents", "rows"}
-    return Fingerprint(**saved) if is_whole else Fingerprint(saved)
+        return Fingerprint(**orjson.loads(path.read_bytes())) if path.is_file() else Fingerprint()
+    except (orjson.JSONDecodeError, TypeError) as error:
+        raise ConfigError(f"{path} is no fingerprint: {error}. Name another run.") from None
 
 
 def read_run(folder: Path, name: str = "config") -> Fingerprint:

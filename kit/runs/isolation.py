@@ -8,7 +8,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -57,17 +57,14 @@ def use_own_tmpdir() -> Iterator[str]:
     paths would be too long.
     """
     check_tmpdir_length()
-    previous = {name: os.environ.get(name) for name in ("TMPDIR", INDUCTOR_CACHE)}
     folder = tempfile.mkdtemp(prefix="kit-")
-    os.environ["TMPDIR"] = folder
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault(INDUCTOR_CACHE, str(caches / "torchinductor"))
+    kernels = os.environ.get(INDUCTOR_CACHE, str(caches / "torchinductor"))
     try:
-        yield folder
+        with change_environment({"TMPDIR": folder, INDUCTOR_CACHE: kernels}):
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        for name, value in previous.items():
-            _restore_variable(name, value)
 
 
 def make_ray_folder(parent: str | None) -> str:
@@ -99,21 +96,21 @@ def _make_private(folder: Path) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
     status = folder.lstat()
-    open_mode = status.st_mode & 0o077
     parent_mode = folder.parent.stat().st_mode
     problem = ""
-    fix = f"Set {FOLDER_KEY} to a folder that only you can use"
     if not stat.S_ISDIR(status.st_mode):
         problem = "is a symbolic link or a file"
     elif status.st_uid != os.getuid():
         problem = f"belongs to user {status.st_uid}, not to you ({os.getuid()})"
-    elif open_mode:
-        problem = f"is open to other users (mode {open_mode | 0o700:04o})"
-        fix = f"Run `chmod 700 {folder}`"
+    elif status.st_mode & 0o077:
+        problem = "is open to other users"
     elif parent_mode & 0o022 and not parent_mode & stat.S_ISVTX:
         problem = f"can be replaced by other users, who can write to {folder.parent}"
     if problem:
-        raise RunError(f"{folder} {problem}, so other users could take over Ray's sockets. {fix}")
+        raise RunError(
+            f"{folder} {problem}, so other users could take over Ray's sockets. Run `chmod 700 "
+            f"{folder}`, or set {FOLDER_KEY} to a folder that only you can use"
+        )
 
 
 @contextlib.contextmanager
@@ -124,12 +121,8 @@ def show_logical_gpus(config: DictConfig) -> Iterator[None]:
     users set it to "" or -1 to compute on the CPU.
     """
     names = VISIBLE_GPUS if config.trainer.device == "cpu" else ()
-    previous = {name: os.environ.pop(name, None) for name in names}
-    try:
+    with change_environment(dict.fromkeys(names)):
         yield
-    finally:
-        for name, value in previous.items():
-            _restore_variable(name, value)
 
 
 @contextlib.contextmanager
@@ -138,24 +131,31 @@ def set_ray_token() -> Iterator[None]:
 
     Without it Ray writes a token to ~/.ray/auth_token, which other users may be able to read.
     """
-    names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
-    previous = {name: os.environ.get(name) for name in names}
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    _reload_authentication()
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
-        yield
+        with change_environment(token):
+            _reload_authentication()
+            yield
     finally:
-        for name, value in previous.items():
-            _restore_variable(name, value)
         _reload_authentication()
 
 
-def _restore_variable(name: str, previous: str | None) -> None:
-    """Set an environment variable to its previous value, or remove it if it had none."""
-    os.environ.pop(name, None)
-    if previous is not None:
-        os.environ[name] = previous
+@contextlib.contextmanager
+def change_environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables in the block, or remove those with None."""
+    previous = {name: os.environ.get(name) for name in values}
+    _set_variables(values)
+    try:
+        yield
+    finally:
+        _set_variables(previous)
+
+
+def _set_variables(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def _reload_authentication() -> None:

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -28,7 +28,6 @@ from kit import features
 from kit.config import user_functions
 from kit.config.keys import to_plain
 from kit.config.model_files import download_models
-from kit.config.packages import describe_import_error
 from kit.config.recipe import Recipe
 from kit.errors import RunError
 from kit.features import EventLoop
@@ -39,7 +38,7 @@ from kit.gym.servers import GymServers
 from kit.gym.verifiers import make_verifiers
 from kit.rollout.inputs import RunInputs
 from kit.rollout.sampling import make_rollout_context
-from kit.runs import files, isolation, node_checks
+from kit.runs import isolation, node_checks
 from kit.runs.console import say
 from kit.runs.event_loops import make_runner
 from kit.runs.run import Run
@@ -91,7 +90,7 @@ class Launch:
     serves_policy: bool = False  # whether a feature calls the policy endpoint
     python: str = sys.executable  # the interpreter of Ray's workers
     worker_variables: dict[str, str] = dataclasses.field(default_factory=dict)  # environment
-    on_restart: Callable[[str], None] | None = None  # gets the name of a restarted Gym server
+    gym_servers: GymServers | None = None  # those that the run starts
     # to call when Ray runs, with the raylet's process id; None if this machine did not start Ray
     on_ray: list[Callable[[int | None], None]] = dataclasses.field(default_factory=list)
 
@@ -105,11 +104,6 @@ class Launch:
         """The folder for logs."""
         return self.run.folder / "logs"
 
-    def report_restart(self, server: str) -> None:
-        """Report a restarted Gym server to its clients, so that they may repeat earlier calls."""
-        if self.on_restart:
-            self.on_restart(server)
-
 
 def start(
     run: Run, inputs: RunInputs, stack: contextlib.ExitStack, samples: bool = True
@@ -122,7 +116,7 @@ def start(
     recipe = run.recipe
     endpoint = make_policy_endpoint(recipe)
     launch = Launch(run, inputs, stack, endpoint.as_server() if samples else None)
-    with run.stage("start"), explain_start_errors():
+    with run.stage("start"):
         node_checks.check_limits()
         launch.worker_variables |= download_models(recipe, say)
         urls = start_servers_and_ray(launch)
@@ -144,37 +138,11 @@ def start(
         if workers and not samples:
             workers.actor.init_model()
             finish_workers(launch, workers)
-            finish_start(launch, [])
+            for feature in recipe.features:
+                feature.after_start(launch, [])
             return Started(workers, None)
         servers = start_sampling(launch, workers, loop, urls, endpoint)
         return Started(workers, servers)
-
-
-def finish_start(launch: Launch, addresses: Sequence[str]) -> None:
-    """Let features start what needs the workers. addresses: of the rollout engine's servers."""
-    for feature in launch.recipe.features:
-        feature.after_start(launch, addresses)
-
-
-@contextlib.contextmanager
-def explain_start_errors() -> Iterator[None]:
-    """Raise RunError for what this machine or its packages refuse while the processes start."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in files.WRITE_FAILED:
-            path = error.filename or "a folder of the run"
-            raise RunError(files.describe_write_error(path, error)) from error
-        raise RunError(f"The run did not start: {error}. Correct this, then start again") from error
-    except ImportError as error:
-        raise RunError(f"The run did not start: {describe_import_error(error)}") from error
-    except RuntimeError as error:
-        if "start new thread" not in str(error):
-            raise
-        raise RunError(
-            f"The run did not start: {error}. This user may have no more processes (ulimit -u), or "
-            "this container (pids limit). Raise the limit, or stop other processes."
-        ) from error
 
 
 def start_sampling(
@@ -208,13 +176,15 @@ def start_sampling(
     episode_workers = features.first(
         feature.start_episode_workers(launch, context, urls) for feature in recipe.features
     )
+    assert launch.gym_servers
     if episode_workers:
-        launch.on_restart = episode_workers.mark_restarted
+        launch.gym_servers.on_restart = episode_workers.mark_restarted
         run.log.gauges.append(episode_workers.metrics)
     else:
-        launch.on_restart = verifiers.gym.mark_restarted
+        launch.gym_servers.on_restart = verifiers.gym.mark_restarted
         run.log.gauges.append(limits.metrics)
-    finish_start(launch, manager.server_addresses)
+    for feature in recipe.features:
+        feature.after_start(launch, manager.server_addresses)
     other_class = features.first(feature.servers_class() for feature in recipe.features)
     servers_class = other_class or inference.Servers
     gym: Any = verifiers  # it has the methods of gym_client.Gym
@@ -304,13 +274,8 @@ def start_servers_and_ray(launch: Launch) -> Mapping[str, str]:
     launch.stack.callback(run.stages.begin_shutdown)
     names = ", ".join([*servers, *launch.gym_process_names])
     say(f"Starting Ray and the Gym servers {names}" if servers else "Starting Ray")
-    group = GymServers(
-        servers,
-        launch.logs,
-        launch.policy,
-        launch.gym_processes,
-        on_restart=launch.report_restart,
-    )
+    group = GymServers(servers, launch.logs, launch.policy, launch.gym_processes)
+    launch.gym_servers = group
     launch.stack.callback(group.close)
     group.start()
     start_ray(launch)
@@ -347,20 +312,13 @@ def init_ray(settings: Json) -> str:
     try:
         context: Any = ray.init(**settings)  # its type depends on the address
     except Exception as error:  # Ray raises this class if, for example, the start times out
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = lines[0] if lines else repr(error)
+        reason = " ".join(str(error).split()) or repr(error)
+        problem = "Ray did not start"
         if settings["address"] != "local":
-            raise RunError(
-                f"Ray at ray_kwargs.ray_init.address={settings['address']} cannot be joined: "
-                f"{reason} Check `ray status` on this node. "
-                'See docs/cluster.md, "Start Ray by hand".'
-            ) from error
-        hint = ""
-        if "timed out" in reason:
-            hint = "If this machine is busy, start again when it is not. "
+            problem = f"Ray at ray_kwargs.ray_init.address={settings['address']} cannot be joined"
         raise RunError(
-            f"Ray did not start: {reason} Its logs are in {settings['_temp_dir']}/session_latest/"
-            f'logs. {hint}See docs/troubleshooting.md, "Ray".'
+            f"{problem}: {reason:.300} Check `ray status`, or the logs in session_latest/logs of "
+            f'{isolation.FOLDER_KEY}. See docs/troubleshooting.md, "Ray".'
         ) from error
     return str(context.address_info["session_dir"])
 
@@ -418,14 +376,12 @@ def find_missing_resources(recipe: Recipe, resources: Mapping[str, float]) -> st
             "join more nodes (`ray start`, ray_kwargs.ray_init.address=auto), or add --config cpu."
         )
     processes = needed
-    note = ""
     if not recipe.trains or (recipe.rollout.nnodes and recipe.has_episodes):
-        processes += recipe.rollout_gpus
-        note = ", two where the rollout engine is alone"
+        processes += recipe.rollout_gpus  # where the rollout engine is alone, it takes two
     cpus = resources.get("CPU", 0)
     if cpus < processes:
         return (
-            f"Ray has {cpus:g} CPUs, and the process of each of {needed} GPUs takes one{note}. Set "
+            f"Ray has {cpus:g} CPUs, and the process of each of {needed} GPUs takes one. Set "
             f"ray_kwargs.ray_init.num_cpus={processes} to share them, or join more nodes."
         )
     return ""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from kit.gym.network import read_tail
@@ -27,10 +27,13 @@ def list_worker_logs(logs: Path) -> list[Path]:
     return sorted(logs.glob("ray/worker-*"), key=lambda path: path.stat().st_mtime, reverse=True)
 
 
-def describe_tail(log: Path) -> str:
-    """Return a log's path and its last lines, as one sentence. Return "" if the log is empty."""
-    tail = read_tail(log)
-    return f"Last lines of {log}: {tail}" if tail else ""
+def describe_first_tail(paths: Iterable[Path], logs: Path) -> str:
+    """Return the path and the last lines of the first log that is not empty."""
+    for path in paths:
+        tail = read_tail(path)
+        if tail:
+            return f"Last lines of {path}: {tail}"
+    return f"See the logs in {logs}"
 
 
 def read_log_tail(logs: Path, pid: int, parents: Mapping[int, int]) -> str:
@@ -38,23 +41,17 @@ def read_log_tail(logs: Path, pid: int, parents: Mapping[int, int]) -> str:
 
     parents: child pid -> parent pid.
     """
+    paths: list[Path] = []
     while pid:
-        paths = logs.glob(f"ray/worker-*-{pid}.*")
-        for path in sorted(paths, key=lambda path: path.stat().st_size, reverse=True):
-            tail = describe_tail(path)
-            if tail:
-                return tail
+        own = logs.glob(f"ray/worker-*-{pid}.*")
+        paths += sorted(own, key=lambda path: path.stat().st_size, reverse=True)
         pid = parents.get(pid, 0)
-    return f"See the logs in {logs}"
+    return describe_first_tail(paths, logs)
 
 
 def read_newest_log_tail(logs: Path) -> str:
     """Return the tail of the log that was written last."""
-    for path in list_worker_logs(logs):
-        tail = describe_tail(path)
-        if tail:
-            return tail
-    return f"See the logs in {logs}"
+    return describe_first_tail(list_worker_logs(logs), logs)
 
 
 def find_root_cause(error: BaseException, logs: Path) -> str:

@@ -1,18 +1,11 @@
 """Train on the recorded episodes of a run, without a rollout engine (`--replay`).
 
-    find_recording(pattern)             the rollouts files of consecutive steps
-    prepare(config, recording)          the recipe of the replay, and the checkpoint it starts from
-    load(recording, ...)                check the files against model, rows and recorded recipe
-    ReplayServers                       the episodes, in place of the rollout engine
-    set_old_log_probs(...)              the old policy of a step, and how far it is from the sampler
-
 The recorded log-probs are those of the behavior policy, which sampled the episodes. With the recipe
-of the recorded run, and the same functions and weights by their content, each step starts from the
-weights that sampled its episodes. So the step is computed as in that run. With
-configs/machines/deterministic.yaml, the new weights are the same on a CPU bit for bit. With another
-loss or advantage, the weights are the recorded ones only at the first step. From then on the
-episodes are off-policy: the loss gets the recorded log-probs as the old ones. The same holds from
-the first step at which the measured distance is larger than arithmetic explains.
+of the recorded run, and the same functions and weights by their content, each step is computed as
+in that run. With another loss or advantage, the weights are the recorded ones only at the first
+step. From then on the episodes are off-policy: the loss gets the recorded log-probs as the old
+ones. The same holds from the first step at which the measured distance is larger than arithmetic
+explains.
 """
 
 from __future__ import annotations
@@ -68,7 +61,6 @@ KL = "rollout_corr/k3_kl"
 ROUNDING = 1e-4  # nats per token
 MAX_KL = 0.01  # nats per token, between sampler and trainer at the same weights, if not recorded
 CHECKED_TEXTS = 20  # episodes of a file whose ids are decoded, to recognize the tokenizer
-CHANGES_SHOWN = 3
 
 
 class Recording(NamedTuple):
@@ -114,16 +106,10 @@ class Replay:
     def note(self) -> str:
         """The line of the summary."""
         recording = self.recording
-        steps = f"steps {recording.first} to {recording.last}"
-        if len(recording.files) == 1:
-            steps = f"step {recording.first}"
-        line = f"replay      {steps} of {recording.folder}"
+        line = f"replay      steps {recording.first} to {recording.last} of {recording.folder}"
         if not self.changes:
             return f"{line}, with its recipe: the weights are those of the recorded run"
-        shown = ", ".join(self.changes[:CHANGES_SHOWN])
-        more = len(self.changes) - CHANGES_SHOWN
-        others = f" and {more} more" if more > 0 else ""
-        return f"{line}, off-policy, since the recipe differs: {shown}{others}"
+        return f"{line}, off-policy, since the recipe differs: {', '.join(self.changes)}"
 
 
 # --- before anything starts ----------------------------------------------------------------------
@@ -135,18 +121,17 @@ def find_recording(pattern: str) -> Recording:
     The steps must be consecutive. If one were missing, the learning rate and the number of updates
     would not be those of the recorded run.
     """
-    pattern = str(Path(pattern).expanduser())
-    found = sorted(glob.glob(pattern))
+    found = [Path(name) for name in glob.glob(str(Path(pattern).expanduser()))]
     files: dict[int, Path] = {}
-    for name in found:
-        match = re.fullmatch(r"step_(\d+)\.jsonl", Path(name).name)
+    for path in found:
+        match = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
         if match:
-            files[int(match[1])] = Path(name)
+            files[int(match[1])] = path
     steps = sorted(files)
     if not steps or len(steps) != len(found) or steps != list(range(steps[0], steps[-1] + 1)):
         raise ConfigError(
-            f"--replay {pattern} names {', '.join(found) or 'no file':.200}. A replay trains on "
-            "each step in turn. Name step_<N>.jsonl of consecutive steps of one run, with quotes: "
+            f"--replay {pattern} names {len(found)} files that are not those of consecutive steps. "
+            "Name step_<N>.jsonl of one run, in quotes: "
             "--replay 'runs/<name>/rollouts/step_*.jsonl'."
         )
     return Recording({step: files[step] for step in steps})
@@ -168,8 +153,7 @@ def prepare(config: DictConfig, recording: Recording) -> Path | None:
             raise ConfigError(
                 f"--replay {recording.files[recording.first]} starts from the weights after step "
                 f"{before}, but {checkpoint} is {problem}. Replay from a step after a checkpoint, "
-                "or save every step (trainer.save_freq=1), or set "
-                "trainer.resume_mode=resume_path and another trainer.resume_from_path."
+                "or save every step (trainer.save_freq=1), or set trainer.resume_from_path."
             )
     name = f"{config.trainer.experiment_name}_replay_{recording.steps}"
     config.trainer.experiment_name = name
@@ -195,13 +179,12 @@ def load(
     recording: Recording,
     recipe: Recipe,
     inputs: RunInputs,
-    start: Path | None = None,
     fingerprint: Fingerprint | None = None,
 ) -> Replay:
     """Read every file once, and check it against the model and the rows. Raises ConfigError.
 
-    start: the checkpoint before the first step. fingerprint: of the replay. Each step reads its
-    file again, so that memory does not grow with the number of steps.
+    fingerprint: of the replay. Each step reads its file again, so that memory does not grow with
+    the number of steps.
     """
     for path in recording.files.values():
         if has_incomplete_line(path):
@@ -214,8 +197,6 @@ def load(
         check_tokens(path, episodes, inputs)
     now = fingerprint or Fingerprint(flatten(redacted(recipe.verl)))
     changes = list_changes(recording, recipe, now)
-    if start and recipe.trainer.resume_mode == "resume_path" and not is_own(start, recording):
-        changes.append(f"start from {start}")
     return Replay(recording, inputs.train, changes, read_kl(recording))
 
 
@@ -225,36 +206,29 @@ def read_kl(recording: Recording) -> dict[int, float]:
     return {line["step"]: line[KL] for line in lines if line.get(KL) is not None}
 
 
-def is_own(checkpoint: Path, recording: Recording) -> bool:
-    """Whether a checkpoint is of the recorded run."""
-    folders = checkpoints.list_checkpoint_folders(recording.folder)
-    return checkpoint.resolve().parent in [folder.resolve() for folder in folders]
-
-
 def check_tokens(path: Path, episodes: Sequence[Episode], inputs: RunInputs) -> None:
     """Check that the model has the ids of the episodes, and decodes them to the recorded texts.
 
     It is an error if no text agrees. A few may differ: a parser removes calls and thoughts from
     them. Raises ConfigError.
     """
-    size = inputs.model.vocab_size
     lists = [[*episode.prompt_ids, *episode.response_ids] for episode in episodes]
-    wrong = {token_id for token_id in itertools.chain(*lists) if not 0 <= token_id < size}
-    problem = f"has the token ids {sorted(wrong)[:3]}, and the model has {size} tokens"
-    if not wrong:
-        compared = [e for e in episodes if e.turns and e.response.strip()][:CHECKED_TEXTS]
-        for episode in compared:
-            span = episode.turns[-1]
-            decoded = str(inputs.tokenizer.decode(episode.response_ids[span.start : span.end]))
-            if episode.response.strip() in decoded:
-                return
-            problem = f"has the text {episode.response[:60]!r}, and its ids are {decoded[:60]!r}"
-        if not compared:
-            return
+    vocabulary = range(inputs.model.vocab_size)
+    is_known = all(token_id in vocabulary for token_id in itertools.chain(*lists))
+    compared = [e for e in episodes if e.turns and e.response.strip()][:CHECKED_TEXTS]
+    if is_known and (not compared or any(has_text_of_ids(e, inputs) for e in compared)):
+        return
     raise ConfigError(
-        f"--replay {path} {problem}, so another model or tokenizer sampled it. Set "
+        f"--replay {path} has token ids of another model or tokenizer. Set "
         "actor_rollout_ref.model.path to the model of the recorded run."
     )
+
+
+def has_text_of_ids(episode: Episode, inputs: RunInputs) -> bool:
+    """Return whether the ids of the last turn are decoded to the text of the response."""
+    span = episode.turns[-1]
+    decoded = str(inputs.tokenizer.decode(episode.response_ids[span.start : span.end]))
+    return episode.response.strip() in decoded
 
 
 def list_changes(recording: Recording, recipe: Recipe, fingerprint: Fingerprint) -> list[str]:
@@ -336,7 +310,13 @@ def set_old_log_probs(
             f"{shift.kl:.3g} per token, effective sample size {shift.ess:.3f} of the episodes. "
             "From here on, the recorded log-probs are the old ones."
         )
-    metrics = describe_shift(shift, step - replay.recording.first if replay.changes else 0)
+    metrics = {
+        "replay/staleness": step - replay.recording.first if replay.changes else 0,
+        "replay/kl": shift.kl,
+        "replay/log_ratio_max": shift.log_ratio_max,
+        "replay/ess": shift.ess,
+        "replay/token_ess": shift.token_ess,
+    }
     correction = recipe.algorithm.rollout_correction
     if not replay.changes:
         if correction.bypass_mode:
@@ -350,17 +330,6 @@ def set_old_log_probs(
         tensors["old_log_probs"] = behavior
     # A large difference of the probabilities would skip the step, and here it is expected.
     return metrics | {"actor/entropy": others["actor/entropy"]}
-
-
-def describe_shift(shift: PolicyShift, staleness: int) -> dict[str, float]:
-    """Return the metrics of a replayed step. staleness: updates since the behavior policy."""
-    return {
-        "replay/staleness": staleness,
-        "replay/kl": shift.kl,
-        "replay/log_ratio_max": shift.log_ratio_max,
-        "replay/ess": shift.ess,
-        "replay/token_ess": shift.token_ess,
-    }
 
 
 def check_sample_size(shift: PolicyShift, step: int, episodes: int, recipe: Recipe) -> None:

@@ -28,7 +28,7 @@ from kit.data.episode import Episode
 from kit.data.fingerprint import Fingerprint
 from kit.data.rollout_files import to_record, write_record
 from kit.errors import RunError
-from kit.runs import checkpoints, files, identity
+from kit.runs import checkpoints, files, identity, isolation
 from kit.runs.console import say
 from kit.runs.stages import Stages
 
@@ -58,8 +58,7 @@ class RunFiles:
         self.report_seconds = 0.0  # to write the last report.html
         self.findings: list[str] = []  # lines of the last report: its first problem
         self.nonfinite_steps = 0  # in a row
-        self.changed_variables: list[str] = []  # environment variables that this run has set
-        self.locks: list[files.FolderLock] = []  # of the folders that no other run may use
+        self.exits = contextlib.ExitStack()  # undoes what the run changed in this process
 
     @property
     def functions(self) -> str:
@@ -79,13 +78,13 @@ class RunFiles:
         with files.explain_write_errors(self.folder):
             for name in ("rollouts", "logs"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
-        self.lock(self.folder)
+        self.exits.callback(files.lock_folder(self.folder).release)
         checkpoint_folder = Path(recipe.trainer.default_local_dir)
         is_inside = checkpoint_folder.absolute().is_relative_to(self.folder.absolute())
         if recipe.trains and not is_inside:
             with files.explain_write_errors(checkpoint_folder):
                 checkpoint_folder.mkdir(parents=True, exist_ok=True)
-            self.lock(checkpoint_folder)
+            self.exits.callback(files.lock_folder(checkpoint_folder).release)
         with files.explain_write_errors(self.folder):
             for path in sorted(self.folder.glob("*.jsonl")):
                 if json_lines.drop_incomplete_line(path):
@@ -111,25 +110,14 @@ class RunFiles:
                 line = {"after_step": self.saved_step, "changes": texts}
                 out.write(json.dumps(line).encode() + b"\n")
 
-    def lock(self, folder: Path) -> None:
-        """Keep other runs out of a folder until this one ends. Raises RunError."""
-        lock = files.FolderLock(folder)
-        lock.acquire()
-        self.locks.append(lock)
-
     def close(self) -> None:
         """Undo what the run changed in this process, and unlock its folders."""
-        for name in self.changed_variables:
-            os.environ.pop(name, None)
-        for lock in self.locks:
-            lock.release()
+        self.exits.close()
 
     def set_env(self, **variables: str | Path) -> None:
         """Set environment variables that are not set, until the run ends."""
-        for name, value in variables.items():
-            if name not in os.environ:
-                os.environ[name] = str(value)
-                self.changed_variables.append(name)
+        new = {name: str(value) for name, value in variables.items() if name not in os.environ}
+        self.exits.enter_context(isolation.change_environment(new))
 
     # --- checkpoints and the export ---
 
@@ -159,20 +147,21 @@ class RunFiles:
         """
         if self.checkpoint is None:
             raise RunError(
-                f"No step up to {self.recipe.trainer.total_training_steps} was completed, so there "
-                f"is nothing to export. See {self.folder}/rollouts and {self.folder}/nonfinite for "
-                "the reason."
+                "No step was completed, so there is nothing to export. See "
+                f"{self.folder}/rollouts and {self.folder}/nonfinite for the reason."
             )
         from kit.runs.export import export
 
         self.stages.end_shutdown()
         target = self.folder / "export"
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.stages.stage("export"))
-            stack.enter_context(files.explain_write_errors(target))
-            log = stack.enter_context((self.folder / "logs" / "export.log").open("w"))
-            stack.enter_context(contextlib.redirect_stdout(log))
-            stack.enter_context(contextlib.redirect_stderr(log))
+        log = self.folder / "logs" / "export.log"
+        with (
+            self.stages.stage("export"),
+            files.explain_write_errors(target),
+            log.open("w") as out,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(out),
+        ):
             try:
                 export(self.checkpoint, target)
             except SafetensorError as error:  # also for a full disk
@@ -180,16 +169,17 @@ class RunFiles:
                     f"{target} cannot be written: {error}. Free space there, then rerun the same "
                     "command"
                 ) from error
-        self.complete_export()
-
-    def complete_export(self) -> None:
-        """Let features add files to the export. An error is printed and does not end the run."""
-        try:
+        with self.explain_failure("The export is complete, but has no card", log):
             for feature in self.recipe.features:
                 feature.write_export(self.recipe, self.folder)
+
+    @contextlib.contextmanager
+    def explain_failure(self, message: str, log: Path) -> Iterator[None]:
+        """Print an error of the block, which does not end the run. Its traceback is in the log."""
+        try:
+            yield
         except Exception as error:
-            log = self.folder / "logs" / "export.log"
-            say(f"The export is complete, but has no card ({error!r:.200}). See {log}")
+            say(f"{message} ({error!r:.200}). See {log}")
             with contextlib.suppress(OSError), log.open("a") as out:  # the disk may be full
                 out.write(traceback.format_exc())
 
@@ -207,9 +197,10 @@ class RunFiles:
         tasks: of the row files. before: episodes that the file already holds. Only the last
         env.keep_rollouts files of steps stay.
         """
-        with contextlib.ExitStack() as stack:
-            out = stack.enter_context(self.open_rollouts(name, appends=bool(before)))
-            failures = stack.enter_context(files.append_or_restore(self.folder / "failures.jsonl"))
+        with (
+            self.open_rollouts(name, appends=bool(before)) as out,
+            files.append_or_restore(self.folder / "failures.jsonl") as failures,
+        ):
             for episode in episodes:
                 record = to_record(episode, *episode.record_index)
                 if episode.record_index.task >= len(tasks):
@@ -304,14 +295,9 @@ class RunFiles:
         if not has_metrics and not any((self.folder / "rollouts").iterdir()):
             return
         begin = time.monotonic()
-        try:
+        log = self.folder / "logs" / "report.log"
+        with self.explain_failure("report.html was not written", log):
             reports = [feature.write_report(self.folder) for feature in self.recipe.features]
             self.findings = list(itertools.chain.from_iterable(reports))
-        except Exception as error:
-            log = self.folder / "logs" / "report.log"
-            say(f"report.html was not written ({error!r:.200}). See {log}")
-            with contextlib.suppress(OSError):  # the disk may be full
-                log.write_text(traceback.format_exc())
-        else:
             self.report_written_at = time.monotonic()
             self.report_seconds = time.monotonic() - begin

@@ -61,8 +61,8 @@ class RunLog:
 
     def open(self) -> None:
         """Open the recipe's trackers (trainer.logger), if there are any. Raises RunError."""
-        set_env = self.files.set_env
-        set_env(TENSORBOARD_DIR=self.folder / f"tensorboard{self.suffix}", WANDB_DIR=self.folder)
+        tensorboard = self.folder / f"tensorboard{self.suffix}"
+        self.files.set_env(TENSORBOARD_DIR=tensorboard, WANDB_DIR=self.folder)
         names = self.recipe.get("trainer.logger") or []
         if FILE in names:  # verl's own would empty the file of a run that resumes
             path = self.folder / f"tracking{self.suffix}.jsonl"
@@ -171,7 +171,7 @@ class RunLog:
         if episodes and interval > 0 and step % interval == 0:
             print_examples(episodes, 1)
 
-    def print_result(self, scores: Mapping[str, float], is_replay: bool = False) -> None:
+    def print_result(self, scores: Mapping[str, float]) -> None:
         """Print the scores of the first and the last evaluation."""
         minutes = (time.monotonic() - self.stages.started_at) / 60
         say(f"\nFinished in {minutes:.1f} min. The run is in {self.folder}/")
@@ -184,11 +184,6 @@ class RunLog:
         if names:
             say("    In brackets: 95% intervals over other rows. Another seed can differ by more.")
         say(f"    checkpoint {self.files.checkpoint}, Hugging Face folder {self.folder}/export")
-        if is_replay:
-            say("Next: score the held-out rows, with the recipe of this run:")
-            model = f"actor_rollout_ref.model.path={self.folder}/export"
-            name = f"trainer.experiment_name={self.folder.name}_scores"
-            say(f"    python algorithm.py --config RECIPE evaluate {model} {name}")
 
     def print_findings(self) -> None:
         """Print the first problem that the report of the run found, and where the report is."""

@@ -48,7 +48,6 @@ class StopReason(enum.Enum):
     SIGNAL = enum.auto()  # Ctrl-C or SIGTERM
     LOST_PROCESS = enum.auto()  # a process or a Gym server is lost
     STAGE_TIMEOUT = enum.auto()  # a stage made no progress for trainer.stage_timeout_s
-    SHUTDOWN_TIMEOUT = enum.auto()  # the processes did not end in SHUTDOWN_TIMEOUT_S
 
 
 class Monitor(Protocol):
@@ -148,7 +147,7 @@ class Stages:
     def handle_alarm(self, *_: object) -> None:
         """Handle SIGALRM: a timeout has passed, or `report_lost` was called."""
         if self.is_closing:
-            self.stop(StopReason.SHUTDOWN_TIMEOUT)
+            self._exit_after_timeout()
         if not self.current_stage:
             return  # the next stage checks `lost_process`
         if self.loop_stop:
@@ -169,15 +168,12 @@ class Stages:
     def stop(self, reason: StopReason) -> None:
         """Raise Stop, or stop this thread's event loop; then `stage` raises Stop.
 
-        Only the first call has an effect, since the first reason is the cause. SHUTDOWN_TIMEOUT
-        ends the process.
+        Only the first call has an effect, since the first reason is the cause.
 
         Raising inside a loop is not safe. The exception of a signal handler may replace a callback
         that the loop has already taken from its queue. The task that waits for this callback could
         then neither end nor be cancelled.
         """
-        if reason is StopReason.SHUTDOWN_TIMEOUT:
-            self._exit_after_timeout()
         if self.loop_stop:
             return
         self.ending = self._make_stop(reason)

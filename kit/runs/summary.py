@@ -6,8 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import yaml
-
 from env import Json
 from kit.config import adapters, checks
 from kit.config.keys import find_changes, is_below
@@ -112,27 +110,10 @@ def describe_other_models(recipe: Recipe) -> list[str]:
 
 
 def describe_functions(recipe: Recipe) -> list[str]:
-    """The custom reward, filters and sampler with their settings, on one line."""
+    """The custom reward, filters and sampler with their settings."""
     section = recipe.env
-    functions: dict[str, Sequence[str | Json | None]] = {
-        "reward": [section.reward],
-        "filters": section.filters or [],
-        "sampler": [section.sampler],
-    }
-    parts: list[str] = []
-    for key, specs in functions.items():
-        names = [describe_function(spec) for spec in specs if spec]
-        if names:
-            parts.append(f"{key if parts else key.ljust(11)} {', '.join(names)}")
-    return ["; ".join(parts)] if parts else []
-
-
-def describe_function(spec: str | Json) -> str:
-    """The name and the settings of a custom function."""
-    settings = {"function": spec} if isinstance(spec, str) else dict(spec)
-    name = str(settings.pop("function"))
-    text = yaml.safe_dump(settings, default_flow_style=True, width=1000).strip()
-    return f"{name} {text}" if settings else name
+    functions = {"reward": section.reward, "filters": section.filters, "sampler": section.sampler}
+    return [f"{key.ljust(11)} {spec}" for key, spec in functions.items() if spec]
 
 
 def describe_verifiers(recipe: Recipe, inputs: RunInputs) -> list[str]:

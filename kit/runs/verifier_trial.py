@@ -11,7 +11,7 @@ from pathlib import Path
 
 import gym_client
 from env import Task
-from gym_client import RUNS_EPISODES, GymError, VerifyResult
+from gym_client import RUNS_EPISODES, GymError
 from kit.config.recipe import Recipe
 from kit.data.episode import ParsedResponse
 from kit.data.ground_truths import (
@@ -48,21 +48,17 @@ def try_verifiers(
 
     The responses are `response` and, if the verifier is a function and the row's ground truth has a
     short expected answer, forms of this answer. scales: gets the scales that this shows. A further
-    line counts the rows without a ground truth, if other rows of the function have one, and one
-    counts the data sources after the first MAX_SOURCES, which are not tried. Raises
+    line counts the rows without a ground truth, if other rows of the function have one. Raises
     UserFunctionError.
     """
     lines: list[str] = []
     if not specs:
         return lines
-    required: Sequence[str] = ()  # nothing else adds these
-    if recipe.get("algorithm.adv_estimator") == "gdpo" and not recipe.env.reward:
-        required = list(recipe.algorithm.gdpo_reward_keys)
     with tempfile.TemporaryDirectory() as logs, make_runner() as runner:
         for name, spec in specs.items():
             own_tasks = [task for task in tasks if task.server == name]
             pool = Pool(spec, recipe, Path(logs))
-            lines += runner.run(try_verifier(pool, own_tasks, required, scales, response))
+            lines += runner.run(try_verifier(pool, own_tasks, scales, response))
     return lines
 
 
@@ -124,14 +120,12 @@ def select_tasks(tasks: Sequence[Task]) -> list[Task]:
 async def try_verifier(
     pool: Pool,
     tasks: Sequence[Task],
-    required: Sequence[str],
     scales: Scales | None = None,
     response: str = RESPONSE,
 ) -> list[str]:
     """Start a verifier and call it for some of its tasks. Returns lines for the summary.
 
-    required: the reward components that it must return. scales: as of `try_verifiers`. Raises
-    UserFunctionError.
+    scales: as of `try_verifiers`. Raises UserFunctionError.
     """
     lines: list[str] = []
     missing: list[str] = []  # row ids
@@ -139,16 +133,13 @@ async def try_verifier(
         kind = await pool.kind()
         if kind == "verify":
             missing = [task.row_id for task in tasks if is_missing(task.row)]
-        selected = select_tasks(tasks)
-        for task in selected[:MAX_SOURCES]:
-            call = functools.partial(call_function, pool, task, required)
+        for task in select_tasks(tasks)[:MAX_SOURCES]:
+            call = functools.partial(call_function, pool, task)
             lines.append(await try_row(task, call, kind, scales, response))
     except GymError as error:
         raise UserFunctionError(f"{pool.spec.key}={error}") from None
     finally:
         await pool.close()
-    if len(selected) > MAX_SOURCES:
-        lines.append(f"{len(selected) - MAX_SOURCES:,} more data sources are not tried.")
     if 0 < len(missing) < len(tasks):
         lines.append(
             f"{len(missing):,} of {len(tasks):,} rows have no ground truth ({missing[0]}). If the "
@@ -180,7 +171,8 @@ async def try_row(
     rewards: dict[str, float | None] = {}
     for response in responses:
         rewards[response] = await verify(response)
-        if is_usual(rewards[response], scale):
+        reward = rewards[response]
+        if reward is None or (scale.tells_apart and are_equal([reward, scale.full])):
             break
     best = max(rewards, key=lambda response: rank(rewards[response]))
     right = rewards[best]
@@ -197,11 +189,6 @@ async def try_row(
     if not are_equal([scale.full, UNKNOWN.full]):
         line += f". A reward of {scale.full:g} counts as right (acc, pass@k)"
     return line
-
-
-def is_usual(reward: float | None, scale: RewardScale) -> bool:
-    """Whether a reward is the full one of a scale. A masked one is not known."""
-    return reward is None or (scale.tells_apart and are_equal([reward, scale.full]))
 
 
 def rank(reward: float | None) -> float:
@@ -238,13 +225,8 @@ def list_forms(prompt: str) -> list[str]:
     return [f"{''.join(parts)}<{tags[-1]}>\n{{}}\n</{tags[-1]}>", *FORMS]
 
 
-async def call_function(
-    pool: Pool, task: Task, required: Sequence[str], response: str
-) -> float | None:
-    """Verify a response to the row of a task -> its reward. Raises UserFunctionError.
-
-    required: the reward components that the verifier must return.
-    """
+async def call_function(pool: Pool, task: Task, response: str) -> float | None:
+    """Verify a response to the row of a task -> its reward. Raises UserFunctionError."""
     try:
         session = await pool.open_session(task.row)
         verify = session.verify if session.kind == "verify" else session.step
@@ -256,13 +238,4 @@ async def call_function(
             return None
         trial = f"(tried on row {task.row_id} with the response {response!r})"
         raise UserFunctionError(f"{pool.spec.key}={error} {trial}") from None
-    if isinstance(result, VerifyResult):
-        missing = [name for name in required if name not in result.components]
-        if missing:
-            names = ", ".join(sorted(result.components)) or "none"
-            raise UserFunctionError(
-                f"algorithm.gdpo_reward_keys has {missing[0]}, but {pool.spec.key} returned the "
-                f"reward components {names} (tried on row {task.row_id}). Let it return "
-                f"{missing[0]} each time, or change the key."
-            )
     return result.reward

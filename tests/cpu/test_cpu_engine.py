@@ -19,7 +19,6 @@ from tests.helpers.workers import make_episode
 # {case: groups}; a group is (length of the prompt, lengths of its responses)
 GROUPS = {
     "ragged": [(5, [1, 7, 3]), (60, [64, 65]), (1, [2])],
-    "one token": [(1, [1])],
     "no response": [(4, [0, 3, 0]), (2, [0])],
     "long": [(30, [2000, 1, 500]), (600, [90])],
     "many": [(20, [40] * 70)],

@@ -238,7 +238,7 @@ def test_every_feature_that_a_recipe_turns_on_is_tested():
     needed = {entry.module for entry in features.ENTRIES if not entry.is_optional}
     needed |= {"extras.images", "extras.sft"}
     tested = {f"extras.{name.removesuffix('.py')}" for name in CHANGES}
-    assert needed - tested == {"kit.cpu.preload"}  # the last test deletes it
+    assert needed - tested == {"kit.cpu.fork_server"}  # the last test deletes it
 
 
 def test_a_command_without_its_module_is_one_error(bare, driver):

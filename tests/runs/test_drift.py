@@ -7,13 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.runs.drift import METRIC, DriftWatch, find_drift
-from kit.runs.finite_check import MAX_PROBS_DIFF
 
 
 def make_recipe(**rollout) -> Any:
@@ -44,24 +42,12 @@ def test_noise_at_one_level_never_warns(level, noise):
     assert find_drift([level * factor for factor in noise]) is None
 
 
-@given(level=st.floats(1e-8, 0.01), seed=st.integers(0, 1000), steps=st.integers(20, 200))
-def test_a_growing_difference_is_found_long_before_a_step_is_skipped(level, seed, steps):
-    """It grows to the threshold that skips a step, with noise of +-50%."""
-    noise = np.random.default_rng(seed).uniform(0.5, 1.5, steps)
-    values = np.geomspace(level, MAX_PROBS_DIFF, steps) * noise
-    found = [count for count in range(steps + 1) if find_drift(values[:count])]
-    assert found and values[found[0] - 5 : found[0]].mean() < MAX_PROBS_DIFF
-
-
 @pytest.mark.parametrize(
     ("values", "is_drift"),
     [
-        ([0.002] * 10, False),
-        ([0.002] * 9 + [0.09], False),  # one step
-        ([0.002] * 8 + [0.09] * 2, False),
+        ([0.002] * 8 + [0.09] * 2, False),  # two steps
         ([0.002] * 5 + [0.007] * 5, True),
         ([1e-6] * 5 + [1e-3] * 5, False),  # float32: still less than bf16 rounds
-        ([0.02, 0.02, 0.01] * 10, False),
         ([0.02] * 10 + [0.001] * 10, False),  # it falls
         ([float("nan")] * 5 + [0.002] * 5 + [0.02] * 5, True),
         ([0.002] * 4 + [0.05] * 5, False),  # too few steps
@@ -71,14 +57,6 @@ def test_only_a_lasting_growth_is_a_drift(values, is_drift):
     assert (find_drift(values) is not None) is is_drift
 
 
-def test_the_console_warns_once(tmp_path):
-    lines, steps = watch(tmp_path, [0.002] * 5 + [0.003] * 5 + [0.02] * 20)
-    assert steps == [13]
-    assert lines[0].startswith(
-        f"WARNING     {METRIC} grew from 0.002 to 0.02 (median of 5 steps): rollout engine"
-    )
-
-
 def test_a_resumed_run_compares_with_the_steps_before(tmp_path):
     """The resumed run repeats the last two steps, whose old values do not count."""
     assert watch(tmp_path, [0.002] * 8 + [0.5] * 2) == ([], [])
@@ -86,14 +64,6 @@ def test_a_resumed_run_compares_with_the_steps_before(tmp_path):
     assert len(lines) == 1 and steps == [13]
 
 
-def test_steps_without_the_metric_are_left_out(tmp_path):
-    lines: list[str] = []
-    drift = DriftWatch(make_recipe(), tmp_path, lines.append)
-    for step in range(30):
-        drift.record(step, {"actor/lr": 1.0})
-    assert lines == []
-
-
-@pytest.mark.parametrize("rollout", [{"top_p": 0.9}, {"repetition_penalty": 1.1}])
-def test_there_is_no_warning_if_the_engine_samples_from_other_probabilities(tmp_path, rollout):
-    assert watch(tmp_path, [0.002] * 5 + [0.05] * 20, make_recipe(**rollout)) == ([], [])
+def test_there_is_no_warning_if_the_engine_samples_from_other_probabilities(tmp_path):
+    recipe = make_recipe(repetition_penalty=1.1)
+    assert watch(tmp_path, [0.002] * 5 + [0.05] * 20, recipe) == ([], [])

@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 
 from kit.errors import Stop
-from kit.runs import cli
 from kit.runs.console import Display
 from kit.runs.event_loops import make_runner
 from kit.runs.stages import Stages
-from tests.helpers.recipes import CPU, RECIPE, tiny
 
 # A process that the kernel ends together with the thread that started it.
 DIES_WITH_PARENT = """
@@ -27,10 +25,6 @@ ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 for line in sys.stdin:
     print(line, end="", flush=True)
 """
-
-
-def call_directly(function: Callable[[], Any]) -> Any:
-    return function()
 
 
 def call_in_loop(function: Callable[[], Any]) -> Any:
@@ -52,11 +46,12 @@ def call_in_loop_of_thread(function: Callable[[], Any]) -> Any:
     return call_in_thread(lambda: call_in_loop(function))
 
 
-CALLERS = [call_directly, call_in_loop, call_in_thread, call_in_loop_of_thread]
-every_caller = pytest.mark.parametrize("call", CALLERS)
+THREADS = (call_in_thread, call_in_loop_of_thread)
 
 
-@every_caller
+@pytest.mark.parametrize(
+    "call", [call_in_loop, *(pytest.param(f, marks=pytest.mark.soak) for f in THREADS)]
+)
 def test_coroutines_run_one_after_the_other_in_every_caller(call: Callable) -> None:
     async def echo(text: bytes) -> bytes:
         if "process" not in state:
@@ -85,29 +80,6 @@ def test_coroutines_run_one_after_the_other_in_every_caller(call: Callable) -> N
 
     state: dict[str, Any] = {}
     assert call(use) == [b"one\n", b"two\n", 0]
-
-
-@every_caller
-def test_tasks_that_are_left_are_cancelled_at_the_end(call: Callable) -> None:
-    ended = []
-
-    async def linger() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append("lingering")
-
-    async def begin() -> None:
-        tasks.append(asyncio.create_task(linger()))
-        await asyncio.sleep(0)
-
-    def use() -> None:
-        with make_runner() as runner:
-            runner.run(begin())
-
-    tasks: list[asyncio.Task] = []
-    call(use)
-    assert ended == ["lingering"]
 
 
 def test_a_stop_in_a_notebook_cancels_the_work(tmp_path: Path) -> None:
@@ -167,35 +139,6 @@ def test_a_run_in_a_thread_changes_no_signal(tmp_path: Path) -> None:
 
     signums = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
     before = [signal.getsignal(signum) for signum in signums]
-    for call in (call_in_thread, call_in_loop_of_thread):
+    for call in THREADS:
         assert call(use) == 0.0
     assert [signal.getsignal(signum) for signum in signums] == before
-
-
-@pytest.fixture
-def failing_verifier(workspace: Path, tmp_path: Path) -> str:
-    path = tmp_path / "reward.py"
-    path.write_text("def compute_score(*args, **kwargs):\n    raise KeyError('of the verifier')\n")
-    return f"env.verifier={path}:compute_score"
-
-
-def test_a_recipe_that_cannot_run_has_the_message_of_the_command_in_a_notebook(
-    workspace: Path, failing_verifier: str
-) -> None:
-    """The command prints the text of these exceptions."""
-    expected = {
-        "trainer.nnodes=0": "trainer.nnodes=0 must be",
-        "trainer.save_frq=1": "Did you mean trainer.save_freq?",
-        failing_verifier: "'of the verifier' (tried on row ",
-    }
-
-    def use() -> list[str]:
-        texts = []
-        for change in expected:
-            with pytest.raises(cli.EXPECTED_ERRORS) as raised:
-                cli.plan([str(CPU), str(RECIPE)], tiny(workspace, change))
-            texts.append(str(raised.value))
-        return texts
-
-    for text, part in zip(call_in_loop(use), expected.values(), strict=True):
-        assert part in text and "\n" not in text

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
 from omegaconf import OmegaConf
 from ray._private import accelerators
 
@@ -24,6 +23,7 @@ from kit.errors import RunError
 from kit.rollout import stores
 from kit.runs import isolation
 from tests.helpers.recipes import CLEAN_ENV, ROOT
+from tests.helpers.stack import Stack
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root: it acts as another user")
@@ -58,26 +58,14 @@ def test_another_user_cannot_use_the_folder_of_ray(short_folder: Path) -> None:
     assert isolation.make_ray_folder(str(short_folder / "mine")) == str(ray_folder)
 
 
-def test_the_default_folder_of_ray_belongs_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    folders: list[Path] = []
-    monkeypatch.setattr(isolation, "_make_private", folders.append)
-    assert isolation.make_ray_folder(None) == f"/tmp/kit-{os.getuid()}/ray"
-    assert folders == [Path(f"/tmp/kit-{os.getuid()}")]
-
-
 def test_kernels_that_torch_compiles_are_kept_for_the_next_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """In the run's temporary folder, they would be deleted with it."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code = "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
-    with isolation.use_own_tmpdir() as folder:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        )
-        assert Path(done.stdout.strip()) == tmp_path / "torchinductor"
-        assert not Path(done.stdout.strip()).is_relative_to(folder)
+    with isolation.use_own_tmpdir():
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "torchinductor")
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
     with isolation.use_own_tmpdir():
@@ -89,40 +77,29 @@ NO_HOME = """
 import os, sys
 from pathlib import Path
 os.umask(0o022)
-from kit.errors import RunError
 from kit.runs import isolation
-try:
-    isolation.set_home()
-    with isolation.use_own_tmpdir():
-        print(Path.home(), os.environ["TORCHINDUCTOR_CACHE_DIR"])
-except RunError as error:
-    print(error)
+isolation.set_home()
+with isolation.use_own_tmpdir():
+    print(Path.home(), os.environ["TORCHINDUCTOR_CACHE_DIR"])
 """
 
 
 @needs_root
-@pytest.mark.parametrize(
-    ("variables", "home"),
-    [({}, "/tmp/kit-{user}"), ({"HOME": "/nonexistent"}, "/nonexistent")],
-    ids=["unset", "missing"],
-)
-def test_a_user_without_a_home_folder_gets_one(variables: dict[str, str], home: str) -> None:
+def test_a_user_without_a_home_folder_gets_one() -> None:
     """As in a container that runs with a user id which /etc/passwd does not have."""
     user = 54_321
-    environment = {name: CLEAN_ENV[name] for name in ("PATH",)}
     # The packages may be in a folder that only root can read, so the user changes after imports.
     code = f"import kit.runs.isolation, os; os.setgid({user}); os.setuid({user})\n{NO_HOME}"
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],
-            env=environment | variables | {"PYTHONPATH": str(ROOT)},
+            env={"PATH": CLEAN_ENV["PATH"], "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
         )
-        folder = home.format(user=user)
+        folder = f"/tmp/kit-{user}"
         assert done.stdout == f"{folder} {folder}/.cache/torchinductor\n", done.stderr
-        if not variables:
-            assert Path(folder).stat().st_mode & 0o777 == 0o700
+        assert Path(folder).stat().st_mode & 0o777 == 0o700
     finally:
         shutil.rmtree(f"/tmp/kit-{user}", ignore_errors=True)
 
@@ -137,11 +114,11 @@ def test_the_variables_are_those_of_rays_gpus() -> None:
 @pytest.mark.parametrize(
     ("device", "value"), [("cpu", None), ("cpu", "0,1"), ("cuda", "0")], ids=str
 )
-@pytest.mark.parametrize("name", isolation.VISIBLE_GPUS)
 def test_a_cpu_recipe_does_not_show_ray_which_gpus_are_visible(
-    name: str, value: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+    value: str | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray does not start if the variable lists fewer GPUs than the recipe has logical ones."""
+    name = isolation.VISIBLE_GPUS[0]
     monkeypatch.delenv(name, raising=False)
     if value is not None:
         monkeypatch.setenv(name, value)
@@ -170,9 +147,7 @@ def test_a_folder_of_another_user_is_an_error(short_folder: Path) -> None:
     folder = short_folder / "other"
     folder.mkdir(mode=0o700)
     os.chown(folder, NOBODY, NOBODY)
-    with pytest.raises(
-        RunError, match=rf"{folder} belongs to user {NOBODY}, not to you \(0\), .*\. Set ray_kwargs"
-    ):
+    with pytest.raises(RunError, match=f"belongs to user {NOBODY}, not to you"):
         isolation.make_ray_folder(str(folder))
 
 
@@ -181,18 +156,14 @@ def test_a_folder_that_others_may_enter_or_replace_is_an_error(short_folder: Pat
     (short_folder / "link").symlink_to(short_folder / "mine")
     (short_folder / "file").touch()
     for name in ("link", "file"):
-        with pytest.raises(RunError, match=f"{name} is a symbolic link or a file, so other users"):
+        with pytest.raises(RunError, match=f"{name} is a symbolic link or a file"):
             isolation.make_ray_folder(str(short_folder / name))
     (short_folder / "mine").chmod(0o711)
-    with pytest.raises(
-        RunError, match=r"mine is open to other users \(mode 0711\), .*\. Run `chmod 700 /tmp/"
-    ):
+    with pytest.raises(RunError, match="mine is open to other users"):
         isolation.make_ray_folder(str(short_folder / "mine"))
     (short_folder / "mine").chmod(0o700)
     short_folder.chmod(0o777)
-    with pytest.raises(
-        RunError, match=rf"mine can be replaced by other users, who can write to {short_folder}"
-    ):
+    with pytest.raises(RunError, match="mine can be replaced by other users"):
         isolation.make_ray_folder(str(short_folder / "mine"))
     short_folder.chmod(0o1777)
     isolation.make_ray_folder(str(short_folder / "mine"))
@@ -204,52 +175,18 @@ def test_a_path_that_is_too_long_for_a_socket_is_an_error(
     long_path = str(short_folder / ("x" * 40))
     longest = long_path[: isolation.SOCKET_PATH_LIMIT - len(isolation.RAY_SOCKET)]
     assert isolation.make_ray_folder(longest) == longest + "/ray"
-    with pytest.raises(
-        RunError, match=r"_temp_dir=\S+x has 40 bytes, over 39\. .*\. Set ray_kwargs"
-    ):
+    with pytest.raises(RunError, match="has 40 bytes, over 39"):
         isolation.make_ray_folder(longest + "x")
     longest = long_path[: isolation.SOCKET_PATH_LIMIT - len(isolation.RUN_SOCKET)]
     monkeypatch.setattr(tempfile, "tempdir", longest)
     isolation.check_tmpdir_length()
     monkeypatch.setattr(tempfile, "tempdir", longest + "x")
-    with pytest.raises(
-        RunError, match=r"TMPDIR=\S+x has \d+ bytes, over \d+\. .*\. Set TMPDIR to a"
-    ):
+    with pytest.raises(RunError, match="Set TMPDIR to a shorter path"):
         isolation.check_tmpdir_length()
 
 
 # --- the Ray of a run ----------------------------------------------------------------------------
 
-# Starts Ray as a run does, and prints where it is.
-RUN_SCRIPT = """
-import contextlib, json, os, sys
-from dataclasses import replace
-from pathlib import Path
-
-import ray
-from tests.helpers.recipes import load
-from kit.runs import launch
-from kit.runs.run import Run
-
-launch.import_engine = lambda launch: None  # verl and vLLM, which Ray does not need
-preload = "ray_kwargs.ray_init.runtime_env.env_vars.PRELOAD_MODULES='json ray'"
-temporary = f"ray_kwargs.ray_init._temp_dir={sys.argv[2]}"
-recipe, inputs = load(Path(sys.argv[1]), preload, temporary)
-with Run(replace(recipe, command="sft")) as run, contextlib.ExitStack() as exits:
-    launch.start_servers_and_ray(launch.Launch(run, inputs, exits, policy=None))
-
-    @ray.remote(num_cpus=1)
-    def work():
-        return sys.argv[0], os.environ["TMPDIR"]
-
-    script, temporary = ray.get(work.remote())
-    address = ray.get_runtime_context().gcs_address
-    logs = os.path.realpath(run.folder / "logs" / "ray")
-    report = dict(script=script, temporary=temporary, address=address, logs=logs)
-    print(json.dumps(report | {"token": os.environ["RAY_AUTH_TOKEN"]}), flush=True)
-    sys.stdin.readline()
-print("RAY_AUTH_TOKEN" in os.environ, "RAY_AUTH_MODE" in os.environ)
-"""
 # Connects to a Ray and runs a task.
 DRIVER_SCRIPT = """
 import ray, sys
@@ -272,70 +209,25 @@ def run_driver(address: str, home: Path, **variables: str) -> str:
     return driver.stdout + driver.stderr
 
 
-def list_files_with(text: str, *folders: Path) -> list[Path]:
-    """Return the files below the folders that contain a text."""
-    matching = []
-    for folder in folders:
-        for path in folder.rglob("*"):
-            if path.is_file() and text.encode() in path.read_bytes():
-                matching.append(path)
-    return matching
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
 def test_only_a_driver_with_the_token_can_use_the_ray_of_a_run(
-    workspace: Path, tmp_path: Path, short_folder: Path
+    stack: Stack, tmp_path: Path
 ) -> None:
-    """TMPDIR and the folder of Ray have names that a shell would split."""
-    odd_folder = short_folder / "a $(touch x)"
-    home = tmp_path / "home"
-    odd_folder.mkdir()
-    home.mkdir()
-    environment = {name: value for name, value in CLEAN_ENV.items() if not name.startswith("RAY_")}
-    environment |= {"HOME": str(home), "TMPDIR": str(odd_folder), "PYTHONPATH": str(ROOT)}
-    arguments = [str(workspace), str(short_folder / "r y")]
-    driver = subprocess.Popen(
-        [sys.executable, "-c", RUN_SCRIPT, *arguments],
-        cwd=tmp_path, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert driver.stdin and driver.stdout
-    try:
-        line = next(line for line in driver.stdout if line.startswith("{"))
-        report = json.loads(line)
-        address = report["address"]
-        token = report["token"]
-        logs = Path(report["logs"])
-        assert report["script"].endswith("default_worker.py")
-        assert report["temporary"].startswith(str(odd_folder))
-        assert logs.is_relative_to(short_folder / "r y" / "ray") and list(logs.iterdir())
-        if os.getuid() == 0:
-            assert "Permission denied" in run_as_nobody("ls", logs)
-        wrong_tokens = [
-            {"RAY_AUTH_TOKEN": "0" * 64, "RAY_AUTH_MODE": "token"},
-            {"RAY_AUTH_MODE": "disabled"},
-            {},
-        ]
-        with ThreadPoolExecutor() as pool:
-            right_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-            allowed = pool.submit(run_driver, address, home, **right_token)
-            rejected = []
-            for variables in wrong_tokens:
-                rejected.append(pool.submit(run_driver, address, home, **variables))
-        assert "joined 7" in allowed.result()
-        for variables, output in zip(wrong_tokens, rejected, strict=True):
-            assert "joined" not in output.result(), variables
-            assert "AuthenticationError" in output.result(), variables
-        assert not list_files_with(token, tmp_path, short_folder)
-        assert not (home / ".ray" / "auth_token").exists()
-        for process in psutil.Process(driver.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-                assert token not in " ".join(process.cmdline())
-    finally:
-        printed = driver.communicate("end\n", timeout=60)[0]
-    assert driver.returncode == 0 and printed.split() == ["False", "False"]
-    assert not list(tmp_path.rglob("x")) and not list(short_folder.rglob("x"))
-    assert list(logs.iterdir())  # the logs are kept after the run
+    address = ray.get_runtime_context().gcs_address
+    token = os.environ["RAY_AUTH_TOKEN"]
+    right_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    assert "joined 7" in run_driver(address, tmp_path, **right_token)
+    for variables in ({**right_token, "RAY_AUTH_TOKEN": "0" * 64}, {}):
+        output = run_driver(address, tmp_path, **variables)
+        assert "joined" not in output and "AuthenticationError" in output, variables
+    assert not (tmp_path / ".ray" / "auth_token").exists()
+    logs = (stack.workspace / "runs" / "session" / "logs" / "ray").resolve()
+    if os.getuid() == 0:
+        assert "Permission denied" in run_as_nobody("ls", logs)
+    for path in logs.rglob("*"):
+        assert not path.is_file() or token.encode() not in path.read_bytes(), path
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            assert token not in " ".join(process.cmdline())
 
 
 # --- torch's stores ------------------------------------------------------------------------------
@@ -352,8 +244,6 @@ def list_listening_addresses(port: int) -> list[str]:
 def test_the_store_for_weights_over_gloo_listens_on_one_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import ray
-
     from extras.gloo.engine import GlooCheckpointEngine
 
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
@@ -378,15 +268,6 @@ def test_the_rendezvous_of_torch_on_one_machine_listens_on_loopback() -> None:
     assert torch_stores[1].get("key") == b"value"
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("127.0.0.2", True),
-        ("::1", True),
-        ("localhost", True),
-        ("10.0.0.7", False),
-        ("node-7", False),
-    ],
-)
-def test_only_addresses_of_this_machine_are_loopback(host: str, expected: bool) -> None:
-    assert stores.is_loopback(host) == expected
+def test_only_addresses_of_this_machine_are_loopback() -> None:
+    assert stores.is_loopback("127.0.0.2") and stores.is_loopback("localhost")
+    assert not stores.is_loopback("10.0.0.7") and not stores.is_loopback("node-7")

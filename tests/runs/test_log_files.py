@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from kit.runs import log_files
@@ -55,17 +53,10 @@ def test_a_dead_worker_is_named_with_rays_reason_and_the_tail_of_its_log(tmp_pat
     )
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        ("ray::f()\n  File x\nValueError: bad\n", "ValueError: bad"),
-        ("no name\nof an error", "no name of an error"),
-        ("", "RuntimeError('')"),
-    ],
-)
-def test_any_other_error_is_reported_in_one_line(tmp_path, error, expected):
-    cause = log_files.find_root_cause(RuntimeError(error), tmp_path)
-    assert cause == f"{expected}. Worker logs: {tmp_path}"
+def test_any_other_error_is_reported_in_one_line(tmp_path):
+    error = RuntimeError("ray::f()\n  File x\nValueError: bad\n")
+    cause = log_files.find_root_cause(error, tmp_path)
+    assert cause == f"ValueError: bad. Worker logs: {tmp_path}"
 
 
 def test_a_long_error_is_cut(tmp_path):
@@ -74,14 +65,3 @@ def test_a_long_error_is_cut(tmp_path):
     cause = log_files.find_root_cause(RuntimeError(error), tmp_path)
     assert cause.startswith("Task was killed due to the node running low on memory. 1 2.5 python")
     assert len(cause) < 700 + len(str(tmp_path))
-
-
-def test_the_newest_log_that_is_not_empty_is_reported(tmp_path):
-    assert log_files.read_newest_log_tail(tmp_path) == f"See the logs in {tmp_path}"
-    (tmp_path / "ray").mkdir()
-    logs = {"8.out": "", "7.out": "asleep\n", "7.err": "a\nlonger\nlog\n"}
-    for age, (name, text) in enumerate(logs.items()):
-        path = tmp_path / "ray" / f"worker-abc-01000000-{name}"
-        path.write_text(text)
-        os.utime(path, (1e9 - age, 1e9 - age))
-    assert log_files.read_newest_log_tail(tmp_path).endswith("7.out: asleep")

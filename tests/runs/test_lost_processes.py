@@ -5,12 +5,8 @@ Tests marked `soak` take long. `make soak` runs them.
 
 from __future__ import annotations
 
-import json
 import re
 import signal
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -103,104 +99,3 @@ def test_a_run_ends_if_the_engine_dies_in_the_weight_sync(workspace):
     last = run.output.splitlines()[-1]
     print(f"ended after {seconds:.1f} s: {last[:300]}")
     assert re.search(r"error: stage update_weights: .*vLLM's (engine|EngineCore)", last), last
-
-
-class HangingServer(BaseHTTPRequestHandler):
-    """A Gym server whose verifier accepts connections and never answers."""
-
-    def reply(self, body: dict) -> None:
-        self.rfile.read(int(self.headers.get("content-length") or 0))
-        data = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def do_GET(self):
-        self.reply({"paths": {"/verify": {"post": {}}}})
-
-    def do_POST(self):
-        if self.path == "/verify":
-            self.server.verifications += 1
-            time.sleep(3600)
-        self.reply({})
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.mark.soak
-def test_a_verifier_that_never_answers_ends_the_run(workspace):
-    listener = ThreadingHTTPServer(("127.0.0.1", 0), HangingServer)
-    listener.daemon_threads = True
-    listener.verifications = 0
-    threading.Thread(target=listener.serve_forever, daemon=True).start()
-    changes = [
-        "gym.servers.reasoning_gym.start=null",
-        "trainer.val_before_train=false",
-        "gym.timeout_s=20",
-        "gym.concurrency=64",
-        f"gym.servers.reasoning_gym.url=http://127.0.0.1:{listener.server_port}",
-    ]
-    with LiveRun(workspace, "unverified", *changes) as run:
-        run.until(lambda: listener.verifications)
-        seconds = run.end(1)
-    listener.shutdown()
-    print(f"ended {seconds:.1f} s after the first call: {run.output.splitlines()[-1][:300]}")
-    assert re.search(r"error: .*episodes failed \(\d+ timeout\)", run.output), run.output[-2000:]
-
-
-@pytest.mark.soak
-def test_a_stopped_gym_server_ends_the_run(workspace):
-    with LiveRun(workspace, "asleep", "gym.timeout_s=20", "gym.concurrency=64") as run:
-        run.until_step(2)
-        run.signal(r"server_process\.py", signal.SIGSTOP)
-        time.sleep(10)
-        run.signal(r"server_process\.py", signal.SIGCONT)
-        run.until_step(max(run.steps()) + 3)
-        assert max(list_failed_fractions(run)) == 0
-        run.signal(r"server_process\.py", signal.SIGSTOP)
-        seconds = run.end(1)
-    print(
-        f"ended {seconds:.1f} s after SIGSTOP of the Gym server: "
-        f"{run.output.splitlines()[-1][:300]}"
-    )
-    assert re.search(r"error: .*episodes failed \(.*timeout", run.output), run.output[-2000:]
-
-
-SLEEPY_LOSS = """
-import time
-
-import ray
-
-
-def loss(
-    old_log_prob,
-    log_prob,
-    advantages,
-    response_mask,
-    loss_agg_mode,
-    config,
-    rollout_is_weights=None,
-):
-    if not ray.is_initialized():  # a trial, before the workers start
-        return -(advantages * log_prob).sum(), {}
-    print("asleep", flush=True)
-    time.sleep(600)
-"""
-
-
-@pytest.mark.soak
-def test_a_stage_without_progress_ends_a_whole_run(workspace):
-    """The loss function sleeps. All processes are alive, so only the stage timeout ends the run."""
-    (workspace / "sleepy.py").write_text(SLEEPY_LOSS)
-    changes = [
-        "actor_rollout_ref.actor.policy_loss.loss_mode=sleepy.py:loss",
-        "trainer.stage_timeout_s=100",
-    ]
-    with LiveRun(workspace, "stuck", *changes) as run:
-        run.until(lambda: "update_actor" in run.output or bool(run.processes("update_actor")))
-        seconds = run.end(1)
-    print(f"ended after {seconds:.1f} s")
-    timeout = r"made no progress for 100 s \(trainer.stage_timeout_s\)\. .*asleep"
-    assert re.search(rf"error: Stage 'update_actor' {timeout}", run.output)

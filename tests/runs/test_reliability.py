@@ -5,16 +5,12 @@ Tests marked `soak` take long. `make soak` runs them.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
-import torch
 
 from tests.helpers.recipes import metrics_of, tiny
 from tests.helpers.runs import SECRET, UNEQUAL, LiveRun, assert_same_checkpoints, assert_same_steps
@@ -178,15 +174,6 @@ def test_two_concurrent_runs_do_not_affect_each_other(workspace):
 
 
 @pytest.mark.soak
-def test_ctrl_c_while_starting_leaves_nothing(workspace):
-    with LiveRun(workspace, "early") as run:
-        run.until(lambda: "Starting training workers" in run.output)
-        time.sleep(3)  # Ray has started, and the workers and vLLM are starting
-        os.killpg(run.process.pid, signal.SIGINT)  # a terminal sends it to the whole group
-        run.end(130, patience=60.0)
-
-
-@pytest.mark.soak
 def test_a_second_ctrl_c_ends_the_run_immediately(workspace):
     with LiveRun(workspace, "twice") as run:
         run.until(lambda: bool(run.processes("raylet")))
@@ -197,66 +184,3 @@ def test_a_second_ctrl_c_ends_the_run_immediately(workspace):
         seconds = run.end(130, patience=10.0)
     print(f"ended {seconds:.1f} s after the second Ctrl-C")
     assert seconds < 5.0
-
-
-def has_match(folder: Path, pattern: re.Pattern[str]) -> bool:
-    """Whether the path of any file below a folder matches a pattern."""
-    return any(pattern.search(str(path)) for path in folder.rglob("*"))
-
-
-@pytest.mark.soak
-def test_a_run_that_is_killed_in_a_save_resumes_from_a_complete_checkpoint(workspace):
-    """All processes get SIGKILL, at three moments of a save. Then the run resumes and ends."""
-    changes = ["trainer.save_freq=1", "trainer.total_training_steps=9"]
-    for moment in (r"saving_2$", r"saving_4/actor$", r"saving_6/actor/optim.*"):
-        with LiveRun(workspace, "killed", *changes) as run:
-            pattern = re.compile(moment)
-            folder = run.folder / "checkpoints"
-            run.until(lambda p=pattern, f=folder: has_match(f, p))
-            for process in run.processes():
-                with contextlib.suppress(psutil.NoSuchProcess):  # it ended with another process
-                    process.kill()
-            run.process.wait()
-    with LiveRun(workspace, "killed", *changes) as run:
-        run.process.wait(timeout=300)
-        run.end(0)
-    assert "saving_6 is not complete and is not used: it has no manifest.json" in run.output
-    assert run.steps() == list(range(1, 10))
-
-
-@pytest.mark.soak
-def test_a_kv_cache_larger_than_memory_is_a_one_line_error(workspace):
-    change = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=10000000000000"
-    with LiveRun(workspace, "kv", change) as run:
-        run.end(1, patience=240.0)
-    assert re.match(
-        r"error: stage start: vLLM did not start: ValueError: .*kv",
-        run.output.strip().splitlines()[-1],
-    )
-
-
-@pytest.mark.soak
-def test_a_lora_adapter_is_sent_to_vllm_and_merged_into_the_export(workspace):
-    from transformers import AutoModelForCausalLM
-
-    changes = ["actor_rollout_ref.model.lora.merge=false", "actor_rollout_ref.actor.optim.lr=0.03"]
-    changes += ["actor_rollout_ref.model.lora_rank=8", "trainer.total_training_steps=3"]
-    with LiveRun(workspace, "lora", *changes, files=("--config", "lora")) as run:
-        run.process.wait(timeout=300)
-        run.end(0)
-    steps = [m for m in metrics_of(run.folder) if "critic/rewards/mean" in m]
-    assert all(
-        m["actor/grad_norm"] > 0 and m["training/rollout_probs_diff_max"] < 1e-3 for m in steps
-    )
-    base = AutoModelForCausalLM.from_pretrained(workspace / "tied")
-    trained = AutoModelForCausalLM.from_pretrained(run.folder / "export")
-    assert (run.folder / "export" / "lora_adapter" / "adapter_model.safetensors").is_file()
-    weight = "model.layers.0.mlp.up_proj.weight"
-    change = trained.state_dict()[weight] - base.state_dict()[weight]
-    singular = torch.linalg.svdvals(change.float())
-    # the change has rank 8, up to rounding in bf16
-    assert singular[7] > 0.05 * singular[0] and singular[8] < 0.02 * singular[0]
-    untouched = base.state_dict()["model.embed_tokens.weight"]
-    assert torch.equal(
-        untouched.to(trained.dtype), trained.state_dict()["model.embed_tokens.weight"]
-    )

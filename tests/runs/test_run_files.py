@@ -6,23 +6,20 @@ import builtins
 import errno
 import io
 import os
-import resource
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
 import algorithm
 import training
-from kit.data.episode import Episode
 from kit.data.json_lines import read_metrics, read_objects
-from kit.data.metrics import compute_validation_metrics
-from kit.errors import RunError
-from kit.runs import checkpoints, cli, export, files, finite_check
+from kit.errors import RunError, remove_control_characters
+from kit.runs import checkpoints, cli, export, finite_check
+from kit.runs.console import say
 from kit.runs.launch import Started
 from kit.runs.run import Run
 from tests.helpers.recipes import ROOT, load
@@ -184,19 +181,17 @@ def test_a_full_disk_at_any_write_is_a_one_line_error_and_loses_nothing(
         subprocess.run(["rm", "-r", folder], check=False)
     else:
         raise AssertionError("no run was complete")
-    print(f"full at {room - 1} writes; {sorted(unwritten)}")
     assert room > 40 and any("metrics.jsonl" in text for text in unwritten), unwritten
 
 
-@pytest.mark.parametrize("part", [b'{"step": 2, "rollout/rew', b"\x00\xff}"])
-def test_an_incomplete_line_is_removed_and_the_run_resumes(command, tmp_path, capsys, part):
+def test_an_incomplete_line_is_removed_and_the_run_resumes(command, tmp_path, capsys):
     assert command() == ""
     folder = tmp_path / "runs" / "tiny"
     (folder / "export" / checkpoints.EXPORTED).unlink()
     before = (folder / "metrics.jsonl").read_bytes()
     for name in ("metrics", "failures"):
         with (folder / f"{name}.jsonl").open("ab") as out:
-            out.write(part)
+            out.write(b'{"step": 2, "rollout/rew')
     capsys.readouterr()
     assert command() == ""
     output = capsys.readouterr().out
@@ -205,99 +200,40 @@ def test_an_incomplete_line_is_removed_and_the_run_resumes(command, tmp_path, ca
     assert_complete_lines(folder)
 
 
-@pytest.mark.parametrize(
-    ("code", "path"), [(errno.ENOSPC, None), (errno.EROFS, "runs/tiny/rollouts.jsonl")]
-)
-def test_a_failed_write_anywhere_in_a_run_is_a_one_line_error(command, monkeypatch, code, path):
+def test_a_failed_write_anywhere_in_a_run_is_a_one_line_error(command, monkeypatch):
     """A library or a command may have written the file."""
 
     def fail(*_, **__):
-        raise OSError(code, os.strerror(code), path)
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "rollouts.jsonl")
 
     monkeypatch.setattr("kit.runs.launch.start", fail)
-    message = command()
-    name = path or "the run's folder"
-    assert message.startswith(f"error: {name} cannot be written: {os.strerror(code)}")
-
-    def refuse(*_, **__):
-        raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
-
-    monkeypatch.setattr("kit.runs.launch.start", refuse)
-    # this OSError is not about a file, so the user needs its traceback
-    with pytest.raises(ConnectionRefusedError):
-        command()
-
-
-def test_an_export_on_a_full_disk_is_a_one_line_error(command, tmp_path, monkeypatch):
-    from safetensors.torch import save_file
-
-    def export_too_large_file(_, target):
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # bytes
-        try:
-            save_file({"w": torch.ones(999)}, tmp_path / "model.safetensors")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-    original_export = export.export
-    monkeypatch.setattr(export, "export", export_too_large_file)
-    message = command()
-    assert (
-        message.startswith("error: runs/tiny/export cannot be written") and "Free space" in message
-    ), message
-    assert "File too large" in message and "\n" not in message
-    monkeypatch.setattr(export, "export", original_export)
-    assert command() == "" and (tmp_path / "runs/tiny/export/step.txt").read_text() == "2"
+    assert command().startswith("error: rollouts.jsonl cannot be written: Read-only file system")
 
 
 def test_an_export_that_fails_keeps_the_earlier_one(tmp_path, monkeypatch):
     checkpoint = tmp_path / "global_step_7"
     target = tmp_path / "export"
     target.mkdir()
-    for name in ("model.safetensors", "config.json", "README.md", "model.safetensors.index.json"):
+    for name in ("model.safetensors", "README.md", "model.safetensors.index.json"):
         (target / name).write_text("of step 5")
-    (target / checkpoints.EXPORTED).write_text("5\n")
-
-    def fill_the_disk(_checkpoint, folder):
-        folder.mkdir()
-        (folder / "config.json").write_text("of step 7")
-        raise OSError(errno.ENOSPC, "full")
 
     def merge(_checkpoint, folder):
         folder.mkdir()
-        for name in ("model.safetensors", "config.json"):
-            (folder / name).write_text("of step 7")
+        (folder / "model.safetensors").write_text("of step 7")
+
+    def fill_the_disk(checkpoint, folder):
+        merge(checkpoint, folder)
+        raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(export, "merge", fill_the_disk)
     with pytest.raises(OSError, match="full"):
         export.export(checkpoint, target)
-    names = [
-        "README.md",
-        "config.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        checkpoints.EXPORTED,
-    ]
-    assert [path.name for path in sorted(target.iterdir())] == names
-    assert {path.read_text().strip() for path in target.iterdir()} == {"of step 5", "5"}
+    assert [path.read_text() for path in target.iterdir()] == ["of step 5"] * 3
     monkeypatch.setattr(export, "merge", merge)
     export.export(checkpoint, target)
     contents = [path.read_text() for path in sorted(target.iterdir())]
     # a file that the user added is kept, the index of the old weights is deleted
-    assert contents == ["of step 5", "of step 7", "of step 7", "7\n"]
-    assert sorted(tmp_path.iterdir()) == [target]
-
-
-def test_an_incomplete_file_does_not_replace_a_complete_one(tmp_path):
-    path = tmp_path / "rollouts.jsonl"
-    path.write_text("whole")
-    with pytest.raises(
-        RunError, match=r"rollouts\.jsonl cannot be written: No space left on device\. Free space"
-    ):
-        with files.replace_atomically(path) as partial:
-            partial.write_text("ha")
-            raise OSError(errno.ENOSPC, "full")
-    assert path.read_text() == "whole" and list(tmp_path.iterdir()) == [path]
+    assert contents == ["of step 5", "of step 7", "7\n"]
 
 
 # --- two runs with the same name -----------------------------------------------------------------
@@ -306,9 +242,8 @@ def test_an_incomplete_file_does_not_replace_a_complete_one(tmp_path):
 HOLD_LOCK = """
 import os, subprocess, sys, time
 from pathlib import Path
-from kit.runs.files import FolderLock
-lock = FolderLock(Path(sys.argv[1]))
-lock.acquire()
+from kit.runs.files import lock_folder
+lock = lock_folder(Path(sys.argv[1]))
 child = os.fork()
 if not child:
     os.close(1)
@@ -333,11 +268,11 @@ def test_a_second_run_is_an_error_until_the_first_ends_or_is_killed(
         [sys.executable, "-c", HOLD_LOCK, folder],
         stdout=subprocess.PIPE,
         text=True,
-        env=make_environment(),
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     children = [int(pid) for pid in holder.stdout.readline().split()]
     try:
-        for command in ("train", "evaluate", "rollout", "sft"):
+        for command in ("train", "evaluate"):
             in_use = rf"runs/tiny is in use by another run \(pid {holder.pid} on .*Wait"
             with pytest.raises(RunError, match=in_use), Run(replace(recipe, command=command)):
                 pytest.fail("two runs with the same name")
@@ -349,16 +284,10 @@ def test_a_second_run_is_an_error_until_the_first_ends_or_is_killed(
         evaluation = replace(recipe, command="evaluate")
         with Run(evaluation):
             assert (folder / "run.lock").read_text().startswith(f"pid {os.getpid()} on ")
-        with Run(evaluation):
-            pass
     finally:
         holder.kill()
         for pid in children:
             os.kill(pid, 9)
-
-
-def make_environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def test_two_runs_cannot_save_into_one_folder(workspace, tmp_path, monkeypatch):
@@ -374,47 +303,9 @@ def test_two_runs_cannot_save_into_one_folder(workspace, tmp_path, monkeypatch):
         pass
 
 
-def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
-    def unsupported(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr("fcntl.flock", unsupported)
-    caplog.set_level("WARNING", "kit")
-    files.FolderLock(tmp_path).acquire()
-    assert "do not start a second run with this name" in caplog.text
-
-
-# --- console output ------------------------------------------------------------------------------
-
-
-def test_an_evaluation_in_which_every_episode_failed_says_so(
-    workspace, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    recipe, _ = load(workspace)
-    failed = [Episode("x:1", "1/0", "s", [1], status="timeout")]
-    with Run(recipe) as run:
-        run.log.write_evaluation(3, compute_validation_metrics(failed, 1), failed)
-    assert "step 3/" in (printed := capsys.readouterr().out)
-    assert "no score, because every episode failed" in printed
-
-
 def test_control_characters_from_a_server_do_not_reach_the_terminal(capsys):
-    import pandas as pd
-    from rich.console import Console
-
-    from kit.errors import remove_control_characters
-    from kit.runs.console import say
-    from lab.report import show
-
     escapes = "\x1b]0;title\x07\x1b[2J\x9b31m\r\x08"
     assert remove_control_characters(f"a{escapes}\n\tb") == "a]0;title[2J31m\n\tb"
     say(f"a server answered {escapes}")
-    shown = pd.DataFrame(
-        [{"reward": float("nan"), "prompt": escapes, "response": escapes, "status": escapes}]
-    )
-    Console().print(show.build_episode_table(show.escape_text(escapes), shown))
     output = capsys.readouterr().out
-    assert "a server answered" in output and "title" in output
-    controls = [chr(code) for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"]
-    assert not [character for character in output if character in controls], output
+    assert "a server answered" in output and "\x1b" not in output and "\x9b" not in output

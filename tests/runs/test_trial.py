@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 
 import pytest
@@ -11,11 +10,10 @@ from omegaconf import OmegaConf
 
 import training
 from kit.config.recipe import freeze
-from kit.config.user_functions import ADVANTAGE, LOSS_MODE
+from kit.config.user_functions import ADVANTAGE
 from kit.data.episode import Episode
 from kit.errors import UserFunctionError
 from kit.runs import trial
-from tests.helpers.pages import GUIDES, read_shown_files
 from tests.helpers.recipes import load
 
 
@@ -46,13 +44,6 @@ def reward(episode):
     if "accuracy" not in parts:
         raise ValueError("this verifier gives an accuracy")
     return parts["accuracy"] + parts.get("style") + 0.0 * episode.timings["verify"]
-
-def words(episode):  # what a verdict says may be anything, so this is not known to be wrong
-    words = episode.verify_result["extracted_answer"].split()
-    return len(words) + episode.row["question"].count("x")
-
-def highest(episode):
-    return max(episode.reward_components.values())
 
 def merged(episode):
     return sum(len(name) for name in {**episode.verify_result, "more": 1})
@@ -100,12 +91,8 @@ def test_synthetic_episodes_are_like_those_of_a_run(workspace, make_inputs, tmp_
     )
     training.build_batch(episodes, 0, 1.0)  # raises an error for incomplete episodes
     trial.try_functions(*make_inputs({ADVANTAGE: "looks.py:open_handed"}))
-    for name in ("words", "highest", "merged"):
-        trial.try_functions(*make_inputs({"env.reward": f"looks.py:{name}"}))
-    with pytest.raises(
-        UserFunctionError,
-        match=r"looks\.py:wrong_row failed at .*looks\.py:22: KeyError: 'questoin'",
-    ):
+    trial.try_functions(*make_inputs({"env.reward": "looks.py:merged"}))
+    with pytest.raises(UserFunctionError, match="KeyError: 'questoin'"):
         trial.try_functions(*make_inputs({"env.reward": "looks.py:wrong_row"}))
 
     recipe, data = load(
@@ -125,24 +112,3 @@ def test_without_training_tasks_there_is_nothing_to_try(make_inputs, tmp_path, m
     recipe, data = make_inputs({"env.filters": ["bad.py:forgets"]})
     for train in ([], [Episode("r", "", "", [1])]):  # as in `evaluate` and `sft`
         trial.try_functions(recipe, dataclasses.replace(data, train=train))
-
-
-def test_the_functions_of_the_guides_pass_the_trial(make_inputs, tmp_path, monkeypatch):
-    """The first parameter of a function determines its key."""
-    shown = {"my_functions.py": "functions.md", "my_sampler.py": "curriculum.md"}
-    texts = {name: read_shown_files(GUIDES / page)[name] for name, page in shown.items()}
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    keys = {
-        "episode": "env.reward",
-        "episodes": "env.filters",
-        "tasks": "env.sampler",
-        "old_log_prob": LOSS_MODE,
-    }
-    changes = {}
-    for name, text in texts.items():
-        for function, first in re.findall(r"^def (\w+)\(\s*(\w+)", text, re.MULTILINE):
-            changes[keys.get(first, ADVANTAGE)] = f"{name}:{function}"
-    assert {*keys.values(), ADVANTAGE} == set(changes)
-    trial.try_functions(*make_inputs({**changes, "env.filters": [changes["env.filters"]]}))

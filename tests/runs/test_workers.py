@@ -12,7 +12,7 @@ from verl.workers.utils.losses import value_loss
 from kit.config.recipe import Recipe
 from kit.rollout.verl_patches import TIMEOUT_VARIABLE
 from kit.runs import workers as worker_module
-from kit.runs.workers import make_value_model_config, optional_roles, start_roles, start_workers
+from kit.runs.workers import make_value_model_config, optional_roles, start_workers
 from tests.helpers.recipes import load
 from tests.helpers.workers import changed
 from training import Workers
@@ -124,12 +124,10 @@ def test_each_group_of_ranks_gets_the_timeout_of_the_recipe(recipe, groups):
     [
         ([], "actor_rollout"),
         ([KL], "actor_rollout_ref"),
-        (["actor_rollout_ref.actor.use_kl_loss=true"], "actor_rollout_ref"),
         # the reference is the model below the adapter
         ([KL, "actor_rollout_ref.model.lora_rank=8"], "actor_rollout"),
         ([KL, "trainer.resource_pools.ref=1"], "actor_rollout"),
         ([KL, "distillation.enabled=true", f"{TEACHER}=teacher"], "actor_rollout"),
-        ([KL, "distillation.enabled=false", f"{TEACHER}=teacher"], "actor_rollout_ref"),
     ],
 )
 def test_the_actors_processes_hold_the_reference_unless_it_is_a_separate_model(
@@ -167,26 +165,12 @@ def test_roles_without_separate_gpus_share_a_process_on_each_gpu(
     assert loss.func is value_loss and loss.keywords["config"].cliprange_value == 0.3
 
 
-def test_an_actor_and_a_critic_share_a_process(recipe, groups):
-    workers = start_workers(changed(recipe, GAE))
-    [shared] = groups
-    assert list(shared.children) == ["actor", "critic"]
-    assert workers == Workers(*shared.children.values(), None)
-
-
 def test_a_critic_on_separate_gpus_is_a_separate_group(recipe, groups):
     workers = start_workers(changed(recipe, GAE, "trainer.resource_pools.critic=2"))
     actor, critic = groups
     assert workers == Workers(actor, critic, None, None)
     assert critic.arguments["resource_pool"] == ([2, 2], 1) and critic.part.cls is TrainingWorker
     assert critic.calls == ["reset", "set_loss_fn"] and actor.calls == []
-
-
-def test_all_roles_may_have_separate_gpus(recipe, groups):
-    recipe = changed(recipe, GAE, "trainer.resource_pools.critic=2")
-    workers = start_roles(recipe, optional_roles(recipe))
-    [critic] = groups
-    assert workers == Workers(None, critic, None, None)
 
 
 # --- optional roles ------------------------------------------------------------------------------
@@ -220,10 +204,6 @@ def test_the_reward_model_is_a_value_model_that_is_not_trained(
     [
         ([KL, "trainer.resource_pools.ref=1"], "tied"),
         (["distillation.enabled=true", f"{TEACHER}=untied"], "untied"),
-        (
-            [KL, "distillation.enabled=true", f"{TEACHER}=untied", "trainer.resource_pools.ref=1"],
-            "untied",
-        ),
     ],
 )
 def test_a_separate_reference_is_the_teacher_or_the_policys_first_model(
