@@ -1,4 +1,4 @@
-"""A verifier for benchmarks/gpu_acceptance.py, whose rewards differ for any model."""
+"""A verifier for benchmarks/gpu_check.py, whose rewards differ for any model."""
 
 import zlib
 

@@ -72,33 +72,39 @@ STARTS_RUNS = (
     "test_reliability",
     "test_signals",
 )
-# Other files whose tests start runs of algorithm.py or Gym servers, or install packages. They have
-# a longer timeout.
+# Other files whose tests start runs of algorithm.py or Gym servers, or install packages.
 STARTS_COMMANDS = (
     "test_backends",
     "test_docs",
     "test_draft_tokens",
     "test_extras_deleted",
-    "test_guides",
     "test_gym_environments",
     "test_hf_rollout",
     "test_image_training",
     "test_isolation",
     "test_judge_servers",
     "test_prometheus",
-    "test_readme",
     "test_scale",
     "test_server_checks",
     "test_server_ports",
     "test_servers",
     "test_trackers",
 )
+# Fixtures that start the model stack, or a browser.
+SLOW_FIXTURES = {"stack", "values", "chromium"}
 # In CI, a test may be skipped only if its reason begins with one of these texts.
 SKIPS_IN_CI = ("needs root: ", "needs bubblewrap")
 
 
-def timeout_s(item: pytest.Item, group: str) -> float:
-    """Return how many seconds a test may take, with its fixtures. group: find_group(item).
+def is_slow(item) -> bool:
+    """Whether a test starts the model stack, a server, a command or a browser."""
+    if SLOW_FIXTURES & set(item.fixturenames):
+        return True
+    return item.path.stem in (*STARTS_RUNS, *STARTS_COMMANDS)
+
+
+def timeout_s(item: pytest.Item) -> float:
+    """Return how many seconds a test may take, with its fixtures.
 
     pyproject.toml sets pytest-timeout's method `thread`. The method `signal` would use SIGALRM,
     which kit/runs/stages.py needs. After a timeout, pytest's process ends. Then
@@ -106,8 +112,7 @@ def timeout_s(item: pytest.Item, group: str) -> float:
     """
     if item.get_closest_marker("soak"):
         return 3600.0
-    is_slow = group == "stack" or item.path.stem in STARTS_COMMANDS
-    return 600.0 if is_slow else 120.0
+    return 600.0 if is_slow(item) else 120.0
 
 
 @pytest.hookimpl(wrapper=True)
@@ -122,9 +127,12 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-@pytest.hookimpl(wrapper=True)  # before xdist reads the groups
+@pytest.hookimpl(wrapper=True)  # before pytest reads the marks, and xdist the groups
 def pytest_collection_modifyitems(items):
     """Put tests that share a fixture into one process, sort the tests, and set their timeouts.
+
+    Slow tests get the mark `slow`, which `make fast` leaves out. Others have a short timeout, so a
+    test that starts more than this file knows is found.
 
     Tests of whole runs come first. Otherwise the stack would stay idle in memory while they run.
     """
@@ -133,7 +141,9 @@ def pytest_collection_modifyitems(items):
         if group:
             item.add_marker(pytest.mark.xdist_group(group))
         if not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(timeout_s(item, group)))
+            item.add_marker(pytest.mark.timeout(timeout_s(item)))
+        if is_slow(item):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=rank)
     return (yield)
 
