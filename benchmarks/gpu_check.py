@@ -12,7 +12,7 @@
 The others (RUNS) train a few steps of the recipe, which must fit into the GPUs. The rows are made
 up, and the reward is a hash of the response. So the runs need no Gym server, and the rewards of a
 group differ. The model does not become better. To rehearse on a CPU, name a run, and add
---config math_cpu --config cpu. The memory is then that of all processes.
+--config math_cpu --config cpu.
 
 A check that fails does not stop the others. Each keeps its result in runs/gpu_check, so the same
 command resumes after an interruption. --only runs these checks again. The exit status is 1 if
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
-import importlib.util
 import json
 import os
 import shutil
@@ -37,37 +36,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import yaml
-from measure import ROOT, gpus, machine, read_metrics, run
+from measure import ROOT, gpus, machine, read_metrics, run, stages
 
 FOLDER = ROOT / "runs" / "gpu_check"
 ROUTE_TESTS = "tests/rollout/test_vllm_routes.py"  # need a device, at least a simulated one
 ROWS = 1100  # so that each recipe has a whole batch
 # Recipes that are also checked without flash-attn. Torch computes its part, also for a critic.
 WITHOUT_FLASH_ATTENTION = ("math", "ppo", "reward_model", "turn_gae")
-STAGES = (  # in the order of `Trainer.step`
-    "gen",
-    "sleep",
-    "reward_model",
-    "old_log_prob",
-    "ref",
-    "values",
-    "adv",
-    "update_critic",
-    "update_actor",
-    "save_checkpoint",
-    "update_weights",
-)
 MIN_CORRELATION = 0.98  # of the probabilities in the rollout engine and the trainer
 MAX_DIFFERENCE = 0.02  # mean difference of these probabilities, in bfloat16
 MAX_KL_SHARE = 0.25  # KL(rollout engine, trainer) / KL(trainer, initial policy)
-EQUAL_METRICS = ("actor/pg_loss", "actor/grad_norm", "rollout/reward/mean", "response_length/mean")
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
+VERIFIER = """import zlib
+
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return zlib.crc32(solution_str.encode()) % 1000 / 999
+"""
 SETTINGS = [  # of every training run
     "env.val_files=[]",
-    f"env.verifier={ROOT}/benchmarks/hash_verifier.py:score",
+    f"env.verifier={FOLDER}/hash_verifier.py:score",
     "env.verifier_pool.processes=2",
     "data.train_batch_size=32",
     "data.max_prompt_length=128",
@@ -82,7 +71,6 @@ SETTINGS = [  # of every training run
     "trainer.test_freq=-1",
     "trainer.print_samples_every=0",
 ]
-SMALL = ("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8", f"{ROLLOUT}.n=2")
 
 
 class Result(NamedTuple):
@@ -290,12 +278,9 @@ def check_recipes(count: int) -> dict[str, bool]:
     write_recipe_rows(folder)
     is_installed = attention.is_installed
 
-    def is_installed_or_flash_attention(package: str) -> bool:
-        return package == "flash_attn" or is_installed(package)
-
     reasons = {}
     for name, files in list_recipes().items():
-        attention.is_installed = is_installed_or_flash_attention
+        attention.is_installed = lambda package: package == "flash_attn" or is_installed(package)
         reasons[name] = check_recipe(name, files, folder, count)
         attention.is_installed = is_installed
         if name in WITHOUT_FLASH_ATTENTION and not is_installed("flash_attn"):
@@ -332,58 +317,13 @@ def run_tests() -> Result:
 # --- a training run ------------------------------------------------------------------------------
 
 
-class MemoryLog:
-    """The memory of the fullest GPU over time, in GiB. Without a GPU, that of all processes."""
-
-    def __init__(self) -> None:
-        self.readings: list[tuple[float, float]] = []  # (time.time(), GiB)
-
-    def __call__(self, processes: list[psutil.Process]) -> None:
-        """Read the memory now. processes: those of the run."""
-        used = [int(line) * 2**20 for line in gpus("memory.used")]
-        size = max(used) if used else sum(process.memory_info().rss for process in processes)
-        self.readings.append((time.time(), size / 2**30))
-
-    def between(self, begin: float, end: float) -> list[float]:
-        """Return the readings in GiB between two times."""
-        return [gib for when, gib in self.readings if begin <= when <= end]
-
-
-class StageUse(NamedTuple):
-    """The time and the memory of a stage in a step."""
-
-    seconds: float
-    sizes: list[float]  # GiB
-
-
-class Training(NamedTuple):
-    """A finished training run."""
-
-    lines: list[dict[str, Any]]  # the metrics of each step
-    memory: MemoryLog
-    folder: Path
-
-    def list_stages(self) -> dict[str, StageUse]:
-        """Return the time and the memory of each stage of the last step, in their order.
-
-        The metrics have the time at which the step ended. So the times of the stages follow from
-        their seconds, from the last stage to the first.
-        """
-        line = self.lines[-1]
-        uses: dict[str, StageUse] = {}
-        end = line["time"]
-        for name in reversed(STAGES):
-            seconds = line.get(f"timing_s/{name}")
-            if seconds is not None:
-                uses[name] = StageUse(seconds, self.memory.between(end - seconds, end))
-                end -= seconds
-        return dict(reversed(uses.items()))
+Steps = list[dict[str, Any]]  # the metrics of each step of a run
 
 
 class Plan(NamedTuple):
     """A training run, in addition to the recipes of the command line and SETTINGS."""
 
-    checks: tuple[Callable[[Training], dict[str, bool]], ...]  # in addition to check_steps
+    checks: tuple[Callable[[Steps], dict[str, bool]], ...]  # in addition to check_steps
     recipes: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()  # key=value
     steps: int = 2
@@ -392,9 +332,8 @@ class Plan(NamedTuple):
     pools: int = 1  # the GPUs are divided among so many pools: trainer, vLLM
 
 
-def check_steps(training: Training, count: int) -> dict[str, bool]:
+def check_steps(lines: Steps, count: int) -> dict[str, bool]:
     """Check what holds for every run. count: the number of steps that it should have."""
-    lines = training.lines
     spread = [line["critic/advantages/max"] - line["critic/advantages/min"] for line in lines]
     is_finite = all(0 < line["actor/grad_norm"] < float("inf") for line in lines)
     return {
@@ -405,9 +344,8 @@ def check_steps(training: Training, count: int) -> dict[str, bool]:
     }
 
 
-def check_agreement(training: Training) -> dict[str, bool]:
+def check_agreement(lines: Steps) -> dict[str, bool]:
     """Check that rollout engine and trainer compute the same probabilities."""
-    lines = training.lines
     correlation = min(line["training/rollout_actor_probs_pearson_corr"] for line in lines)
     difference = max(line["training/rollout_probs_diff_mean"] for line in lines)
     text = (
@@ -418,12 +356,12 @@ def check_agreement(training: Training) -> dict[str, bool]:
     return {text: correlation >= MIN_CORRELATION and difference <= MAX_DIFFERENCE}
 
 
-def check_sync(training: Training) -> dict[str, bool]:
+def check_sync(lines: Steps) -> dict[str, bool]:
     """Check that the engine follows the trainer.
 
     An engine without the new weights would be as far from the trainer as the initial policy is.
     """
-    last_line = training.lines[-1]
+    last_line = lines[-1]
     engine = last_line["rollout_corr/k3_kl"]
     initial = last_line["actor/kl_loss"]
     text = (
@@ -433,66 +371,36 @@ def check_sync(training: Training) -> dict[str, bool]:
     return {text: engine <= MAX_KL_SHARE * initial}
 
 
-def check_sleep(training: Training) -> dict[str, bool]:
-    """Check that vLLM frees memory for the update, if readings of both stages exist."""
-    uses = training.list_stages()
-    sampling = uses["gen"].sizes
-    update = uses["update_actor"].sizes
-    if not gpus() or not sampling or not update:
-        return {}
-    text = f"the update begins with {min(update):.1f} GiB, sampling had up to {max(sampling):.1f}"
-    return {text: min(update) < max(sampling)}
-
-
-def check_files(training: Training) -> dict[str, bool]:
-    """Check that the run wrote a checkpoint and an export."""
-    checkpoint = training.folder / "checkpoints" / f"global_step_{len(training.lines)}"
-    export = training.folder / "export" / "config.json"
-    return {"a checkpoint and an export exist": checkpoint.is_dir() and export.is_file()}
-
-
-def check_resume(training: Training) -> dict[str, bool]:
+def check_resume(lines: Steps) -> dict[str, bool]:
     """Check that the run resumed with the trained weights."""
-    numbers = [line["step"] for line in training.lines]
-    before, after = (line["actor/kl_loss"] for line in training.lines[-2:])
+    numbers = [line["step"] for line in lines]
+    before, after = (line["actor/kl_loss"] for line in lines[-2:])
     text = f"the trained weights are loaded: KL to the initial policy {before:.5f}, {after:.5f}"
     return {f"the run has the steps {numbers}": numbers == [1, 2, 3], text: after > before / 3}
 
 
-def check_ahead(training: Training) -> dict[str, bool]:
+def check_ahead(lines: Steps) -> dict[str, bool]:
     """Check that batches are sampled with weights that are one step old."""
-    staleness = [line["rollout/staleness/max"] for line in training.lines]
+    staleness = [line["rollout/staleness/max"] for line in lines]
     return {f"weights that sampled are up to one step old: {staleness}": max(staleness) == 1}
 
 
-def check_equal(training: Training) -> dict[str, bool]:
-    """Check that this run has the metrics of the run `deterministic`."""
-    lines = read_metrics(FOLDER / "deterministic" / "metrics.jsonl")
-    first = [line for line in lines if "timing_s/step" in line]
-    runs = [
-        [[line[key] for key in EQUAL_METRICS] for line in part] for part in (first, training.lines)
-    ]
-    return {f"two runs with full determinism are equal: {runs[0]}": runs[0] == runs[1]}
-
-
 SYNCED = (check_agreement, check_sync)
-DETERMINISTIC = ("deterministic",)  # the backward pass of torch's kernels is not: needs flash-attn
 RUNS = {
-    "training": Plan((*SYNCED, check_sleep, check_files)),
+    "training": Plan(SYNCED),
     "resume": Plan((*SYNCED, check_resume), steps=3, resumes="training"),
     "ppo": Plan(SYNCED, ("ppo",)),
     "lora": Plan(SYNCED, ("lora",), (f"{ACTOR}.optim.lr=3e-4",)),
     "ahead": Plan((check_ahead,), ("ahead",), steps=3),
-    "deterministic": Plan((check_agreement,), DETERMINISTIC, SMALL),
-    "deterministic_again": Plan((check_agreement, check_equal), DETERMINISTIC, SMALL),
     "separate": Plan((check_ahead,), ("ahead", "separate"), steps=3, gpus=2, pools=2),
     "tensor_parallel": Plan(SYNCED, (), (f"{ROLLOUT}.tensor_model_parallel_size=2",), gpus=2),
 }
 
 
-def write_rows(path: Path) -> None:
-    """Write the rows of all training runs. No row has a right answer."""
-    with path.open("w") as file:
+def write_task() -> None:
+    """Write the rows and the verifier of all training runs. No row has a right answer."""
+    (FOLDER / "hash_verifier.py").write_text(VERIFIER)
+    with (FOLDER / "rows.jsonl").open("w") as file:
         for number in range(256):
             messages = [{"role": "user", "content": f"Tell a short story about {number} stones."}]
             row = {"responses_create_params": {"input": messages}, "answer": str(number)}
@@ -520,31 +428,19 @@ def run_training(name: str, recipes: list[str], changes: list[str]) -> Result:
     """Train, and check the run. Only `training` keeps its weights, for the run `resume`."""
     plan = RUNS[name]
     folder = FOLDER / (plan.resumes or name)
-    memory = MemoryLog()
-    write_rows(FOLDER / "rows.jsonl")
-    every = 0.1 if gpus() else 2.0  # seconds; without a GPU, a reading takes longer
+    write_task()
     try:
-        run(build_command(name, recipes, changes), FOLDER / f"{name}.log", memory, every)
+        run(build_command(name, recipes, changes), FOLDER / f"{name}.log", list, every=1.0)
         lines = read_metrics(folder / "metrics.jsonl")
-        training = Training([x for x in lines if "timing_s/step" in x], memory, folder)
-        holds = check_steps(training, plan.steps)
+        steps = [line for line in lines if "timing_s/step" in line]
+        holds = check_steps(steps, plan.steps)
         for check in plan.checks:
-            holds |= check(training)
+            holds |= check(steps)
     finally:
         for weights in ("checkpoints", "export") if name != "training" else ():
             shutil.rmtree(folder / weights, ignore_errors=True)
-    return Result(holds, make_table(training))
-
-
-def make_table(training: Training) -> list[str]:
-    """Return a table of the stages of the last step, as lines of Markdown."""
-    last_line = training.lines[-1]
-    table = ["| stage | s | lowest, GiB | highest, GiB |", "| --- | ---: | ---: | ---: |"]
-    for name, use in training.list_stages().items():
-        span = f"{min(use.sizes):.1f} | {max(use.sizes):.1f}" if use.sizes else "|"
-        table.append(f"| {name} | {use.seconds:.2f} | {span} |")
-    table.append(f"| step | {last_line['timing_s/step']:.2f} | | |")
-    return [*table, f"{last_line['perf/throughput']:.0f} tokens per second and GPU"]
+    seconds = [f"{stage} {value:.2f}" for stage, value in stages(steps[-1]).items()]
+    return Result(holds, [f"seconds of the last step: {', '.join(seconds)}"])
 
 
 # --- all checks ----------------------------------------------------------------------------------
@@ -556,17 +452,6 @@ SIMULATED: dict[str, Callable[[], dict[str, bool]]] = {
     "routes": check_routes,
 }
 NAMES = (*SIMULATED, "tests", *RUNS)
-
-
-def find_obstacle(name: str) -> str:
-    """Return why a check cannot run on this machine, or an empty text."""
-    if name not in RUNS:
-        return ""
-    if RUNS[name].gpus > len(gpus()):
-        return f"it needs GPUs: {RUNS[name].gpus}"
-    if RUNS[name].recipes == DETERMINISTIC and not importlib.util.find_spec("flash_attn"):
-        return "it needs flash-attn"
-    return ""
 
 
 def run_check(name: str, recipes: list[str], changes: list[str]) -> Result:
@@ -603,9 +488,8 @@ def main() -> None:
     all_hold = True
     for name in args.only or NAMES:
         path = FOLDER / f"{name}.json"
-        obstacle = "" if args.only else find_obstacle(name)
-        if obstacle:
-            print(f"\n== {name}: not run, because {obstacle}")
+        if not args.only and name in RUNS and RUNS[name].gpus > len(gpus()):
+            print(f"\n== {name}: not run, because it needs GPUs: {RUNS[name].gpus}")
             continue
         if args.only or not path.is_file():
             begin = time.monotonic()

@@ -56,9 +56,13 @@ def role(process: psutil.Process) -> str:
 
 
 def run(
-    command: Sequence[str], log: Path, look: Callable[[list[psutil.Process]], Any], every: float
+    command: Sequence[str],
+    log: Path,
+    look: Callable[[list[psutil.Process]], Any],
+    every: float,
+    folder: Path = ROOT,
 ) -> None:
-    """Run a command to its end. Its output goes to the file `log`.
+    """Run a command in a folder to its end. Its output goes to the file `log`.
 
     look: called every `every` seconds with the process and all its descendants. If it raises, the
     command is terminated. Exits with the end of the log if the command fails.
@@ -66,7 +70,7 @@ def run(
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
         log.open("w") as out,
-        psutil.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT) as process,
+        psutil.Popen(command, cwd=folder, stdout=out, stderr=subprocess.STDOUT) as process,
     ):
         try:
             while process.poll() is None:
