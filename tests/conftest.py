@@ -9,6 +9,8 @@ tests/helpers/stack.py says what the stack is.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import os
 import shutil
@@ -16,6 +18,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType, FunctionType
 
 import hypothesis
 import pytest
@@ -72,24 +75,8 @@ STARTS_RUNS = (
     "test_reliability",
     "test_signals",
 )
-# Other files whose tests start runs of algorithm.py or Gym servers, or install packages.
-STARTS_COMMANDS = (
-    "test_backends",
-    "test_docs",
-    "test_draft_tokens",
-    "test_extras_deleted",
-    "test_gym_environments",
-    "test_hf_rollout",
-    "test_image_training",
-    "test_isolation",
-    "test_judge_servers",
-    "test_prometheus",
-    "test_scale",
-    "test_server_checks",
-    "test_server_ports",
-    "test_servers",
-    "test_trackers",
-)
+# Names in the code of a test that starts a Gym server or a command.
+STARTERS = {"subprocess", "running_servers", "call_command"}
 # Fixtures that start the model stack, or a browser.
 SLOW_FIXTURES = {"stack", "values", "chromium"}
 # In CI, a test may be skipped only if its reason begins with one of these texts.
@@ -97,10 +84,31 @@ SKIPS_IN_CI = ("needs root: ", "needs bubblewrap")
 
 
 def is_slow(item) -> bool:
-    """Whether a test starts the model stack, a server, a command or a browser."""
-    if SLOW_FIXTURES & set(item.fixturenames):
+    """Whether a test starts the model stack, a Gym server, a command or a browser."""
+    if SLOW_FIXTURES & set(item.fixturenames) or item.path.stem in STARTS_RUNS:
         return True
-    return item.path.stem in (*STARTS_RUNS, *STARTS_COMMANDS)
+    fixtures = [last.func for *_, last in item._fixtureinfo.name2fixturedefs.values()]
+    waiting = [item.function, *fixtures]  # these, and the functions of tests/ that they use
+    seen = set()
+    while waiting:
+        function = waiting.pop()
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        function = inspect.unwrap(function)
+        names = list_names(function.__code__)
+        if function.__module__.startswith("tests."):
+            if names & STARTERS:
+                return True
+            waiting += [function.__globals__.get(name) for name in names]
+    return False
+
+
+@functools.cache
+def list_names(code: CodeType) -> frozenset[str]:
+    """List the names that a function uses, also in functions inside of it."""
+    inner = [list_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(code.co_names).union(*inner)
 
 
 def timeout_s(item: pytest.Item) -> float:
@@ -131,8 +139,7 @@ def pytest_runtest_makereport(item, call):
 def pytest_collection_modifyitems(items):
     """Put tests that share a fixture into one process, sort the tests, and set their timeouts.
 
-    Slow tests get the mark `slow`, which `make fast` leaves out. Others have a short timeout, so a
-    test that starts more than this file knows is found.
+    Slow tests get the mark `slow`, which `make fast` leaves out.
 
     Tests of whole runs come first. Otherwise the stack would stay idle in memory while they run.
     """
