@@ -84,7 +84,9 @@ SKIPS_IN_CI = ("needs root: ", "needs bubblewrap")
 
 
 def is_slow(item) -> bool:
-    """Whether a test starts the model stack, a Gym server, a command or a browser."""
+    """Whether a test has the mark, or starts the stack, a Gym server, a command or a browser."""
+    if item.get_closest_marker("slow"):
+        return True
     if SLOW_FIXTURES & set(item.fixturenames) or item.path.stem in STARTS_RUNS:
         return True
     fixtures = [last.func for *_, last in item._fixtureinfo.name2fixturedefs.values()]
