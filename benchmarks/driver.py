@@ -145,6 +145,7 @@ def make_context(recipe: Recipe, count: int) -> RolloutContext:
         processor=processor,
         template=ChatTemplate(processor, {STOP_ID}),
         stop_ids={STOP_ID},
+        scales={},
         model=SimpleNamespace(vocab_size=VOCABULARY),
     )
     client: Any = Sampler(count)
@@ -176,6 +177,7 @@ def measure(count: int) -> dict[str, float]:
         watch = loop.create_task(watch_delays(delays_s))
         episodes = loop.run_until_complete(inference.rollout(requests, {}, context, verifier))
         watch.cancel()
+    loop.run_until_complete(asyncio.sleep(0))  # the canceled task ends
     loop.close()
     with measure_stage("write", seconds):
         rollout_files.assign_record_indices(episodes, tasks)

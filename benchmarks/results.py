@@ -59,7 +59,7 @@ def print_table(evaluations: dict[str, pd.DataFrame]) -> None:
 
 
 def draw_range(axis: Axes, curves: list[pd.Series], label: str, color: str) -> None:
-    """Draw the mean and the range of some curves at the steps that all have. Label the line's end.
+    """Draw the mean and the range of some curves at the steps that all have.
 
     curves: values by step.
     """
@@ -68,24 +68,22 @@ def draw_range(axis: Axes, curves: list[pd.Series], label: str, color: str) -> N
     axis.fill_between(
         table.index, table.min(axis=1), table.max(axis=1), alpha=0.25, color=color, lw=0
     )
-    axis.plot(table.index, mean, color=color, lw=1.5)
-    end = (mean.index[-1], mean.iloc[-1])
-    axis.annotate(label, end, xytext=(5, 0), textcoords="offset points", va="center", color=color)
+    axis.plot(table.index, mean, color=color, lw=1.5, label=label)
 
 
 def draw(evaluations: dict[str, pd.DataFrame], rewards: list[pd.Series], out: Path) -> None:
     """Draw held-out accuracy and training reward, for light and for dark pages."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
     frames = evaluations.values()
-    draw_range(axes[0], [frame[ACCURACY] for frame in frames], "only the\nequation", "C0")
-    draw_range(axes[0], [frame["right"] for frame in frames], "contains the\nequation", "C1")
+    draw_range(axes[0], [frame[ACCURACY] for frame in frames], "only the equation", "C0")
+    draw_range(axes[0], [frame["right"] for frame in frames], "contains the equation", "C1")
     draw_range(axes[1], rewards, "reward", "C2")
     axes[0].set_title("held-out rows, greedy: fraction of responses", fontsize=10)
     axes[1].set_title("training rows, sampled: mean reward of a step", fontsize=10)
-    last = max(frame.index[-1] for frame in frames)
     for axis in axes:
-        axis.set(xlabel="step", ylim=(0, 1), xlim=(0, 1.25 * last))
+        axis.set(xlabel="step", ylim=(0, 1))
         axis.grid(alpha=0.3)
+        axis.legend(loc="lower right")
     figure.suptitle(f"SmolLM2-135M on a CPU, {len(frames)} runs: line is the mean, band the range")
     figure.savefig(out, dpi=110, transparent=True)  # because the backgrounds of pages differ
 
