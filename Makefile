@@ -5,15 +5,15 @@
 #                  and GSM8K=folder of the original JSONL files. FLASH_ATTN=build: compile flash-attn (1 hour);
 #                  FLASH_ATTN=file.whl: install that wheel. ARGS='key=value ...': further arguments of the run.
 #                  FORCE=1: continue although the check of the node found a problem.
-# make gpu-check   Install the GPU environment without a GPU, and test there all that needs none (docs/backends.md);
-#                  1 hour.
-# make test        Run ruff, mypy and pytest, with the servers of NeMo Gym; 30 minutes.
+# make fast        Run the linters, and the tests that start no model stack, server or command; a few minutes.
+# make test        Run the linters and all tests but those of `make docs` and `make soak`; 30 minutes.
 # make gym         Install NeMo Gym's servers.
 # make gemma       Get a second model, gemma-3-270m (Google's terms: https://ai.google.dev/gemma/terms).
-# make bench       Measure a step, its limits, TRL and the startup time (docs/performance.md); 1 hour.
+# make gpu-check   Install the GPU environment, test there all that needs no GPU (docs/backends.md), and train a few
+#                  steps if there is one; 1 hour.
+# make bench       Measure a step, the startup time, the driver and TRL (docs/performance.md); 1 hour.
 # make algorithms  Run each recipe of docs/algorithms.md on a small task with three seeds; 110 minutes.
-# make docs        Follow the tutorial and three guides in an empty folder, check that their runs learn, make the
-#                  pictures of the report, count README's lines; 1 hour.
+# make docs        Write docs/reference.md, run the code blocks of all pages, and open the site in a browser; 20 minutes.
 # make site        Build the documentation site in site/, and fail if a link is dead; 1 minute.
 # make site-serve  Build it, serve it at http://127.0.0.1:8000, and build it again if a page changes.
 # make soak        Run make gpu-check, then the long tests: 300 steps with faults, losses, ranks, nodes
@@ -32,7 +32,7 @@ SETUP := $(VENV)/ready
 TOOLS := .venv
 UV := $(TOOLS)/bin/uv
 
-.PHONY: demo math test bench algorithms docs site site-serve soak mutate lint clean
+.PHONY: demo math fast test bench algorithms docs site site-serve soak mutate lint clean
 .PHONY: setup gym model gemma data gpu gpu-check
 .DELETE_ON_ERROR:
 
@@ -48,19 +48,15 @@ math:
 	.venv-gpu/bin/python algorithm.py --config math --config warm_math trainer.n_gpus_per_node=$$gpus \
 	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL)) $(ARGS)
 
+fast: lint gym .venv-templates/ready
+	.venv/bin/python -m pytest -n 2 --dist loadgroup --max-worker-restart=0 -m "not slow and not docs and not soak"
+
 # --max-worker-restart=0: if a process of the tests dies (a hang, a crash), pytest-xdist would wait for it without end.
 test: lint gym .venv-templates/ready
 	.venv/bin/python -m pytest -n 2 --dist loadgroup --max-worker-restart=0
 
 bench: setup gym model data
-	@mkdir -p runs/bench
-	@for name in step startup driver peers; do \
-	  echo "== bench: $$name"; rm -f runs/bench/$$name.json; \
-	  if (set -o pipefail; .venv/bin/python benchmarks/$$name.py | tee runs/bench/$$name.txt); then \
-	    tail -n 1 runs/bench/$$name.txt > runs/bench/$$name.json; \
-	  fi; \
-	done
-	.venv/bin/python benchmarks/performance.py
+	for name in step startup driver peers; do echo "== bench: $$name"; .venv/bin/python benchmarks/$$name.py || exit; done
 
 algorithms: setup gym
 	@echo "== algorithms: each recipe of docs/algorithms.md on a small task (110 minutes; resumes if interrupted)"
@@ -71,18 +67,14 @@ soak: setup gym gpu-check
 	.venv/bin/python -m pytest -s -m soak $$(grep -rl --include='test_*.py' mark.soak tests)
 
 gpu-check: setup gpu gym model data
-	.venv/bin/python benchmarks/gpu_check.py
+	.venv-gpu/bin/python benchmarks/gpu_check.py
 
 mutate: setup
 	.venv/bin/python benchmarks/mutate.py $(if $(ONLY),--only $(ONLY))
 
-docs: setup
+docs: setup gym
 	.venv/bin/python -m lab.report.metric_docs > docs/reference.md
-	.venv/bin/python benchmarks/sizes.py --write
-	folder=$$(mktemp -d)/quintet && .venv/bin/python benchmarks/walk.py $$folder --pages \
-	    docs/tutorial.md docs/guides/task.md docs/guides/verifier.md docs/guides/tools.md && \
-	    .venv/bin/python benchmarks/pictures.py $$folder/runs/math_cpu --out docs
-	.venv/bin/python -m pytest -s -m soak tests/test_site.py
+	.venv/bin/python -m pytest -n 2 --dist loadgroup -m docs
 
 # NO_MKDOCS_2_WARNING: a notice of Material about MkDocs 2, which requirements-docs.in excludes
 site: .venv-docs/ready
@@ -94,6 +86,9 @@ site-serve: .venv-docs/ready
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/lint-imports
+	.venv/bin/deptry . --requirements-files requirements-cpu.in
+	.venv/bin/deptry . --requirements-files requirements.txt --extend-exclude '(tests|benchmarks|configs)/'
 	.venv/bin/mypy
 
 # --- setup ---------------------------------------------------------------------------------------

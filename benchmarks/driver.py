@@ -1,11 +1,10 @@
 """Measure the driver's time for each episode of a step, without Ray, vLLM, a model or a server.
 
-    python benchmarks/driver.py [--tokens 2000] [--episodes 64 1024 5120 16384] [--repeat 3]
-                                [--rate 500]
+    python benchmarks/driver.py [--episodes 64 1024 5120 16384] [--repeat 3]
 
-A stub samples `tokens` ids for each episode and returns `rate` responses a second. With 2,000
-tokens and 500 responses, this is a million tokens a second. Another stub verifies each response
-immediately. The code between them is Quintet's:
+A stub samples 2,000 ids for each episode and returns 500 responses a second, which is a million
+tokens a second. Another stub verifies each response immediately. The code between them is
+Quintet's:
 
     rollout    inference.rollout
     write      Run.write_episodes
@@ -14,9 +13,9 @@ immediately. The code between them is Quintet's:
     pack       training.update_actor for eight ranks, whose workers are a stub
 
 The script prints a line for each number of episodes: milliseconds of one core per episode by stage,
-from the fastest repetition, the peak memory, and the longest delay of the event loop (`stall`). It
-prints one line of JSON last. The goals are 1 ms per episode in all stages together, and a delay of
-at most 100 ms.
+from the fastest repetition, the peak memory, and the longest delay of the event loop (`stall`). The
+goals are 1 ms per episode in all stages together, and a delay of at most 100 ms. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -27,15 +26,12 @@ import contextlib
 import json
 import os
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform"}
 
 import numpy as np
@@ -50,21 +46,16 @@ from env import Task
 from kit.config.load import load_config
 from kit.config.recipe import Recipe, freeze
 from kit.data import metrics, rollout_files, selection
-from kit.data.episode import Episode, ParsedResponse
 from kit.data.processor import TextProcessor
 from kit.rollout.chat_template import ChatTemplate
-from kit.rollout.sampling import (
-    EpisodeRequest,
-    RolloutContext,
-    make_rollout_context,
-    repeat_per_group,
-)
+from kit.rollout.sampling import RolloutContext, make_rollout_context, repeat_per_group
 from kit.runs.cli import silence_libraries
 from kit.runs.run import Run
 from tests.helpers.rollouts import make_tokenizer
 
 STAGES = ("rollout", "write", "keep", "to_batch", "pack")
-PROMPT_TOKENS = 100
+TOKENS = 2000  # of a response
+RATE = 500.0  # responses a second
 GROUP_SIZE = 8  # responses to a prompt
 STOP_ID = 2
 VOCABULARY = 150_000
@@ -72,24 +63,22 @@ RESPONSE_TEXT = "The answer is 42. " * 400  # for the verifier and the rollouts 
 
 
 class Sampler:
-    """A stub of the rollout engine's client, with `count` responses of `tokens` ids each.
+    """A stub of the rollout engine's client, with `count` responses.
 
     Log-probs have the digits of 32-bit numbers. No two responses share an object, as if they came
     from another process.
     """
 
-    def __init__(self, count: int, tokens: int, rate: float):
+    def __init__(self, count: int):
         rng = np.random.default_rng(0)
-        self.waits_s = rng.uniform(0, count / rate, count).tolist()
+        self.waits_s = rng.uniform(0, count / RATE, count).tolist()
         self.responses = []  # (ids, log-probs)
         for _ in range(count):
-            ids = [*rng.integers(3, VOCABULARY, tokens - 1).tolist(), STOP_ID]
-            log_probs = np.log(rng.random(tokens, np.float32)).tolist()
+            ids = [*rng.integers(3, VOCABULARY, TOKENS - 1).tolist(), STOP_ID]
+            log_probs = np.log(rng.random(TOKENS, np.float32)).tolist()
             self.responses.append((ids, log_probs))
 
-    async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any]
-    ) -> Any:
+    async def generate(self, *_: Any, **__: Any) -> Any:
         """Return the next response, after its wait."""
         await asyncio.sleep(self.waits_s.pop())
         ids, log_probs = self.responses.pop()
@@ -101,28 +90,21 @@ class Sampler:
 class Verifier:
     """A stub of gym_client.Gym. The rewards are 1 and 0 in turn."""
 
-    def __init__(self) -> None:
-        self.verified = 0  # number of responses
+    verified = 0  # number of responses
 
-    async def kind(self, server: str) -> str:
-        """Return the kind of each server."""
+    async def kind(self, _: str) -> str:
         return "verify"
 
     @contextlib.asynccontextmanager
-    async def session(
-        self, server: str, row: dict[str, Any], index: gym_client.EpisodeIndex
-    ) -> AsyncIterator[Any]:
+    async def session(self, *_: Any) -> AsyncIterator[Any]:
         """Open a session without tools."""
         yield SimpleNamespace(kind="verify", observation=None, executable=set(), verify=self.verify)
 
-    async def verify(
-        self, response: dict[str, Any], last: ParsedResponse
-    ) -> gym_client.VerifyResult:
+    async def verify(self, *_: Any) -> gym_client.VerifyResult:
         """Return the next reward."""
         await asyncio.sleep(0)
         self.verified += 1
-        details = {"extracted_answer": "42"}
-        return gym_client.VerifyResult(float(self.verified % 2), {}, 0.1, details)
+        return gym_client.VerifyResult(float(self.verified % 2), {}, 0.1, {"answer": "42"})
 
 
 @contextlib.contextmanager
@@ -148,18 +130,13 @@ def make_recipe(count: int) -> Recipe:
 
 
 def make_tasks(count: int) -> list[Task]:
-    """Make `count` tasks with the same row and prompt."""
-    question = "What is 6 * 7? " * 10
-    row = {
-        "responses_create_params": {"input": [{"role": "user", "content": question}]},
-        "answer": "42",
-    }
-    messages = [{"role": "user", "content": "?"}]
-    prompt_ids = range(3, 3 + PROMPT_TOKENS)
-    return [Task(f"rows:{i}", row, "stub", messages, list(prompt_ids)) for i in range(count)]
+    """Make `count` tasks with the same row and a prompt of 100 tokens."""
+    messages = [{"role": "user", "content": "What is 6 * 7? " * 10}]
+    row = {"responses_create_params": {"input": messages}, "answer": "42"}
+    return [Task(f"rows:{i}", row, "stub", messages, [*range(3, 103)]) for i in range(count)]
 
 
-def make_context(recipe: Recipe, sampler: Sampler, count: int, tokens: int) -> RolloutContext:
+def make_context(recipe: Recipe, count: int) -> RolloutContext:
     """Return the context of a rollout in which all `count` episodes run concurrently."""
     tokenizer: Any = make_tokenizer(RESPONSE_TEXT)
     processor = TextProcessor(tokenizer)
@@ -168,27 +145,14 @@ def make_context(recipe: Recipe, sampler: Sampler, count: int, tokens: int) -> R
         processor=processor,
         template=ChatTemplate(processor, {STOP_ID}),
         stop_ids={STOP_ID},
+        scales={},
         model=SimpleNamespace(vocab_size=VOCABULARY),
     )
-    client: Any = sampler
+    client: Any = Sampler(count)
     context = make_rollout_context(recipe, client, inputs, timeout_s=600.0)
-    context.max_response_length = tokens
+    context.max_response_length = TOKENS
     context.episode_slots = asyncio.Semaphore(count)
     return context
-
-
-def run_rollout(
-    requests: list[EpisodeRequest],
-    context: RolloutContext,
-    loop: asyncio.AbstractEventLoop,
-    delays_s: list[float],
-) -> list[Episode]:
-    """Run the episodes, and add the delays of the event loop to `delays_s`."""
-    watch = loop.create_task(watch_delays(delays_s))
-    verifier: Any = Verifier()
-    episodes = loop.run_until_complete(inference.rollout(requests, {}, context, verifier))
-    watch.cancel()
-    return episodes
 
 
 def return_metrics(data: Any) -> Any:
@@ -196,25 +160,24 @@ def return_metrics(data: Any) -> Any:
     return tu.get_tensordict({}, {"metrics": {"pg_loss": [0.0]}})
 
 
-def measure(count: int, tokens: int, rate: float) -> dict[str, float]:
-    """Run one step of `count` episodes.
-
-    Returns the CPU seconds of each stage, and `stall`, the longest delay of the event loop in
-    seconds.
-    """
+def measure(count: int) -> dict[str, float]:
+    """Run one step of `count` episodes -> milliseconds per episode by stage, and `stall` in ms."""
     recipe = make_recipe(count)
-    sampler = Sampler(count, tokens, rate)
-    context = make_context(recipe, sampler, count, tokens)
+    context = make_context(recipe, count)
     tasks = make_tasks(count // GROUP_SIZE)
     requests = repeat_per_group(tasks, GROUP_SIZE, "1")
     run = Run(recipe)
     (run.folder / "rollouts").mkdir(parents=True, exist_ok=True)
     seconds: dict[str, float] = {}
-    delays_s: list[float] = []
+    delays_s = [0.0]
     # Not asyncio.run: it handles SIGINT, and for that it calls repr on the result.
     loop = asyncio.new_event_loop()
+    verifier: Any = Verifier()
     with measure_stage("rollout", seconds):
-        episodes = run_rollout(requests, context, loop, delays_s)
+        watch = loop.create_task(watch_delays(delays_s))
+        episodes = loop.run_until_complete(inference.rollout(requests, {}, context, verifier))
+        watch.cancel()
+    loop.run_until_complete(asyncio.sleep(0))  # the canceled task ends
     loop.close()
     with measure_stage("write", seconds):
         rollout_files.assign_record_indices(episodes, tasks)
@@ -230,8 +193,9 @@ def measure(count: int, tokens: int, rate: float) -> dict[str, float]:
     workers: Any = SimpleNamespace(update_actor=return_metrics)
     with measure_stage("pack", seconds):
         training.update_actor(workers, batch, recipe)
-    assert len(kept) == count and batch.batch["responses"].shape == torch.Size([count, tokens])
-    return seconds | {"stall": max(delays_s, default=0.0)}
+    assert len(kept) == count and batch.batch["responses"].shape == torch.Size([count, TOKENS])
+    values = {name: 1000 * seconds[name] / count for name in STAGES}
+    return values | {"total": sum(values.values()), "stall": 1000 * max(delays_s)}
 
 
 async def watch_delays(delays_s: list[float]) -> None:
@@ -248,51 +212,26 @@ def read_peak_memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def measure_fastest(count: int, args: argparse.Namespace) -> dict[str, float]:
-    """Repeat a step, and return the milliseconds per episode of the fastest repetition.
-
-    Also its `stall` in milliseconds, and the peak memory of this process in GB.
-    """
-    repetitions = [measure(count, args.tokens, args.rate) for _ in range(args.repeat)]
-    fastest = min(repetitions, key=lambda seconds: sum(seconds[name] for name in STAGES))
-    values = {name: 1000 * fastest[name] / count for name in STAGES}
-    values["total"] = sum(values.values())
-    values["peak_gb"] = read_peak_memory_gb()
-    values["stall"] = 1000 * fastest["stall"]
-    return values
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=2000, help="of a response")
-    parser.add_argument(
-        "--episodes",
-        type=int,
-        nargs="+",
-        default=[64, 1024, 5120, 16384],
-        help="of a step; one measurement for each number",
-    )
+    parser.add_argument("--episodes", type=int, nargs="+", default=[64, 1024, 5120, 16384])
     parser.add_argument("--repeat", type=int, default=3, help="repetitions of each step")
-    parser.add_argument("--rate", type=float, default=500.0, help="responses a second")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result: dict[str, Any] = {"benchmark": "driver", **machine(), "tokens": args.tokens}
+    result: dict[str, Any] = {"benchmark": "driver", **machine()}
     silence_libraries()
-    columns = (*STAGES, "total")
+    columns = (*STAGES, "total", "stall", "peak_gb")
+    print("episodes" + "".join(f"{name:>10}" for name in columns))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        measure(GROUP_SIZE, 8, 1e6)  # fills caches and imports
+        measure(GROUP_SIZE)  # fills caches and imports
         before_gb = read_peak_memory_gb()
-        heads = "".join(f"{name:>10}" for name in columns)
-        print(f"episodes{heads}   ms/episode    peak GB   stall, ms")
-        # In ascending order, because the peak memory never falls.
-        for count in sorted(args.episodes):
-            values = measure_fastest(count, args)
-            values["peak_gb"] -= before_gb
-            times = "".join(f"{values[name]:10.3f}" for name in columns)
-            rest = f"{values['peak_gb']:24.2f}{values['stall']:12.0f}"
-            print(f"{count:8d}{times}{rest}", flush=True)
+        for count in sorted(args.episodes):  # ascending, because the peak memory never falls
+            values = min(
+                [measure(count) for _ in range(args.repeat)], key=lambda each: each["total"]
+            )
+            values["peak_gb"] = read_peak_memory_gb() - before_gb
+            print(f"{count:8d}" + "".join(f"{values[name]:10.3f}" for name in columns), flush=True)
             result[str(count)] = {name: round(value, 3) for name, value in values.items()}
-            result["ms_per_episode"] = result[str(count)]["total"]  # of the largest step
     print(json.dumps(result))
 
 

@@ -1,12 +1,11 @@
 """Code that several benchmarks share.
 
-It starts commands such as the demo, names their processes by role, records their memory, describes
-the machine, and reads finished runs.
+It starts commands such as the demo, names their processes by role, records their memory, and
+describes the machine.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -43,7 +41,6 @@ ROLES = {  # pattern of a process's title -> its role
     r"raylet$|raylet ": "raylet",
     r"gcs_server": "GCS",
 }
-Row = tuple[list[int], list[int]]  # ids of a prompt and of a response
 
 
 def role(process: psutil.Process) -> str:
@@ -59,9 +56,13 @@ def role(process: psutil.Process) -> str:
 
 
 def run(
-    command: Sequence[str], log: Path, look: Callable[[list[psutil.Process]], Any], every: float
+    command: Sequence[str],
+    log: Path,
+    look: Callable[[list[psutil.Process]], Any],
+    every: float,
+    folder: Path = ROOT,
 ) -> None:
-    """Run a command to its end. Its output goes to the file `log`.
+    """Run a command in a folder to its end. Its output goes to the file `log`.
 
     look: called every `every` seconds with the process and all its descendants. If it raises, the
     command is terminated. Exits with the end of the log if the command fails.
@@ -69,7 +70,7 @@ def run(
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
         log.open("w") as out,
-        psutil.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT) as process,
+        psutil.Popen(command, cwd=folder, stdout=out, stderr=subprocess.STDOUT) as process,
     ):
         try:
             while process.poll() is None:
@@ -181,42 +182,3 @@ def machine() -> dict[str, Any]:
 def gpus(what: str = "name") -> list[str]:
     """Return a value of each visible GPU. what: its name for `nvidia-smi --query-gpu`."""
     return preflight_gpus.query(what)
-
-
-# --- finished runs --------------------------------------------------------------------------------
-
-
-def finished_run(doc: str | None) -> tuple[dict[str, Any], dict[str, list[Row]], int]:
-    """Parse the arguments RUN and --rounds, and read that run.
-
-    doc: the docstring of the script. Returns the recipe, the verified episodes of each step except
-    the first, which warms up, and the number of rounds. Of an episode with several turns, it reads
-    the last one.
-    """
-    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    parser.add_argument("run", type=Path, help="the folder of a finished run")
-    parser.add_argument("--rounds", type=int, default=3, help="times that each step is measured")
-    args = parser.parse_args()
-    steps = {}
-    for path in sorted(args.run.glob("rollouts/step_*.jsonl"), key=step_number):
-        rows = []
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            if record["_episode"]["status"] == "ok":
-                item = record["response"]["output"][-1]
-                rows.append((item["prompt_token_ids"], item["generation_token_ids"]))
-        steps[path.stem] = rows
-    steps.pop("step_1", None)
-    return yaml.safe_load((args.run / "config.yaml").read_text()), steps, args.rounds
-
-
-def step_number(path: Path) -> int:
-    """Return the number of the step of a rollouts file."""
-    return int(path.stem.partition("_")[2])
-
-
-def timed(function: Callable, *args: Any) -> float:
-    """Return the seconds that one call takes."""
-    begin = time.perf_counter()
-    function(*args)
-    return time.perf_counter() - begin

@@ -12,16 +12,12 @@ from typing import Any
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
     ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
     ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
     ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
 }
+COMPARISONS |= {new: old for old, new in COMPARISONS.items()}
 OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -34,17 +30,19 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 # An f-string with such a part is a message for people. Messages are not mutated.
 MESSAGE = re.compile(r"[A-Za-z;:,] |\s[A-Za-z]")
 NO_MUTATE = "# pragma: no mutate"  # in a line that is not mutated
+UNCHANGED = (ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.Assert)
 # functions and exceptions whose arguments are messages
-MESSAGE_CALLS = {
-    "say",
-    "print",
-    "GymError",
-    "RunError",
-    "ConfigError",
-    "SkippedStep",
-    "NonFiniteStep",
-    "DataError",
-}
+MESSAGE_CALLS = {"say", "print", "GymError", "RunError", "ConfigError", "SkippedStep"}
+MESSAGE_CALLS |= {"NonFiniteStep", "DataError"}
+
+
+def is_message_call(node: ast.AST) -> bool:
+    """Whether this calls a function or exception whose arguments are messages."""
+    if isinstance(node, ast.Await):
+        node = node.value
+    if not isinstance(node, ast.Call):
+        return False
+    return getattr(node.func, "attr", getattr(node.func, "id", "")) in MESSAGE_CALLS
 
 
 @dataclass
@@ -202,26 +200,20 @@ class Visitor:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             self.visit_definition(node)
             return
-        if isinstance(node, ast.AnnAssign):
+        if isinstance(node, ast.stmt):
             self.statement = node
+        if isinstance(node, ast.AnnAssign):
             if node.value:
                 self.visit(node.value)
             return
-        if isinstance(
-            node, ast.Raise | ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.Assert
-        ):
-            if isinstance(node, ast.Raise):
-                self.statement = node
-                self.edit(node, "pass")
+        if isinstance(node, ast.Raise):
+            self.edit(node, "pass")
             return
-        if (
-            isinstance(node, ast.Call)
-            and getattr(node.func, "attr", getattr(node.func, "id", "")) in MESSAGE_CALLS
-        ):
+        if isinstance(node, UNCHANGED) or is_message_call(node):
             return
-        if isinstance(node, ast.stmt):
-            self.statement = node
-        self.mutate(node)
+        function = getattr(self, f"mutate_{type(node).__name__.lower()}", None)
+        if function:
+            function(node)
         if isinstance(node, ast.JoinedStr):  # Python 3.11 has no positions for its parts
             return
         for child in ast.iter_child_nodes(node):
@@ -242,12 +234,6 @@ class Visitor:
         if not isinstance(node, ast.ClassDef):
             self.functions.pop()
         self.names.pop()
-
-    def mutate(self, node: Any) -> None:
-        """Make the mutants of one node."""
-        function = getattr(self, f"mutate_{type(node).__name__.lower()}", None)
-        if function:
-            function(node)
 
     def mutate_compare(self, node: ast.Compare) -> None:
         for i, op in enumerate(node.ops):
@@ -280,23 +266,17 @@ class Visitor:
             self.edit(node, "pass")
 
     def mutate_expr(self, node: ast.Expr) -> None:
-        value = node.value.value if isinstance(node.value, ast.Await) else node.value
-        is_message = (
-            isinstance(value, ast.Call)
-            and getattr(value.func, "attr", getattr(value.func, "id", "")) in MESSAGE_CALLS
-        )
-        if not isinstance(value, ast.Constant) and not is_message:
+        if not isinstance(node.value, ast.Constant) and not is_message_call(node.value):
             self.edit(node, "pass")
 
     def mutate_return(self, node: ast.Return) -> None:
         if node.value and not (isinstance(node.value, ast.Constant) and node.value.value is None):
             self.edit(node, "return None")
 
-    def mutate_break(self, node: ast.Break) -> None:
+    def mutate_break(self, node: Any) -> None:
         self.edit(node, "pass")
 
-    def mutate_continue(self, node: ast.Continue) -> None:
-        self.edit(node, "pass")
+    mutate_continue = mutate_break
 
     def mutate_if(self, node: Any) -> None:
         if not isinstance(node.test, ast.Compare | ast.BoolOp | ast.UnaryOp):

@@ -1,8 +1,7 @@
 """Plant small bugs, one at a time, and list those that the fast tests do not catch.
 
-    make mutate                                                          all files of mutate.yaml
-    .venv/bin/python benchmarks/mutate.py --only training.py             one file
-    .venv/bin/python benchmarks/mutate.py --only training.py --planted   the bugs written by hand
+    make mutate                                                all files of mutate.yaml
+    .venv/bin/python benchmarks/mutate.py --only training.py   one file
 
 A mutant is a file with one edit. For each file:
 
@@ -18,9 +17,8 @@ all libraries, but no tests and no modules of the project.
 Results are in runs/mutate/<file>.jsonl. If you run the command again, it skips mutants that were
 caught in the same source. It skips survivors only if the tests have not changed either.
 
-mutate.yaml lists the tests of each file, the bugs written by hand, and the accepted survivors with
-their reasons. The exit status is 1 if fewer than 85% of a required file's mutants are caught, or if
-there was no time for all mutants.
+mutate.yaml lists the tests of each file, and the bugs written by hand. The exit status is 1 if
+fewer than 85% of a required file's mutants are caught, or if there was no time for all mutants.
 """
 
 from __future__ import annotations
@@ -53,25 +51,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from mutants import Mutant, find_mutants, plant  # noqa: E402
 
 RESULTS = ROOT / "runs" / "mutate"
-# Prefixes of the project's own modules, which each forked process imports again. The modules in
-# tests/ import the others.
-PROJECT = (
-    "algorithm",
-    "inference",
-    "training",
-    "env",
-    "gym_client",
-    "kit",
-    "extras",
-    "lab",
-    "templates",
-    "tests",
-)
+# Prefixes of the project's own modules, which each forked process imports again.
+ROOT_MODULES = ("algorithm", "inference", "training", "env", "gym_client")
+PROJECT = (*ROOT_MODULES, "kit", "extras", "lab", "templates", "tests")
 # verl imports these modules, and they patch verl. A process can import them only once.
 KEPT = ("kit.cpu.platform", "kit.rollout.verl_patches")
 SLOW_TEST_S = 8.0  # slower tests are not used
 REQUIRED = 0.85  # fraction of the mutants of a required file that must be caught
-SLOW_FIXTURES = {"stack", "values", "chromium"}  # they start the whole stack, or a browser
+FAST = "not slow and not docs and not soak"  # the tests that are used
 
 
 def is_project(name: str) -> bool:
@@ -89,10 +76,7 @@ def digest(*paths: Path) -> str:
 
 def warm(names: list[str]) -> None:
     """Import all that the tests need. Then remove the project's modules from sys.modules."""
-    os.environ |= {
-        "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform,kit.rollout.verl_patches",
-    }
+    os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": ",".join(KEPT)}
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     import pytest  # noqa: F401
 
@@ -126,7 +110,7 @@ class Finder:
 class Plugin:
     """A plugin of pytest. It selects tests, and records their times, failures and lines of `file`.
 
-    chosen: seconds of each test to run, by node id. None: all tests without SLOW_FIXTURES.
+    chosen: seconds of each test to run, by node id. None: all tests.
     """
 
     def __init__(self, file: str, chosen: dict[str, float] | None):
@@ -140,9 +124,7 @@ class Plugin:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         chosen = self.chosen
-        if chosen is None:
-            items[:] = [item for item in items if not SLOW_FIXTURES & set(item.fixturenames)]
-        else:
+        if chosen is not None:
             items[:] = [item for item in items if item.nodeid in chosen]
             items.sort(key=lambda item: chosen[item.nodeid])
 
@@ -184,18 +166,10 @@ def run_tests(plugin: Plugin, files: list[str], temporary: Path, *more: str) -> 
     import pytest
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    plugins = [
-        f"-pno:{name}" for name in ("cacheprovider", "unraisableexception", "threadexception")
-    ]
-    arguments = [
-        "-q",
-        *plugins,
-        "--assert=plain",
-        "--durations=0",
-        f"--basetemp={temporary}",
-        *more,
-    ]
-    return int(pytest.main([*arguments, *files], plugins=[plugin]))
+    unused = ("cacheprovider", "unraisableexception", "threadexception")
+    arguments = [*(f"-pno:{name}" for name in unused), "-m", FAST, "--assert=plain"]
+    arguments += [f"--basetemp={temporary}", *more, *files]
+    return int(pytest.main(arguments, plugins=[plugin]))
 
 
 # --- step 1: which test executes which line ------------------------------------------------------
@@ -219,13 +193,9 @@ def measure(file: str, tests: list[str], folder: Path) -> dict[str, Any]:
         sys.settrace(plugin.trace)
         code = run_tests(plugin, tests, folder / "unchanged")
         sys.settrace(None)
-        measured = {
-            "key": key,
-            "lines": {name: sorted(lines) for name, lines in plugin.lines.items()},
-            "seconds": dict(plugin.seconds),
-            "modules": [name for name in sys.modules if not is_project(name)],
-            "failed": plugin.failed,
-        }
+        measured = {"key": key, "seconds": plugin.seconds, "failed": plugin.failed}
+        measured["lines"] = {name: sorted(lines) for name, lines in plugin.lines.items()}
+        measured["modules"] = [name for name in sys.modules if not is_project(name)]
         saved.write_text(json.dumps(measured))
         return code
 
@@ -242,16 +212,13 @@ def tests_of(mutant: Mutant, measured: dict[str, Any]) -> dict[str, float]:
 
     If the mutant's lines run at import, return all tests.
     """
-    fast = {
-        name: seconds
-        for name, seconds in measured["seconds"].items()
-        if seconds < SLOW_TEST_S and name not in measured["failed"]
-    }
-    if not mutant.lines:
-        return fast
-    lines = set(mutant.lines)
-    executed = measured["lines"]
-    return {name: seconds for name, seconds in fast.items() if lines & set(executed.get(name, ()))}
+    chosen = {}
+    for name, seconds in measured["seconds"].items():
+        lines = measured["lines"].get(name, ())
+        executes = not mutant.lines or not set(lines).isdisjoint(mutant.lines)
+        if executes and seconds < SLOW_TEST_S and name not in measured["failed"]:
+            chosen[name] = seconds
+    return chosen
 
 
 # --- step 2: the mutants -------------------------------------------------------------------------
@@ -277,11 +244,8 @@ def try_mutants(
                 continue
             folder = tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True)
             deadline = time.monotonic() + 15 + 4 * sum(tests.values())
-            running[start_mutant(file, mutant, tests, Path(folder.name))] = (
-                mutant,
-                deadline,
-                folder,
-            )
+            pid = start_mutant(file, mutant, tests, Path(folder.name))
+            running[pid] = (mutant, deadline, folder)
         for pid, (mutant, deadline, folder) in list(running.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             is_late = time.monotonic() > deadline
@@ -339,35 +303,27 @@ def check_file(
     tests = [f"tests/{name}" for name in settings["files"][file]["tests"]]
     source = (ROOT / file).read_text()
     planted = [plant(file, source, one) for one in settings["planted"] if one["file"] == file]
-    drawn = [] if options.planted else find_mutants(file, source)
+    drawn = find_mutants(file, source)
     total = len(drawn)
     if total > options.sample:
-        drawn = random.Random(f"{options.seed} {file}").sample(drawn, options.sample)
+        drawn = random.Random(f"0 {file}").sample(drawn, options.sample)
     drawn.sort(key=lambda mutant: mutant.line)
     measured = measure(file, tests, folder)
     if measured["failed"]:
-        print(
-            f"{file}: these tests are not used, because they fail on the unchanged source: "
-            f"{', '.join(measured['failed'])}"
-        )
+        print(f"{file}: not used, because they fail on the unchanged source: {measured['failed']}")
     warm(measured["modules"])
     unchanged = Mutant(file, "", 0, [], "no edit", source)
     (control,) = try_mutants(file, [unchanged], measured, 1, math.inf)
     if control["result"] != "survived":
         problem = f"{control['by']} fails" if control["by"] else "the tests take too long"
-        raise SystemExit(
-            f"{file}: {problem} in a forked process with the unchanged source. Correct the tests."
-        )
+        raise SystemExit(f"{file}: {problem} in a forked process with the unchanged source.")
     path = RESULTS / f"{file.replace('/', '.')}.jsonl"
     keys = {"source": digest(ROOT / file), "tests": digest(*(ROOT / test for test in tests))}
     records = read_results(path, **keys)
     mutants = planted + drawn
     untested = [mutant for mutant in mutants if mutant.name not in records]
-    print(
-        f"{file}: {len(drawn)} of {total} mutants and {len(planted)} bugs written by hand, "
-        f"{len(untested)} of them not tested yet",
-        flush=True,
-    )
+    print(f"{file}: {len(drawn)} of {total} mutants and {len(planted)} bugs written by hand, ")
+    print(f"{len(untested)} of them not tested yet", flush=True)
     with path.open("a") as out:
         for record in try_mutants(file, untested, measured, options.jobs, options.end):
             records[record["mutant"]] = record | keys
@@ -375,22 +331,17 @@ def check_file(
             out.flush()
     left = [mutant for mutant in mutants if mutant.name not in records]
     if left:
-        print(
-            f"{file}: {len(left)} mutants were not tested within --minutes. Run the same command "
-            "again."
-        )
+        print(f"{file}: {len(left)} mutants were not tested within --minutes. Run this again.")
     return [records[mutant.name] for mutant in mutants if mutant.name in records], not left
 
 
 def report(file: str, results: list[dict[str, Any]], settings: dict[str, Any]) -> bool:
     """Print the survivors and the totals of a file. Return whether it has enough caught mutants."""
-    reasons = {one["mutant"]: one["reason"] for one in settings["accepted"] if one["file"] == file}
     survivors = [record for record in results if record["result"] == "survived"]
     timeouts = sum(record["result"] == "timeout" for record in results)
     rate = 1 - len(survivors) / max(1, len(results))
     for record in sorted(survivors, key=lambda record: record["line"]):
-        reason = reasons.get(record["mutant"]) or record["by"] or "no test fails"
-        print(f"  {file}:{record['line']} {record['mutant']}  # {reason}")
+        print(f"  {file}:{record['line']} {record['mutant']}  # {record['by'] or 'no test fails'}")
     print(
         f"{file}: {len(results)} mutants, {len(results) - len(survivors)} caught ({timeouts} of "
         f"them by a timeout), {len(survivors)} survived: {rate:.1%} caught",
@@ -400,30 +351,16 @@ def report(file: str, results: list[dict[str, Any]], settings: dict[str, Any]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="plant small bugs and list those that the fast tests do not catch"
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="test one file of mutate.yaml, such as training.py")
-    parser.add_argument(
-        "--planted", action="store_true", help="test only the bugs that mutate.yaml lists"
-    )
-    parser.add_argument(
-        "--sample", type=int, default=320, help="most mutants of a file (default: 320)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed that selects the sample")
-    parser.add_argument(
-        "--minutes", type=float, default=40.0, help="start no mutant after this time (default: 40)"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=2, help="mutants that are tested concurrently (default: 2)"
-    )
+    parser.add_argument("--sample", type=int, default=320, help="most mutants of a file")
+    parser.add_argument("--minutes", type=float, default=40.0, help="start no mutant after this")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants that are tested concurrently")
     options = parser.parse_args()
     settings = yaml.safe_load((ROOT / "benchmarks" / "mutate.yaml").read_text())
     files = [options.only] if options.only else list(settings["files"])
-    if unknown := [file for file in files if file not in settings["files"]]:
-        raise SystemExit(
-            f"--only {unknown[0]}: benchmarks/mutate.yaml lists no tests for this file. Add them."
-        )
+    if unknown := set(files) - settings["files"].keys():
+        raise SystemExit(f"benchmarks/mutate.yaml lists no tests for {unknown}. Add them.")
     os.chdir(ROOT)
     RESULTS.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()

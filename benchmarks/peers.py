@@ -1,18 +1,19 @@
 """Compare a step of the demo with a step of TRL's GRPOTrainer on the same task.
 
-    python benchmarks/peers.py [--steps 4] [--rounds 2] [--only kit|trl]
+    python benchmarks/peers.py [--steps 4] [--rounds 2]
 
 A round is one run of Quintet and one run of TRL. Both use the same model, rows and temperature, the
 same initial learning rate, and torch's fused AdamW. A step has 8 prompts with 8 responses of at
 most 48 tokens, and one optimizer step. There is no reference model.
 
 Differences: TRL generates with transformers, and Quintet with vLLM. TRL calls a Python function for
-the reward, and Quintet calls a Gym server. TRL keeps its learning rate, and
-Quintet's has a cosine schedule.
+the reward, and Quintet calls a Gym server. TRL keeps its learning rate, and Quintet's has a cosine
+schedule.
 
-First, each setting of TRL's precision and micro-batch is tried once, for two steps. The fastest one
-is used. The first step of each run is left out. The command prints medians. Its last line is JSON.
-TRL has a separate environment, .venv-trl, with the versions of torch and transformers in .venv.
+TRL's micro-batches have 16 responses, its fastest setting. Matrix products are in bfloat16 if the
+CPU has instructions for it. The first step of each run is left out. The command prints medians. Its
+last line is JSON. TRL has a separate environment, .venv-trl, with the versions of torch and
+transformers in .venv.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from __future__ import annotations
 import argparse
 import glob
 import importlib.metadata
-import itertools
 import json
 import os
 import re
@@ -36,6 +36,7 @@ TRL = "1.16.0"
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 MODEL = "models/SmolLM2-135M-Instruct"
 ROWS = "data/arithmetic_train.jsonl"
+MICRO_BATCH = "16"  # responses
 Step = dict[str, float]
 
 
@@ -55,11 +56,8 @@ def make_environment() -> None:
         f for f in re.findall(r"find-links='(.*?)'", config) if glob.glob(f"{f}/torch-{torch}-*")
     ]
     source = ["--find-links", folders[0]] if folders else ["--torch-backend", "cpu"]
-    packages = [
-        f"trl=={TRL}",
-        f"torch=={torch}",
-        f"transformers=={importlib.metadata.version('transformers')}",
-    ]
+    transformers = importlib.metadata.version("transformers")
+    packages = [f"trl=={TRL}", f"torch=={torch}", f"transformers=={transformers}"]
     print(f"== .venv-trl: {', '.join(packages)} (1 GB)", flush=True)
     create = ["venv", "--quiet", "--clear", "--python", sys.executable, str(ready.parent)]
     install = ["pip", "install", "--quiet", "--python", str(PYTHON), *source, *packages]
@@ -72,100 +70,50 @@ def run_quintet(steps: int, memory: Memory) -> list[Step]:
     """Run the demo. Return the seconds of each step by stage, and its tokens."""
     folder, rows = demo("bench-peers", steps, memory, Memory.EVERY)
     shutil.rmtree(folder)
-    return [
-        stages(row) | {"tokens": row["perf/total_num_tokens"]}
-        for row in rows
-        if "timing_s/step" in row
-    ]
+    trained = [row for row in rows if "timing_s/step" in row]
+    return [stages(row) | {"tokens": row["perf/total_num_tokens"]} for row in trained]
 
 
-def run_trl(steps: int, memory: Memory, dtype: str, micro_batch: int) -> dict[str, Any]:
+def run_trl(steps: int, memory: Memory, dtype: str) -> dict[str, Any]:
     """Run trl_grpo.py. Return its JSON output: steps and versions."""
-    command = [
-        str(PYTHON),
-        "benchmarks/trl_grpo.py",
-        "--model",
-        MODEL,
-        "--rows",
-        ROWS,
-        "--steps",
-        str(steps),
-    ]
-    command += ["--dtype", dtype, "--micro-batch", str(micro_batch)]
-    log = LOGS / f"trl-{dtype}-{micro_batch}.log"
-    run(command, log, memory, Memory.EVERY)
+    arguments = [MODEL, ROWS, str(steps), dtype, MICRO_BATCH]
+    log = LOGS / "trl.log"
+    run([str(PYTHON), "benchmarks/trl_grpo.py", *arguments], log, memory, Memory.EVERY)
     return last_json(log.read_text())
 
 
-def find_best_settings(flags: list[str]) -> dict[str, Any]:
-    """Return TRL's precision and micro-batch with the fastest second step.
-
-    bfloat16 is tried only if the CPU has instructions for it.
-    """
-    dtypes = ["float32", "bfloat16"] if {"avx512_bf16", "amx_bf16"} & set(flags) else ["float32"]
-    seconds = {}
-    for dtype, size in itertools.product(dtypes, (16, 64)):
-        second_step = run_trl(2, Memory(), dtype, size)["steps"][1]
-        seconds[dtype, size] = second_step["step"]
-        print(
-            f"TRL with {dtype} and micro-batches of {size} responses: "
-            f"{second_step['step']:.1f} s per step",
-            flush=True,
-        )
-    dtype, size = min(seconds, key=seconds.__getitem__)
-    return {"dtype": dtype, "micro_batch": size}
-
-
-def summarize(rounds: list[list[Step]], peaks: dict[str, float]) -> dict[str, Any]:
-    """Return the medians over the steps of all rounds, and the peak memory."""
-    steps = list(itertools.chain.from_iterable(rounds))
+def summarize(name: str, steps: list[Step], memory: Memory) -> dict[str, Any]:
+    """Print and return the medians over some steps, and the peak memory."""
     medians = {part: round(median(step.get(part, 0.0) for step in steps), 3) for part in steps[-1]}
     ms_per_token = round(1000 * medians["step"] / medians["tokens"], 2)
-    return {**medians, "ms_a_token": ms_per_token, "peak_gb": peaks}
+    print(
+        f"{name}: {medians['step']:.1f} s per step, {medians['gen']:.1f} s of it sampling; "
+        f"{medians['tokens']:.0f} tokens, {ms_per_token} ms per token; peak memory "
+        f"{memory.peaks['all']:.1f} GB"
+    )
+    return {**medians, "ms_a_token": ms_per_token, "peak_gb": memory.peaks}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=4, help="steps of each run (default: 4)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each (default: 2)")
-    parser.add_argument("--only", choices=["kit", "trl"], help="run only Quintet or only TRL")
     args = parser.parse_args()
     about = machine()
-    runs: dict[str, list[list[Step]]] = {"kit": [], "trl": []}  # the steps of each run
+    make_environment()
+    has_bfloat16 = not {"avx512_bf16", "amx_bf16"}.isdisjoint(about["flags"])
+    dtype = "bfloat16" if has_bfloat16 else "float32"
     memory = {"kit": Memory(), "trl": Memory()}
-    settings: dict[str, Any] = {}
-    if args.only != "kit":
-        make_environment()
-        settings = find_best_settings(about["flags"])
-    for number in range(1, args.rounds + 1):
-        if args.only != "trl":
-            runs["kit"].append(run_quintet(args.steps, memory["kit"])[1:])
-        if args.only != "kit":
-            output = run_trl(args.steps, memory["trl"], **settings)
-            runs["trl"].append(output["steps"][1:])
-            about["trl_versions"] = output["versions"]
-        for name, rounds in runs.items():
-            if rounds:
-                seconds = ", ".join(f"{step['step']:.1f}" for step in rounds[-1])
-                print(f"round {number}, {name}: {seconds} s", flush=True)
-    result: dict[str, Any] = {}
-    for name, rounds in runs.items():
-        if any(rounds):
-            summary = summarize(rounds, memory[name].peaks)
-            result[name] = summary
-            print(
-                f"{name}: {summary['step']:.1f} s per step, {summary['gen']:.1f} s of it sampling; "
-                f"{summary['tokens']:.0f} tokens, {summary['ms_a_token']} ms per token; peak "
-                f"memory {summary['peak_gb']['all']:.1f} GB"
-            )
-    if len(result) == 2:
-        for part in ("step", "ms_a_token"):
-            result[f"kit_over_trl_{part}"] = round(result["kit"][part] / result["trl"][part], 3)
-        print(
-            f"Quintet / TRL: {result['kit_over_trl_step']} for a step, "
-            f"{result['kit_over_trl_ms_a_token']} for a token"
-        )
-    print(json.dumps({"benchmark": "peers", **about, "trl_settings": settings, **result}))
+    steps: dict[str, list[Step]] = {"kit": [], "trl": []}  # without the first step of a run
+    for _ in range(args.rounds):
+        steps["kit"] += run_quintet(args.steps, memory["kit"])[1:]
+        output = run_trl(args.steps, memory["trl"], dtype)
+        steps["trl"] += output["steps"][1:]
+    result = {name: summarize(name, steps[name], memory[name]) for name in steps}
+    for part in ("step", "ms_a_token"):
+        print(f"Quintet / TRL, {part}: {result['kit'][part] / result['trl'][part]:.3f}")
+    about |= {"trl_versions": output["versions"], "trl_dtype": dtype}
+    print(json.dumps({"benchmark": "peers", **about, **result}))
 
 
 if __name__ == "__main__":

@@ -12,24 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from functools import partial
 from pathlib import Path
 
+import matplotlib
 import matplotlib.pyplot as plt
 import pandas as pd
-from figures import draw_range, save_light_and_dark
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from measure import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from lab.run_folder import RunFolder  # noqa: E402
+from lab.run_folder import RunFolder
 
 ACCURACY = "val-core/reasoning_gym/acc/mean@1"
 REWARD = "rollout/reward/mean"
-COLUMNS = {REWARD: ".2f", "response_length/mean": ".2f"}
+LENGTH = "response_length/mean"
+STYLES = {"": "default", "_dark": "dark_background"}  # suffix of the file's name: matplotlib style
 
 
 def compute_right(folder: Path, step: int) -> float:
@@ -50,57 +46,46 @@ def read_evaluations(folder: Path) -> pd.DataFrame:
 
 
 def print_table(evaluations: dict[str, pd.DataFrame]) -> None:
-    """Print the table of docs/results.md."""
+    """Print the table of docs/results.md. The first evaluation has no reward of training."""
     print("| run | step | held-out acc | held-out right | reward (train) | response tokens |")
     print("| --- |" + " ---: |" * 5)
     for name, frame in evaluations.items():
         for step, line in frame.iterrows():
             cells = [name, str(step), f"{line[ACCURACY]:.3f}", f"{line['right']:.3f}"]
-            for column, digits in COLUMNS.items():
+            for column in (REWARD, LENGTH):
                 value = line.get(column, float("nan"))
-                cells.append("" if pd.isna(value) else f"{value:{digits}}")
+                cells.append("" if pd.isna(value) else f"{value:.2f}")
             print(f"| {' | '.join(cells)} |")
 
 
-def draw_labeled(
-    axis: Axes, curves: list[pd.Series], label: str, color: str, va: str = "center"
-) -> None:
-    """Draw the mean and the range of some curves. The label is at the end of the mean's line.
+def draw_range(axis: Axes, curves: list[pd.Series], label: str, color: str) -> None:
+    """Draw the mean and the range of some curves at the steps that all have.
 
-    va: the vertical alignment of the label, as in matplotlib.
+    curves: values by step.
     """
-    mean = draw_range(axis, curves, color)
-    axis.annotate(
-        label,
-        (mean.index[-1], mean.iloc[-1]),
-        xytext=(5, 0),
-        textcoords="offset points",
-        va=va,
-        color=color,
-        annotation_clip=False,
+    table = pd.concat(curves, axis=1).dropna()
+    mean = table.mean(axis=1)
+    axis.fill_between(
+        table.index, table.min(axis=1), table.max(axis=1), alpha=0.25, color=color, lw=0
     )
+    axis.plot(table.index, mean, color=color, lw=1.5, label=label)
 
 
-def draw(evaluations: dict[str, pd.DataFrame], rewards: dict[str, pd.Series]) -> Figure:
-    """Draw the mean and the range of held-out accuracy and of training reward over the runs."""
+def draw(evaluations: dict[str, pd.DataFrame], rewards: list[pd.Series], out: Path) -> None:
+    """Draw held-out accuracy and training reward, for light and for dark pages."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
-    accuracy = [frame[ACCURACY] for frame in evaluations.values()]
-    draw_labeled(axes[0], accuracy, "only the\nequation", "C0", "top")
-    right = [frame["right"] for frame in evaluations.values()]
-    draw_labeled(axes[0], right, "contains the\nequation", "C1", "bottom")
-    draw_labeled(axes[1], list(rewards.values()), "reward", "C2")
+    frames = evaluations.values()
+    draw_range(axes[0], [frame[ACCURACY] for frame in frames], "only the equation", "C0")
+    draw_range(axes[0], [frame["right"] for frame in frames], "contains the equation", "C1")
+    draw_range(axes[1], rewards, "reward", "C2")
     axes[0].set_title("held-out rows, greedy: fraction of responses", fontsize=10)
     axes[1].set_title("training rows, sampled: mean reward of a step", fontsize=10)
     for axis in axes:
-        last = max(frame.index[-1] for frame in evaluations.values())
-        axis.set(xlabel="step", ylim=(0, 1), xlim=(0, 1.25 * last))
-        axis.set_xticks(range(0, last + 1, max(1, last // 5)))
+        axis.set(xlabel="step", ylim=(0, 1))
         axis.grid(alpha=0.3)
-    figure.suptitle(
-        f"SmolLM2-135M on a CPU, {len(evaluations)} runs: line is the mean, band is the range",
-        fontsize=11,
-    )
-    return figure
+        axis.legend(loc="lower right")
+    figure.suptitle(f"SmolLM2-135M on a CPU, {len(frames)} runs: line is the mean, band the range")
+    figure.savefig(out, dpi=110, transparent=True)  # because the backgrounds of pages differ
 
 
 def main() -> None:
@@ -109,9 +94,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.png", help="picture")
     args = parser.parse_args()
     evaluations = {folder.name: read_evaluations(folder) for folder in args.runs}
-    rewards = {folder.name: RunFolder(folder).steps[REWARD].dropna() for folder in args.runs}
+    rewards = [RunFolder(folder).steps[REWARD].dropna() for folder in args.runs]
     print_table(evaluations)
-    save_light_and_dark(partial(draw, evaluations, rewards), args.out)
+    matplotlib.use("Agg")
+    for suffix, style in STYLES.items():
+        with plt.style.context(style):
+            draw(evaluations, rewards, args.out.with_stem(f"{args.out.stem}{suffix}"))
 
 
 if __name__ == "__main__":

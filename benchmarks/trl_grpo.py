@@ -1,6 +1,9 @@
 """Train the demo's task with TRL's GRPOTrainer, and measure its steps.
 
-benchmarks/peers.py runs this command in a separate environment, .venv-trl.
+    .venv-trl/bin/python benchmarks/trl_grpo.py MODEL ROWS STEPS float32|bfloat16 MICRO_BATCH
+
+benchmarks/peers.py runs this command. MICRO_BATCH is the number of responses per forward and
+backward pass, of the 64 in a step. Weights are float32 in both types.
 
 The last line is JSON. It has the seconds of each step (`step`), the part of them for responses and
 rewards (`gen`), the number of tokens, and the versions of the packages.
@@ -8,9 +11,9 @@ rewards (`gen`), the number of tokens, and the versions of the packages.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -55,47 +58,28 @@ class Clock(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.steps[-1]["step"] = time.perf_counter() - self.begin
 
-    def wrap(self, trainer: Any, name: str) -> None:
-        """Add the seconds of a method of the trainer to `gen`, and record its tokens."""
-        function = getattr(trainer, name)
+    def wrap(self, function: Any) -> Any:
+        """Return a function that adds its seconds to `gen`, and records its tokens."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
             result = function(*args, **kwargs)
             self.steps[-1]["gen"] += time.perf_counter() - begin
-            self.steps[-1]["tokens"] = int(
-                result["prompt_mask"].sum() + result["completion_mask"].sum()
-            )
+            tokens = result["prompt_mask"].sum() + result["completion_mask"].sum()
+            self.steps[-1]["tokens"] = int(tokens)
             return result
 
-        setattr(trainer, name, timed)
+        return timed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="the model folder")
-    parser.add_argument("--rows", type=Path, required=True, help="the file of rows")
-    parser.add_argument("--steps", type=int, default=6, help="number of steps (default: 6)")
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        default="float32",
-        help="type for matrix products; the weights are float32",
-    )
-    parser.add_argument(
-        "--micro-batch",
-        type=int,
-        default=64,
-        help="responses per forward and backward pass, of the 64 in a step",
-    )
-    args = parser.parse_args()
+    model_path, rows, steps, dtype, micro_batch = sys.argv[1:]
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     config = trl.GRPOConfig(
         output_dir=tempfile.mkdtemp(prefix="trl-"),
-        max_steps=args.steps,
-        per_device_train_batch_size=args.micro_batch,
-        gradient_accumulation_steps=64 // args.micro_batch,  # 8 prompts x 8 responses
+        max_steps=int(steps),
+        per_device_train_batch_size=int(micro_batch),
+        gradient_accumulation_steps=64 // int(micro_batch),  # 8 prompts x 8 responses
         num_generations=8,
         max_completion_length=48,
         temperature=0.8,
@@ -104,7 +88,7 @@ def main() -> None:
         lr_scheduler_type="constant",
         weight_decay=0.01,
         optim="adamw_torch_fused",
-        bf16=args.dtype == "bfloat16",
+        bf16=dtype == "bfloat16",
         use_cpu=True,
         gradient_checkpointing=False,  # it would save memory, and take more time
         dataloader_pin_memory=False,
@@ -112,17 +96,17 @@ def main() -> None:
         report_to=[],
         seed=1,
     )
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     clock = Clock()
     trainer = trl.GRPOTrainer(
-        model=model,
+        model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
         args=config,
-        processing_class=tokenizer,
-        train_dataset=load_dataset(args.rows),
+        processing_class=AutoTokenizer.from_pretrained(model_path, padding_side="left"),
+        train_dataset=load_dataset(Path(rows)),
         reward_funcs=reward,
         callbacks=[clock],
     )
-    clock.wrap(trainer, "_generate_and_score_completions")
+    method = "_generate_and_score_completions"
+    setattr(trainer, method, clock.wrap(getattr(trainer, method)))
     trainer.train()
     versions = {package.__name__: package.__version__ for package in (trl, transformers, torch)}
     print(json.dumps({"steps": clock.steps, "versions": versions}))

@@ -9,7 +9,7 @@ equal, otherwise 0, as from Gym's server (0.7.0) with `should_use_judge: false`.
 `expected_answer` only, as text: a row without it is an error there, too, but an empty text or a
 worked solution is an answer that no response has. It forks a process for each answer, which takes
 70 to 80 ms of a core. Here one process verifies many answers, and takes 6 to 8 ms each
-(benchmarks/math_verifier.py, whose answers are partly adversarial).
+(tests/helpers/math_samples.py, whose answers are partly adversarial).
 
 A response cannot run code: math-verify evaluates only its digits and operators as Python, and reads
 the rest with a grammar. math-verify interrupts itself by signals after 2 or 5 s, at any point of

@@ -9,6 +9,8 @@ tests/helpers/stack.py says what the stack is.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import os
 import shutil
@@ -16,6 +18,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType, FunctionType
 
 import hypothesis
 import pytest
@@ -72,31 +75,46 @@ STARTS_RUNS = (
     "test_reliability",
     "test_signals",
 )
-# Other files whose tests start runs of algorithm.py or Gym servers, or install packages. They have
-# a longer timeout.
-STARTS_COMMANDS = (
-    "test_backends",
-    "test_docs",
-    "test_draft_tokens",
-    "test_extras_deleted",
-    "test_guides",
-    "test_gym_environments",
-    "test_hf_rollout",
-    "test_image_training",
-    "test_isolation",
-    "test_judge_servers",
-    "test_prometheus",
-    "test_readme",
-    "test_scale",
-    "test_servers",
-    "test_trackers",
-)
+# Names in the code of a test that starts a Gym server or a command.
+STARTERS = {"subprocess", "running_servers", "call_command"}
+# Fixtures that start the model stack, or a browser.
+SLOW_FIXTURES = {"stack", "values", "chromium"}
 # In CI, a test may be skipped only if its reason begins with one of these texts.
 SKIPS_IN_CI = ("needs root: ", "needs bubblewrap")
 
 
-def timeout_s(item: pytest.Item, group: str) -> float:
-    """Return how many seconds a test may take, with its fixtures. group: find_group(item).
+def is_slow(item) -> bool:
+    """Whether a test has the mark, or starts the stack, a Gym server, a command or a browser."""
+    if item.get_closest_marker("slow"):
+        return True
+    if SLOW_FIXTURES & set(item.fixturenames) or item.path.stem in STARTS_RUNS:
+        return True
+    fixtures = [last.func for *_, last in item._fixtureinfo.name2fixturedefs.values()]
+    waiting = [item.function, *fixtures]  # these, and the functions of tests/ that they use
+    seen = set()
+    while waiting:
+        function = waiting.pop()
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        function = inspect.unwrap(function)
+        names = list_names(function.__code__)
+        if function.__module__.startswith("tests."):
+            if names & STARTERS:
+                return True
+            waiting += [function.__globals__.get(name) for name in names]
+    return False
+
+
+@functools.cache
+def list_names(code: CodeType) -> frozenset[str]:
+    """List the names that a function uses, also in functions inside of it."""
+    inner = [list_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(code.co_names).union(*inner)
+
+
+def timeout_s(item: pytest.Item) -> float:
+    """Return how many seconds a test may take, with its fixtures.
 
     pyproject.toml sets pytest-timeout's method `thread`. The method `signal` would use SIGALRM,
     which kit/runs/stages.py needs. After a timeout, pytest's process ends. Then
@@ -104,8 +122,7 @@ def timeout_s(item: pytest.Item, group: str) -> float:
     """
     if item.get_closest_marker("soak"):
         return 3600.0
-    is_slow = group == "stack" or item.path.stem in STARTS_COMMANDS
-    return 600.0 if is_slow else 120.0
+    return 600.0 if is_slow(item) else 120.0
 
 
 @pytest.hookimpl(wrapper=True)
@@ -120,9 +137,11 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-@pytest.hookimpl(wrapper=True)  # before xdist reads the groups
+@pytest.hookimpl(wrapper=True)  # before pytest reads the marks, and xdist the groups
 def pytest_collection_modifyitems(items):
     """Put tests that share a fixture into one process, sort the tests, and set their timeouts.
+
+    Slow tests get the mark `slow`, which `make fast` leaves out.
 
     Tests of whole runs come first. Otherwise the stack would stay idle in memory while they run.
     """
@@ -131,7 +150,9 @@ def pytest_collection_modifyitems(items):
         if group:
             item.add_marker(pytest.mark.xdist_group(group))
         if not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(timeout_s(item, group)))
+            item.add_marker(pytest.mark.timeout(timeout_s(item)))
+        if is_slow(item):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=rank)
     return (yield)
 

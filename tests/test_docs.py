@@ -1,13 +1,15 @@
-"""Runs the code blocks of CONTRIBUTING.md and docs/ in the order of their page.
+"""Runs the code blocks of README, CONTRIBUTING.md and docs/ in the order of their page.
 
 Each page has a separate folder. Files are written there, and commands run there. Two commands are
 only checked: `python algorithm.py` runs with --dry-run, and `make` with -n.
 
 If a block cannot run here, a comment on the line before it gives one of the reasons in MARKS.
+`make test` runs README and the tutorial. `make docs` runs the other pages.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import os
@@ -23,20 +25,29 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+import gym_client
 from kit.config.keys import flatten
 from kit.config.load import load_config, read_yaml
 from kit.config.sections import ServerStart
+from kit.data.ground_truths import find_ground_truth
+from kit.gym import network
 from lab.report import metric_docs, report_page
+from tests.helpers.http import StubJudge
 from tests.helpers.pages import (
+    EXAMPLES,
+    GUIDES,
     PAGES,
+    README,
     call_command,
     dry_run,
     insert_above_main,
+    list_commands,
     make_clone,
     read_blocks,
+    read_shown_files,
     write_gsm8k,
 )
-from tests.helpers.recipes import ROOT, run
+from tests.helpers.recipes import ROOT, row, run
 from tests.helpers.runs import write_synthetic_run
 
 MARKS = {
@@ -48,12 +59,16 @@ MARKS = {
     "needs a run",
     "takes minutes",
 }
-DOCS = PAGES[1:]
+FIRST_PAGES = (README, ROOT / "docs" / "tutorial.md")
+OTHER_PAGES = [page for page in PAGES if page not in FIRST_PAGES]
+VALID_MESSAGE = "dry run: model, files, sizes and servers are valid"
+# Words that pages write after --config and that stand for any recipe.
+PLACEHOLDERS = {"X", "RECIPE", "files", "more.yaml"}
 
 
 def test_the_marks_of_blocks_that_cannot_run_here_are_known():
     marks = set()
-    for page in DOCS:
+    for page in PAGES:
         marks |= {block.mark for block in read_blocks(page) if block.mark}
     assert marks <= MARKS
 
@@ -78,6 +93,32 @@ def test_the_tutorial_documents_every_key_of_gym_and_start():
     assert sorted(names) == sorted(ServerStart.model_fields)
 
 
+@pytest.mark.docs
+def test_pages_name_recipes_and_files_that_exist(monkeypatch):
+    """Recipes are those after --config, files those in folders of the repository."""
+    monkeypatch.chdir(ROOT)
+    for page in PAGES:
+        text = page.read_text()
+        files = re.findall(r"[`/ ]((?:kit|extras|lab|templates|tests|benchmarks)/[\w./]*\w)", text)
+        missing = [name for name in files if not (ROOT / name).exists()]
+        assert [name for name in missing if not (ROOT / "tests" / name).exists()] == [], page
+        written = set(re.findall(r"^# (\w+\.yaml)", text, re.MULTILINE)) | {"box.yaml"}
+        names = {name.rstrip(".") for name in re.findall(r"--config (\w[\w./]*)", text)}
+        for name in names - written - PLACEHOLDERS:
+            read_yaml(name)
+
+
+@pytest.mark.docs
+def test_pages_show_the_example_files():
+    """Other tests use the files of docs/examples/, readers the text of a page."""
+    shown: dict[str, str] = {}
+    for page in PAGES:
+        shown |= read_shown_files(page)
+    for path in EXAMPLES.rglob("*"):
+        if path.suffix in (".py", ".yaml"):
+            assert shown[str(path.relative_to(EXAMPLES))] == path.read_text()
+
+
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
     """The folder that each page starts from.
@@ -97,7 +138,11 @@ def clone(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [*FIRST_PAGES, *[pytest.param(page, marks=pytest.mark.docs) for page in OTHER_PAGES]],
+    ids=lambda page: page.stem,
+)
 def test_the_blocks_of_a_page_work_in_order(page, clone, tmp_path, monkeypatch, capsys):
     for name in os.listdir(clone):
         (tmp_path / name).symlink_to(clone / name)
@@ -108,7 +153,67 @@ def test_the_blocks_of_a_page_work_in_order(page, clone, tmp_path, monkeypatch, 
     for block in read_blocks(page):
         if not block.mark:
             RUN_BLOCK[block.language](block.text, tmp_path, monkeypatch)
-    capsys.readouterr()
+    printed = capsys.readouterr().out
+    if page == README:
+        assert VALID_MESSAGE in printed
+        assert "tried on row data/arithmetic_train.jsonl:1: reward" in printed
+
+
+def test_readmes_reward_pays_for_the_rows_answer_as_the_page_says(clone):
+    """Also for a longer number that begins with it, which the page warns about."""
+    namespace: dict[str, Any] = {}
+    exec(read_shown_files(README)["my_reward.py"], namespace)
+    first_row = json.loads((clone / "data" / "arithmetic_train.jsonl").read_text().splitlines()[0])
+    answer = find_ground_truth(first_row)
+    assert answer == "4 + 15 = 19"
+    responses = [answer, f"The sum: {answer}.", f"{answer}0", "So the answer is 7.", "4 + 15 = 1"]
+    scores = [namespace["compute_score"]("", response, answer, {}) for response in responses]
+    assert scores == [1.0, 1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.docs
+def test_the_server_of_the_verifier_guide_works(clone, monkeypatch, capsys):
+    """The guide's command starts it on a free port. It verifies responses, and a run accepts it."""
+    (clone / "two_routes.py").write_text((EXAMPLES / "two_routes.py").read_text())
+    serve, train = list_commands(GUIDES / "verifier.md", "needs a server")
+    port = str(network.find_free_port())
+    command = [word.replace("8001", port) for word in serve]
+    with (clone / "uvicorn.log").open("w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", *command], cwd=clone, stdout=log, stderr=log
+        )
+    urls = {"mine": f"http://127.0.0.1:{port}"}
+
+    async def verify(text):
+        async with (
+            gym_client.Gym(urls) as gym,
+            gym.session("mine", row(answer="3 + 4 = 7")) as session,
+        ):
+            return (await session.verify(gym_client.message_response(text))).reward
+
+    try:
+        network.wait_ready("mine", urls["mine"], server, clone / "uvicorn.log")
+        rewards = [asyncio.run(verify(text)) for text in ("It is 7", "It is 8", "")]
+        assert rewards == [1.0, 0.0, 0.0]
+        dry_run([word.replace("8001", port) for word in train[2:]], clone, monkeypatch)
+        assert VALID_MESSAGE in capsys.readouterr().out
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.docs
+def test_the_commands_of_the_judge_guide_work(clone, monkeypatch, capsys):
+    """The dry run asks the judge for its model. A stub replaces Ollama."""
+    judge = StubJudge()
+    rows, _, train = list_commands(GUIDES / "judges.md", "needs a judge")
+    assert run([sys.executable, "env.py", *rows[2:]], clone).returncode == 0
+    text = shlex.join(train[2:]).replace("http://127.0.0.1:11434/v1", judge.url)
+    dry_run(shlex.split(text.replace("qwen3:4b", "stub")), clone, monkeypatch)
+    assert VALID_MESSAGE in capsys.readouterr().out
+
+
+# --- one block -----------------------------------------------------------------------------------
 
 
 def run_python_block(text: str, folder: Path, _) -> None:
@@ -160,7 +265,7 @@ def run_bash_block(text: str, folder: Path, monkeypatch) -> None:
             run_tests(folder / words[4], folder, monkeypatch)
         elif words[:1] == ["python"] and words[1] != "env.py" and words[1].endswith(".py"):
             run_file(folder / words[1], "__main__", monkeypatch, words[2:])
-        elif words:
+        elif words and words[0] != "source":  # the tests run in .venv already
             run_in_shell(line, folder)
 
 

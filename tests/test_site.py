@@ -1,6 +1,6 @@
-"""Tests the documentation site of `make site`, in a browser: search, phone, dark mode and links.
+"""Tests the documentation site of `make site`, also in a browser. `make docs` runs this file.
 
-`make docs` and `make soak` run this file. `make test` runs tests/test_site_navigation.py.
+MkDocs checks links, anchors and the navigation when it builds the site.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ from collections import Counter
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urldefrag, urljoin, urlparse
+from urllib.parse import urljoin
 
 import pytest
 from markdown_it import MarkdownIt
 
 from tests.helpers.recipes import ROOT
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.docs
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1400, "height": 1000}
-TAG = re.compile(r"<(?P<name>\w+)(?P<attributes>[^>]*)>")
-ATTRIBUTE = re.compile(r'\b(?P<name>id|href|src)=(?P<quote>"|)(?P<value>[^"\s>]*)(?P=quote)')
 # {token of markdown-it: HTML tag}. A page must have equal numbers of both.
 BLOCKS = {"table_open": "<table", "list_item_open": "<li", "tr_open": "<tr"}
 
@@ -81,39 +79,6 @@ def page_url(address: str, site: Path, path: Path) -> str:
     return urljoin(address, path.relative_to(site).as_posix().removesuffix("index.html"))
 
 
-def sum_color(color: str) -> int:
-    return sum(int(part) for part in re.findall(r"\d+", color)[:3])
-
-
-# --- without a browser ---------------------------------------------------------------------------
-
-
-def test_no_link_is_dead(site):
-    """Links inside the site lead to files and anchors that exist."""
-    ids: dict[Path, set[str]] = {}
-    links: list[tuple[Path, str]] = []
-    for path in list_pages(site):
-        ids[path] = set()
-        for tag in TAG.finditer(path.read_text()):
-            for attribute in ATTRIBUTE.finditer(tag["attributes"]):
-                if attribute["name"] == "id":
-                    ids[path].add(attribute["value"])
-                else:
-                    links.append((path, attribute["value"]))
-    dead = []
-    for path, link in links:
-        target, anchor = urldefrag(link)
-        if urlparse(target).scheme:
-            continue
-        file = (path.parent / unquote(target)).resolve() if target else path
-        file = file / "index.html" if file.is_dir() else file
-        is_dead_anchor = file in ids and anchor and unquote(anchor) not in ids[file]
-        if not file.is_file() or is_dead_anchor:
-            dead.append(f"{path.relative_to(site)}: {link}")
-    assert len(links) > 1000
-    assert sorted(set(dead)) == []
-
-
 def test_lists_and_tables_are_the_same_as_on_github(site):
     """Python-Markdown needs an empty line before a list, so docs/site_hooks.py adds it."""
     parser = MarkdownIt("commonmark").enable("table")
@@ -143,20 +108,6 @@ def test_llms_txt_lists_all_pages(site):
     assert "`compute_advantages(" in full  # the API page has the docstrings
 
 
-# --- in a browser --------------------------------------------------------------------------------
-
-
-def test_the_search_finds_the_entry_for_oom(chromium, address):
-    with open_page(chromium, address, viewport=DESKTOP) as page:
-        page.keyboard.press("/")
-        page.keyboard.type("OOM")
-        page.wait_for_selector(".md-search-result__item a")
-        links = page.locator(".md-search-result__link").evaluate_all("all => all.map(a => a.href)")
-        assert any("troubleshooting/" in link for link in links), links
-        page.locator(".md-search-result__link[href*='troubleshooting/']").first.click()
-        page.wait_for_url("**/troubleshooting/**")
-
-
 def test_a_phone_has_the_navigation_and_no_wide_page(chromium, site, address):
     wide = []
     with open_page(chromium, address, viewport=PHONE) as page:
@@ -173,28 +124,6 @@ def test_a_phone_has_the_navigation_and_no_wide_page(chromium, site, address):
         drawer.get_by_role("link", name="Troubleshooting", exact=True).click()
         page.wait_for_url("**/troubleshooting/")
     assert wide == []
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_site_has_the_color_scheme_of_the_system_and_a_switch(chromium, address, scheme):
-    background = "getComputedStyle(document.body).backgroundColor"
-    with open_page(chromium, address, viewport=DESKTOP, color_scheme=scheme) as page:
-        page_color = sum_color(page.evaluate(background))
-        text_color = sum_color(page.evaluate("getComputedStyle(document.body).color"))
-        difference = text_color - page_color
-        assert (difference > 200) if scheme == "dark" else (difference < -200)
-        for _ in range(2):  # system, light, dark
-            page.locator("form[data-md-component=palette] label:not([hidden])").click()
-        assert sum_color(page.evaluate(background)) < 300
-
-
-def test_diagrams_are_drawn(chromium, address):
-    if not (ROOT / ".venv-docs" / "mermaid.min.js").is_file():
-        pytest.skip("without npm the site loads Mermaid from a CDN")
-    with open_page(chromium, f"{address}design/", viewport=DESKTOP) as page:
-        page.wait_for_function("document.querySelectorAll('div.mermaid').length === 1")
-        heights = page.locator("div.mermaid").evaluate_all("all => all.map(a => a.offsetHeight)")
-        assert min(heights) > 40 and page.locator("pre.mermaid").count() == 0
 
 
 def test_backends_have_tabs(chromium, address):

@@ -1,4 +1,4 @@
-"""Tiny random models of the architectures that vLLM and transformers share.
+"""Tiny random models of architectures of transformers.
 
 A configuration is the default one of its class, with small sizes. It has one layer of each type
 that the code of the model names, and a window of WINDOW tokens if it may have one.
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kit.config.recipe import Recipe
 from tests.helpers.models import END, make_tokenizer
@@ -70,19 +69,6 @@ SIZES = {
     0: "num_nextn_predict_layers zero_expert_num num_kv_shared_layers",
 }
 VALUES = {name: size for size, names in SIZES.items() for name in names.split()}
-
-
-def list_shared() -> dict[str, str]:
-    """{model type: class} of the causal language models that vLLM and transformers have."""
-    from vllm.model_executor.models import registry
-
-    known = {*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS}
-    shared = {}
-    for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        for name in (names,) if isinstance(names, str) else names:
-            if name in known:
-                shared[model_type] = name
-    return shared
 
 
 def shrink(model_type: str) -> Any:
