@@ -2,9 +2,8 @@
 
     .venv/bin/python benchmarks/chat_templates.py
 
-It needs the packages of requirements-templates.txt, which `make test` installs. tests/rollout/
-test_chat_template_page.py fails if the page differs. --compare prints how often verl's token
-builder and `renderers` give the same tokens as the kit.
+It needs the packages of requirements-templates.txt, which `make test` installs. --compare prints
+how often verl's token builder and `renderers` give the same tokens as the kit.
 """
 
 from __future__ import annotations
