@@ -217,24 +217,18 @@ class ChatTemplate:
     @functools.cached_property
     def forms(self) -> Forms:
         """Find how the template takes text, arguments of calls and reasoning."""
-        text_as_parts = self.takes_text_as_parts()
-        question = [make_message("user", QUESTION, text_as_parts)]
+        parts = make_message("user", ANSWER, as_parts=True)
+        text = make_message("user", ANSWER, as_parts=False)
+        text_as_parts = self.shows(parts) and not self.shows(text)
+        question = make_message("user", QUESTION, text_as_parts)
         key = next((key for key in env.THOUGHT_KEYS if self.shows_thought(question, key)), "")
         as_object = self.shows_arguments(question, ARGUMENT)
         as_text = self.shows_arguments(question, json.dumps(ARGUMENT))
         return Forms(text_as_parts, as_text and not as_object, key)
 
-    def takes_text_as_parts(self) -> bool:
-        """Return whether text reaches the model only as a part of a list, as in vision models."""
-        is_shown = [
-            self.shows([make_message("user", ANSWER, as_parts)], ANSWER)
-            for as_parts in (False, True)
-        ]
-        return is_shown == [False, True]
-
-    def shows(self, messages: Sequence[Message], text: str) -> bool:
-        """Return whether a conversation in the template's own form shows a text."""
-        return text in self.try_apply(messages)
+    def shows(self, *messages: Message) -> bool:
+        """Return whether a conversation in the template's own form shows the answer."""
+        return ANSWER in self.try_apply(messages)
 
     def try_apply(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """Render messages in the template's own form; to "" if it does not take them."""
@@ -243,19 +237,20 @@ class ChatTemplate:
         except RenderError:
             return ""
 
-    def shows_thought(self, question: list[Message], key: str) -> bool:
+    def shows_thought(self, question: Message, key: str) -> bool:
         """Return whether the template shows this key of the last answer, with or without a call."""
-        answer = {**question[0], "role": "assistant", key: ANSWER}
+        answer = {**question, "role": "assistant", key: ANSWER}
         call = {**answer, "tool_calls": [make_call("a", {})]}
-        return self.shows([*question, answer], ANSWER) or self.shows([*question, call], ANSWER)
+        return self.shows(question, answer) or self.shows(question, call)
 
-    def shows_arguments(self, question: list[Message], arguments: str | Json) -> bool:
+    def shows_arguments(self, question: Message, arguments: str | Json) -> bool:
         """Return whether the template renders a call with these arguments, unchanged."""
-        call = make_call("a", arguments)
-        messages = [*question, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        is_python = self.shows(messages, f"'{ANSWER}'")  # a dict as Python prints it
-        is_encoded_twice = self.shows(messages, f'\\"{ANSWER}\\"')
-        return self.shows(messages, ANSWER) and not is_python and not is_encoded_twice
+        calls = [make_call("a", arguments)]
+        answer = {"role": "assistant", "content": "", "tool_calls": calls}
+        text = self.try_apply([question, answer])
+        is_python = f"'{ANSWER}'" in text  # a dict as Python prints it
+        is_encoded_twice = f'\\"{ANSWER}\\"' in text
+        return ANSWER in text and not is_python and not is_encoded_twice
 
     def adapt(self, message: Message) -> Message:
         """Return a message in the form that the template takes."""

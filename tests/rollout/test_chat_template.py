@@ -63,10 +63,9 @@ ONLY_FIRST_SYSTEM = "{% if messages[0].role == 'system' %}{{ messages[0].content
 )
 
 
-def make_template(source, stop="<|im_end|>", stop_ids=(), **arguments) -> ChatTemplate:
+def make_template(source, stop="<|im_end|>", **arguments) -> ChatTemplate:
     tokenizer = bytes_tokenizer(source, stop)
-    stops = {tokenizer.eos_token_id, *stop_ids}
-    template = ChatTemplate(TextProcessor(tokenizer), stops, arguments)
+    template = ChatTemplate(TextProcessor(tokenizer), {tokenizer.eos_token_id}, arguments)
     template.failures = try_template(template)
     return template
 
@@ -187,25 +186,6 @@ def test_arguments_are_an_object_or_text_as_the_template_needs_them(arguments, a
     assert '{"text": "é"}' in text or "text=é" in text or '{"text": "\\u00e9"}' in text
 
 
-@pytest.mark.parametrize(
-    ("shown", "expected"),
-    [("{{ m.thinking }}", "T"), ("{{ m.reasoning }}", "T"), ("", "<think>T</think>A")],
-)
-def test_reasoning_has_the_key_that_the_template_shows(shown, expected):
-    source = CHATML.replace("{{ m.content or '' }}", shown + "{{ m.content or '' }}")
-    answer = {"role": "assistant", "content": "A", "reasoning_content": "T"}
-    text = make_template(source).render([USER, answer])
-    assert expected in text and text.count("T") == 1
-
-
-def test_text_is_a_part_of_a_list_for_templates_of_vision_models():
-    parts = "{% for p in m.content %}{{ p.text }}{% endfor %}"
-    template = make_template(PLAIN.replace("{{ m.content }}", parts))
-    assert template.forms.text_as_parts and template.failures.keys() == {TOOLS, CALLS}
-    prompt = template.tokenizer.decode(template.encode_prompt([USER]))
-    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-
-
 def test_a_template_for_tools_is_used_for_calls_and_outputs():
     """As in Hermes 3: the tokenizer has one template for prompts with tools, and one without."""
     tokenizer = bytes_tokenizer(CHATML, "<|im_end|>")
@@ -277,44 +257,6 @@ def test_an_answer_ends_with_the_stop_token_that_a_policy_samples(name):
     between = template.encode_continuation([USER], ids[-1])
     assert example.response_ids == ids + between + ids
     assert example.response_mask == [1] * len(ids) + [0] * len(between) + [1] * len(ids)
-
-
-def test_a_separator_after_an_answer_is_part_of_the_next_turn():
-    source = (
-        "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
-        "{% if add_generation_prompt %}### assistant:\n{% endif %}"
-    )
-    template = make_template(source, "</s>")
-    decode = template.tokenizer.decode
-    assert decode(template.encode_answer(ANSWER)) == "yes</s>"
-    expected = "\n\n### user:\nhi\n\n### assistant:\n"
-    eos = template.tokenizer.eos_token_id
-    assert decode(template.encode_continuation([USER], eos)) == expected
-
-
-def test_a_stop_token_that_opens_the_next_turn_is_not_written_twice():
-    """As in GLM's format, where the policy samples the marker of the next role."""
-    source = (
-        "{% for m in messages %}"
-        "{{ '<|im_start|>' if m.role == 'user' else '<s>' if m.role == 'tool' else '<|begin|>' }}"
-        "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}{% endfor %}"
-        "{{ tools | tojson if tools else '' }}{% if add_generation_prompt %}<|begin|>{% endif %}"
-    )
-    tokenizer = bytes_tokenizer(source, "<|im_start|>")
-    user_stop = tokenizer.eos_token_id
-    tool_stop = tokenizer.convert_tokens_to_ids("<s>")
-    template = make_template(source, "<|im_start|>", {tool_stop})
-    assert not template.failures
-    for last, expected in (
-        (user_stop, "hi<|begin|>"),
-        (tool_stop, "<|im_start|>hi<|begin|>"),
-        (65, "<|im_start|>hi<|begin|>"),
-    ):
-        assert tokenizer.decode(template.encode_continuation([USER], last)) == expected
-    text = tokenizer.decode(template.encode_continuation([OUTPUT], tool_stop))
-    assert text == "OUTPUT<|begin|>"
-    assert template.encode_answer(ANSWER)[-1] == user_stop
-    assert template.encode_answer(CALL)[-1] == tool_stop
 
 
 def test_another_stop_token_than_the_templates_stands_for_it():

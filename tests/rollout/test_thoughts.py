@@ -169,15 +169,6 @@ def test_servers_and_functions_read_the_same_answer(written, cut, answer):
     assert session.last.raw == written[: len(written) - max(cut - 1, 0)]
 
 
-def test_a_draft_of_a_call_is_not_made_in_an_episode():
-    tokenizer = bytes_tokenizer(OPENS, STOP)
-    client = one_turn_each([f"{call()} no</think>{call()}", "so</think>done"], tokenizer)
-    session = ToolSession(["RESULT", "a second call"])
-    episode = play(task_of(tokenizer), session, context_of(client, tokenizer))
-    assert session.answers == ["a second call"] and episode.ended == "stop"
-    assert len(episode.turns) == 2
-
-
 # --- markers -------------------------------------------------------------------------------------
 
 MARKERS = st.text("abkz<>[]|/#~:◁▷⟦⟧", min_size=2, max_size=8).filter(
