@@ -20,7 +20,7 @@ import itertools
 import json
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -217,24 +217,18 @@ class ChatTemplate:
     @functools.cached_property
     def forms(self) -> Forms:
         """Find how the template takes text, arguments of calls and reasoning."""
-        text_as_parts = self.takes_text_as_parts()
-        question = [make_message("user", QUESTION, text_as_parts)]
+        parts = make_message("user", ANSWER, as_parts=True)
+        text = make_message("user", ANSWER, as_parts=False)
+        text_as_parts = self.shows(parts) and not self.shows(text)
+        question = make_message("user", QUESTION, text_as_parts)
         key = next((key for key in env.THOUGHT_KEYS if self.shows_thought(question, key)), "")
         as_object = self.shows_arguments(question, ARGUMENT)
         as_text = self.shows_arguments(question, json.dumps(ARGUMENT))
         return Forms(text_as_parts, as_text and not as_object, key)
 
-    def takes_text_as_parts(self) -> bool:
-        """Return whether text reaches the model only as a part of a list, as in vision models."""
-        is_shown = [
-            self.shows([make_message("user", ANSWER, as_parts)], ANSWER)
-            for as_parts in (False, True)
-        ]
-        return is_shown == [False, True]
-
-    def shows(self, messages: Sequence[Message], text: str) -> bool:
-        """Return whether a conversation in the template's own form shows a text."""
-        return text in self.try_apply(messages)
+    def shows(self, *messages: Message) -> bool:
+        """Return whether a conversation in the template's own form shows the answer."""
+        return ANSWER in self.try_apply(messages)
 
     def try_apply(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """Render messages in the template's own form; to "" if it does not take them."""
@@ -243,19 +237,20 @@ class ChatTemplate:
         except RenderError:
             return ""
 
-    def shows_thought(self, question: list[Message], key: str) -> bool:
+    def shows_thought(self, question: Message, key: str) -> bool:
         """Return whether the template shows this key of the last answer, with or without a call."""
-        answer = {**question[0], "role": "assistant", key: ANSWER}
+        answer = {**question, "role": "assistant", key: ANSWER}
         call = {**answer, "tool_calls": [make_call("a", {})]}
-        return self.shows([*question, answer], ANSWER) or self.shows([*question, call], ANSWER)
+        return self.shows(question, answer) or self.shows(question, call)
 
-    def shows_arguments(self, question: list[Message], arguments: str | Json) -> bool:
+    def shows_arguments(self, question: Message, arguments: str | Json) -> bool:
         """Return whether the template renders a call with these arguments, unchanged."""
-        call = make_call("a", arguments)
-        messages = [*question, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        is_python = self.shows(messages, f"'{ANSWER}'")  # a dict as Python prints it
-        is_encoded_twice = self.shows(messages, f'\\"{ANSWER}\\"')
-        return self.shows(messages, ANSWER) and not is_python and not is_encoded_twice
+        calls = [make_call("a", arguments)]
+        answer = {"role": "assistant", "content": "", "tool_calls": calls}
+        text = self.try_apply([question, answer])
+        is_python = f"'{ANSWER}'" in text  # a dict as Python prints it
+        is_encoded_twice = f'\\"{ANSWER}\\"' in text
+        return ANSWER in text and not is_python and not is_encoded_twice
 
     def adapt(self, message: Message) -> Message:
         """Return a message in the form that the template takes."""
@@ -444,38 +439,27 @@ class ChatTemplate:
         question = {"role": "user", "content": QUESTION}
         if not calls:
             return [question, {"role": "assistant", "content": ANSWER}]
-        shown = self.count_shown_calls(len(calls))
+        shown = len(calls) if self.max_calls > 1 else self.max_calls
         if not shown:
             return [question, {"role": "assistant", "content": ANSWER, "tool_calls": calls}]
         calls[-1]["function"]["arguments"] = ARGUMENT
         return [question, {"role": "assistant", "content": "", "tool_calls": calls[-shown:]}]
 
-    def count_shown_calls(self, count: int) -> int:
-        """Count how many of `count` calls in one message the template shows: all, one or none."""
-        if count > 1 and self.shows_two_calls:
-            return count
-        return int(self.shows_one_call)
-
     @functools.cached_property
-    def shows_one_call(self) -> bool:
-        """Whether the template shows a call in a message of the assistant."""
-        return self.shows_calls(1)
-
-    @functools.cached_property
-    def shows_two_calls(self) -> bool:
-        """Whether the template shows two calls in one message of the assistant."""
-        return self.shows_calls(2)
-
-    def shows_calls(self, count: int) -> bool:
-        """Return whether the template shows each of `count` calls in one message."""
-        marks = [f"{ANSWER}{letter}" for letter in "ab"[:count]]
-        calls = [make_call(mark[-1], {"text": mark}) for mark in marks]
-        answer = {"role": "assistant", "content": "", "tool_calls": calls}
-        try:
-            text = self.render([{"role": "user", "content": QUESTION}, answer], self.turn_tools)
-        except RenderError:
-            return False
-        return all(mark in text for mark in marks)
+    def max_calls(self) -> int:
+        """How many calls in one message the template shows: none, one, or 2 for any number."""
+        question = {"role": "user", "content": QUESTION}
+        for letters in ("ab", "a"):
+            marks = [f"{ANSWER}{letter}" for letter in letters]
+            calls = [make_call(mark[-1], {"text": mark}) for mark in marks]
+            answer = {"role": "assistant", "content": "", "tool_calls": calls}
+            try:
+                text = self.render([question, answer], self.turn_tools)
+            except RenderError:
+                continue
+            if all(mark in text for mark in marks):
+                return len(calls)
+        return 0
 
     @functools.cached_property
     def turn_tools(self) -> list[Message]:
@@ -503,39 +487,14 @@ class ChatTemplate:
     def cut_turn_end(self, text: str) -> str:
         """Return what a policy samples of `text`, the template's end of an answer and its turn.
 
-        The turn ends with a stop token, or with the token that ends other messages. Otherwise
-        white space and the opening of an output follow the answer.
+        The turn ends with a stop token, or only white space follows the answer.
         """
-        place = self.find_stop(text)
-        if place.start < len(text):
-            return text[: place.start]
-        for token in self.message_ends:
-            if token in text:
-                return text.partition(token)[0]
-        for token in self.output_openings:
-            text = text.removesuffix(token)
-        return text.rstrip()
+        stop = self.find_stop(text)
+        return text.partition(stop)[0] if stop else text.rstrip()
 
-    @functools.cached_property
-    def output_openings(self) -> list[str]:
-        """The control tokens between two outputs that end no message: they open an output."""
-        outputs = [make_output(letter, f"{ANSWER}{letter}") for letter in "ab"]
-        try:
-            conversation = self.make_conversation(outputs)
-            text = text_after(self.render([*conversation, *outputs]), f"{ANSWER}a")
-        except RenderError:
-            return []
-        between = text.partition(f"{ANSWER}b")[0]
-        return [t for t in self.control_tokens if t in between and t not in self.message_ends]
-
-    def find_stop(self, text: str) -> Place:
-        """Find the first stop token in a text; its end if there is none."""
-        places = []
-        for stop in self.stop_texts:
-            start = text.find(stop)
-            if start >= 0:
-                places.append(Place(start, start + len(stop)))
-        return min(places, default=Place(len(text), len(text)))
+    def find_stop(self, text: str) -> str:
+        """Find the first stop token in a text; "" if there is none."""
+        return min((stop for stop in self.stop_texts if stop in text), key=text.find, default="")
 
     @functools.cached_property
     def stop_texts(self) -> list[str]:
@@ -609,9 +568,9 @@ class ChatTemplate:
 
         A template that ends no turn writes it at the beginning of the next one, or not at all.
         """
-        place = self.find_stop(turn_end)
-        if place.start < len(turn_end):
-            return turn_end[place.start : place.end]
+        stop = self.find_stop(turn_end)
+        if stop:
+            return stop
         rest = self.render_continuation([following], None)
         opening = next((stop for stop in self.stop_texts if rest.startswith(stop)), "")
         return opening or str(self.tokenizer.eos_token or "")
@@ -725,13 +684,6 @@ def with_text_arguments(call: Message) -> Message:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-class Place(NamedTuple):
-    """The place of a token in a text."""
-
-    start: int
-    end: int
-
-
 def text_after(text: str, part: str) -> str:
     """Return the text after the first occurrence of `part`. Raises RenderError."""
     _, separator, rest = text.partition(part)
@@ -747,21 +699,19 @@ def find_markers(template: ChatTemplate) -> thoughts.Markers | None:
     """Find the markers around a thought by rendering, or None if the template shows none.
 
     It writes the thought of an answer between them. Or it drops the text of a past answer before a
-    text of its source, which is then the end marker. Or its generation prompt has more than the
-    header of an answer, which is then the start marker.
+    text of its source, which is then the end marker. Or its generation prompt ends with <think>.
     """
-    return find_shown(template) or find_dropped(template) or find_opened(template)
+    if template.is_harmony:
+        return harmony.MARKERS
+    opened = thoughts.THINK if find_opening(template) == thoughts.THINK.start else None
+    return find_shown(template) or find_dropped(template) or opened
 
 
-def render_answer(template: ChatTemplate, form: Json | None = None, **fields: object) -> str:
-    """Render a question and an answer, and if the template requires it, another question.
-
-    form: fields of the answer in the template's own form.
-    """
+def render_answer(template: ChatTemplate, thought: Json | None = None, **fields: object) -> str:
+    """Render a question and an answer. thought: its field in the template's own form."""
     question = template.adapt({"role": "user", "content": QUESTION})
-    answer = template.adapt({"role": "assistant", "content": ANSWER, **fields}) | (form or {})
-    conversation = [question, answer]
-    return template.try_apply(conversation) or template.try_apply([*conversation, question])
+    answer = template.adapt({"role": "assistant", "content": ANSWER, **fields})
+    return template.try_apply([question, answer | (thought or {})])
 
 
 def render_prompt(template: ChatTemplate) -> str:
@@ -770,56 +720,36 @@ def render_prompt(template: ChatTemplate) -> str:
     return template.try_apply([question], add_generation_prompt=True)
 
 
-def list_thought_forms(template: ChatTemplate) -> Iterator[Json]:
-    """List the forms in which a message may have a thought: by the names in the template."""
+def find_shown(template: ChatTemplate) -> thoughts.Markers | None:
+    """Find the markers between which the template writes a thought, of any key in its source."""
     source = str(template.tokenizer.chat_template)
     names = dict.fromkeys([*env.THOUGHT_KEYS, *re.findall(r"""[.'"](\w+)""", source)])
-    keys = [name for name in names if name not in CHAT_FIELDS]
-    yield from ({key: THOUGHT} for key in keys)
-    answer = {"type": "text", "text": ANSWER}
-    yield from ({"content": [{"type": key, key: THOUGHT}, answer]} for key in keys)
-    thought = {"type": "thoughts", "text": THOUGHT}
-    yield {"content": {"blocks": [thought, answer | {"type": "response"}]}}  # of Apertus
-
-
-def find_shown(template: ChatTemplate) -> thoughts.Markers | None:
-    """Find the markers between which the template writes a thought."""
-    call = {"content": "", "tool_calls": [make_call("a", ARGUMENT)]}
-    header = render_answer(template).partition(ANSWER)[0]
-    for form in list_thought_forms(template):
-        before, _, after = render_answer(template, form).partition(THOUGHT)
-        before_call, _, after_call = render_answer(template, form, **call).partition(THOUGHT)
+    calls = [make_call("a", ARGUMENT)]
+    for key in [name for name in names if name not in CHAT_FIELDS]:
+        thought = {key: THOUGHT}
+        before, _, after = render_answer(template, thought).partition(THOUGHT)
         end, is_answer, _ = after.partition(ANSWER)
-        if is_answer:  # an opening of the answer, which no call has, is no part of the marker
-            shared = share_start(after, after_call or after)
-            end = end if shared.startswith(end) else re.sub(r"[<|\[({]+\w*$", "", shared)
-        else:
-            before = before_call
-            after = after_call.lstrip()
-            end = next((each for each in template.control_tokens if after.startswith(each)), "")
+        if not is_answer:
+            with_call = render_answer(template, thought, content="", tool_calls=calls)
+            before, _, after = with_call.partition(THOUGHT)
+            starts = (each for each in template.control_tokens if after.lstrip().startswith(each))
+            end = next(starts, "")
         is_printed = before.endswith(("'", '"'))  # the message itself, as JSON or by Python
-        start = find_start(template, before, end.strip(), header)
+        start = find_start(template, before, end.strip())
         if start and end.strip() and not is_printed:
             return thoughts.Markers(start, end.strip())
     return None
 
 
-def find_start(template: ChatTemplate, before: str, end: str, header: str) -> str:
-    """Find the start marker in the text before a thought.
-
-    header: the text before an answer without a thought, which may have the end marker, too.
-    """
-    asked, question, rest = header.rpartition(QUESTION)
-    header = asked + question + (rest.partition(end)[0] if end else rest)
-    for opened in (render_prompt(template), header):
-        start = before[len(opened) :].strip()
-        if start and before.startswith(opened):
-            return start
+def find_start(template: ChatTemplate, before: str, end: str) -> str:
+    """Find the start marker at the end of the text before a thought."""
+    opened = render_prompt(template)
+    start = before[len(opened) :].strip()
+    if start and before.startswith(opened):
+        return start
     word = (before.split() or [""])[-1]
-    if before.strip() == header.strip():  # each answer has the marker, or none has it
-        word = find_opening(template, end) or word
-    starts = (end.replace("/", "", 1), *template.control_tokens)
-    return next((start for start in starts if start != end and word.endswith(start)), word)
+    tokens = (token for token in template.control_tokens if token != end and word.endswith(token))
+    return next(tokens, word)
 
 
 def find_dropped(template: ChatTemplate) -> thoughts.Markers | None:
@@ -839,34 +769,12 @@ def find_dropped(template: ChatTemplate) -> thoughts.Markers | None:
         shown = template.try_apply([template.adapt(message) for message in conversation])
         if shown.count(ANSWER) == 2 and THOUGHT not in shown:
             tag = end.replace("/", "", 1) if "/" in end else ""
-            return thoughts.Markers(start or find_opening(template, end) or tag, end)
+            return thoughts.Markers(start or tag, end)
     return None
 
 
-def find_opened(template: ChatTemplate) -> thoughts.Markers | None:
-    """Find the tag with which the generation prompt ends, if it is a tag."""
-    start = find_opening(template)
-    end = re.sub(r"^([^\w\s]+)", r"\1/", start)  # </think> of <think>, [/THINK] of [THINK]
-    is_tag = re.fullmatch(r"[^\w\s][\w:.-]+[^\w\s]", start)
-    is_known = end != start and end in str(template.tokenizer.chat_template)
-    return thoughts.Markers(start, end) if is_tag or is_known else None
-
-
-def find_opening(template: ChatTemplate, end: str = "") -> str:
-    """Find the text of the generation prompt after the header of an answer.
-
-    end: the end marker, before which past answers may have an empty thought.
-    """
+def find_opening(template: ChatTemplate) -> str:
+    """Find the text of the generation prompt after the header of an answer."""
     opened = render_prompt(template)
     closed = render_answer(template).partition(ANSWER)[0]
-    header = share_start(opened, closed)
-    if opened[len(header) :].strip() and closed[len(header) :].strip():
-        # both markers may begin with the same signs
-        header = header.rstrip(" \n<|[{(")
-    opening = opened[len(header) :] if closed else ""
-    return (opening.partition(end)[0] if end else opening).strip()
-
-
-def share_start(one: str, other: str) -> str:
-    """Return the text with which both texts begin."""
-    return one[: find_first_difference(one, other)]
+    return opened[find_first_difference(opened, closed) :].strip() if closed else ""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kit.rollout.thoughts import Markers
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +24,7 @@ TOKENS = {  # {argument of parse_gpt_oss: token}
     "message_id": "<|message|>",
     "constrain_id": "<|constrain|>",
 }
+MARKERS = Markers("<|channel|>analysis<|message|>", "<|end|>")  # of a thought
 NEEDED = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>")
 
 

@@ -28,20 +28,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import env
-from gym_client import GymError, find_callable_tools, sanitize_json
+from gym_client import GymError, find_callable_tools
 from kit.data import fields
 from kit.data.episode import ParsedResponse, write_call
 from kit.rollout.chat import parse_response
 from kit.rollout.chat_template import ChatTemplate, Message
-from kit.rollout.openai_requests import (
-    CONTEXT_CODE,
-    WHERE,
-    Answer,
-    AnyMessage,
-    ChatRequest,
-    RequestError,
-    join_parts,
-)
+from kit.rollout.openai_requests import CONTEXT_CODE, WHERE, ChatRequest, RequestError
+from kit.rollout.openai_requests import Message as ChatMessage
 from kit.rollout.sampling import MAX_CHARS_PER_TOKEN, RolloutContext
 from kit.rollout.thoughts import THINK, split_text
 
@@ -89,35 +82,27 @@ class Contents(NamedTuple):
 
     thoughts: set[str]
     text: str
-    calls: list[tuple[str, object]]  # name and arguments
+    functions: list[Message]  # name and arguments of each call
 
 
-def make_contents(text: str, thoughts: Sequence[str | None], calls: list[Message]) -> Contents:
-    """Move the thoughts out of the text, and decode the arguments of the calls."""
-    split = split_text(text, THINK)  # as Gym's converter writes them
-    texts = {thought.strip() for thought in (*thoughts, *split.thoughts) if thought}
-    decoded = [(call["name"], decode_arguments(call["arguments"])) for call in calls]
-    return Contents(texts - {""}, (split.answer + split.open_thought).strip(), decoded)
+def read_contents(items: Sequence[Message]) -> Contents:
+    """Read the contents of one response, and move the thoughts out of its text."""
+    answer: Message = next(iter(env.render_items(items, WHERE)), {"content": ""})
+    split = split_text(answer["content"], THINK)  # as Gym's converter writes them
+    thoughts = {each.strip() for each in (answer.get("reasoning_content", ""), *split.thoughts)}
+    functions = [call["function"] for call in answer.get("tool_calls", [])]
+    return Contents(thoughts - {""}, (split.answer + split.open_thought).strip(), functions)
 
 
-def decode_arguments(arguments: str) -> object:
-    """Decode JSON text. Text that is not JSON stays text."""
-    try:
-        return json.loads(arguments, parse_constant=str)  # NaN is not equal to NaN
-    except (ValueError, RecursionError):
-        return arguments
-
-
-def has_contents(answer: Answer, response: ParsedResponse) -> bool:
+def has_contents(answer: ChatMessage, response: ParsedResponse) -> bool:
     """Return whether a message has the contents of a response. It may lack the thought.
 
     Gym's converter and other clients change the form: null or "" without text, the thought in think
     tags or in another field, the white space of the arguments, the ids of the calls.
     """
-    functions = [call.function.model_dump() for call in answer.tool_calls or []]
-    shown = make_contents(join_parts(answer.content), answer.thoughts, functions)
-    written = make_contents(response.text, [response.reasoning], response.calls)
-    is_same = shown.text == written.text and shown.calls == written.calls
+    shown = read_contents([answer.item])
+    written = read_contents(response.items)
+    is_same = shown.text == written.text and shown.functions == written.functions
     return is_same and shown.thoughts <= written.thoughts
 
 
@@ -128,7 +113,7 @@ class Turn(NamedTuple):
     """An earlier response of the policy: messages[position] of a request."""
 
     position: int
-    answer: Answer
+    answer: ChatMessage
 
 
 class Setup(NamedTuple):
@@ -158,7 +143,7 @@ class Histories:
 
     async def build_prompt(self, request: ChatRequest) -> Prompt:
         """Build the prompt of a request. Raises RequestError, before the work for a long one."""
-        characters = sum(len(str(message.to_item())) for message in request.messages)
+        characters = sum(len(str(message.item)) for message in request.messages)
         limit = self.context.max_length
         if characters > MAX_CHARS_PER_TOKEN * limit:
             problem = f"{characters} characters are over {limit} tokens"
@@ -171,12 +156,9 @@ class Histories:
         except env.DataError as error:
             raise RequestError(str(error), env.TEMPLATE_ARGUMENTS) from error
         try:
-            return await self._build_prompt(request, Setup(request.chat_tools, template))
+            return await self._build_prompt(request, Setup(request.tools, template))
         except (env.DataError, GymError) as error:
             raise RequestError(str(error), "messages") from error
-        except RecursionError:
-            problem = "the JSON of the request has too many levels. Remove some."
-            raise RequestError(problem, "messages") from None
 
     async def _build_prompt(self, request: ChatRequest, setup: Setup) -> Prompt:
         messages = request.messages
@@ -191,20 +173,19 @@ class Histories:
         ids = self.encode_prompt(messages, setup)
         return Prompt(ids, len(ids), turn_count=0, is_rewritten=bool(turns))
 
-    def encode_prompt(self, messages: Sequence[AnyMessage], setup: Setup) -> list[int]:
+    def encode_prompt(self, messages: Sequence[ChatMessage], setup: Setup) -> list[int]:
         """Encode messages as those of a row are encoded. Raises env.DataError."""
-        rendered = env.render_items(to_items(messages), WHERE)
-        return setup.template.encode_prompt(rendered, setup.tools, WHERE)
+        return setup.template.encode_prompt(render(messages), setup.tools, WHERE)
 
     def extend(
-        self, turn: Turn, messages: Sequence[AnyMessage], end: int, setup: Setup
+        self, turn: Turn, messages: Sequence[ChatMessage], end: int, setup: Setup
     ) -> list[int]:
         """Return the ids up to the end of `turn`, then the encoding of the messages before `end`.
 
         Text of these messages cannot open a turn of another role. Raises env.DataError,
         GymError('template').
         """
-        rendered = env.render_items(to_items(messages[turn.position : end]), WHERE)
+        rendered = render(messages[turn.position : end])
         between = [message for message in rendered if message["role"] != "assistant"]
         ids = turn.answer.token_ids
         return ids + setup.template.encode_continuation(between, ids[-1])
@@ -212,7 +193,7 @@ class Histories:
     # --- the check ---
 
     async def is_unchanged(
-        self, messages: Sequence[AnyMessage], setup: Setup, turns: Sequence[Turn]
+        self, messages: Sequence[ChatMessage], setup: Setup, turns: Sequence[Turn]
     ) -> bool:
         """Return whether the token ids of all turns belong to these messages."""
         later_answers = [each for each in messages[turns[0].position :] if each.role == "assistant"]
@@ -229,7 +210,7 @@ class Histories:
 
     async def is_consistent(
         self,
-        messages: Sequence[AnyMessage],
+        messages: Sequence[ChatMessage],
         setup: Setup,
         turn: Turn,
         previous: Turn | None,
@@ -269,27 +250,27 @@ class Histories:
             )
 
 
-def list_turns(messages: Sequence[AnyMessage]) -> list[Turn]:
+def list_turns(messages: Sequence[ChatMessage]) -> list[Turn]:
     """Return the responses that have token ids."""
-    return [
-        Turn(position, message)
-        for position, message in enumerate(messages)
-        if isinstance(message, Answer) and message.is_sampled
-    ]
+    numbered = enumerate(messages)
+    return [Turn(position, message) for position, message in numbered if message.is_sampled]
 
 
-def to_items(messages: Sequence[AnyMessage]) -> list[Message]:
-    """Return messages in the form of a row's input items."""
-    return [sanitize_json(message.to_item()) for message in messages]
+def render(messages: Sequence[ChatMessage]) -> list[Message]:
+    """Render messages as those of a row. Raises env.DataError."""
+    rendered = env.render_items([message.item for message in messages], WHERE)
+    if any(map(env.has_image, rendered)):
+        raise env.DataError(f"{WHERE}: only text is supported, no images. Remove them.")
+    return rendered
 
 
-def digest_histories(messages: Sequence[AnyMessage], setup: Setup) -> list[bytes]:
+def digest_histories(messages: Sequence[ChatMessage], setup: Setup) -> list[bytes]:
     """Return a digest for each turn, of the setup and all messages up to its end."""
     state = hashlib.sha256(json.dumps([setup.tools, dict(setup.template.arguments)]).encode())
     digests = []
     for message in messages:
-        state.update(json.dumps(message.to_item()).encode())
-        if isinstance(message, Answer) and message.is_sampled:
+        state.update(json.dumps(message.item).encode())
+        if message.is_sampled:
             for ids in (message.prompt_token_ids or [], message.generation_token_ids or []):
                 state.update(f" {len(ids)} ".encode() + array("i", ids).tobytes())
             digests.append(state.copy().digest())

@@ -2,25 +2,16 @@
 
 A request that is malformed, or that needs more, is refused with a `RequestError`, which names the
 field. kit/data/fields.py has the table of fields. The sampling parameters (`temperature`, `top_p`,
-`seed` and others) are not used, since the run sets them: tokens must be on-policy.
+`seed` and others) are not used, since the run sets them: tokens must be on-policy. Messages and
+tools are read by env.py, as those of a row are.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import functools
 from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PositiveInt,
-    ValidationError,
-    field_validator,
-)
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
 
 import env
 from gym_client import Json, sanitize_json
@@ -39,159 +30,57 @@ class RequestError(ValueError):
         self.code = code
 
 
-# --- the shape of a request ----------------------------------------------------------------------
-
-
-class Shape(BaseModel):
-    """A JSON object of a request. Other fields are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-
-class Part(Shape):
-    """A part of a message's content."""
-
-    type: str
-    text: str
-
-    @field_validator("type")
-    @classmethod
-    def check_type(cls, kind: str) -> str:
-        """Refuse images, audio and files."""
-        if kind not in env.TEXT_TYPES:
-            raise PydanticCustomError("unsupported", "only text is supported, no images or files")
-        return kind
-
-
-def read_content(content: object) -> object:
-    """Turn text into a list of one part, and null into an empty list."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
-
-
-def read_arguments(arguments: object) -> object:
-    """Turn the arguments of a call into JSON text. null and an empty text are no arguments."""
-    if not arguments:
-        return "{}"
-    return json.dumps(arguments) if isinstance(arguments, dict) else arguments
+def read_tools(tools: object) -> list[Json]:
+    """Read the tools of the prompt, in the form of a row's tools. Raises env.DataError."""
+    return env.render_tools(sanitize_json(tools) or [], WHERE)
 
 
 ReadJson = BeforeValidator(env.read_json)
-Content = Annotated[list[Part], BeforeValidator(read_content)]
-Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def join_parts(parts: Sequence[Part] | None) -> str:
-    """Join the texts of a content."""
-    return "".join(part.text for part in parts or [])
+class Message(BaseModel):
+    """A message. A response that the endpoint sampled has its token ids, in Gym's fields."""
 
+    model_config = ConfigDict(strict=True, extra="allow")
 
-class TextMessage(Shape):
-    """A message of the user, the system or the developer."""
-
-    role: Literal["system", "developer", "user"]
-    content: Content
-
-    def to_item(self) -> Json:
-        """Return the message as env.render_items takes it."""
-        return {"role": self.role, "content": join_parts(self.content)}
-
-
-class ToolMessage(Shape):
-    """The output of a tool call."""
-
-    role: Literal["tool"]
-    tool_call_id: Text
-    content: Content = []
-    name: str | None = None
-
-    def to_item(self) -> Json:
-        """Return the message as env.render_items takes it."""
-        item = {"role": "tool", "tool_call_id": self.tool_call_id, "name": self.name}
-        return {**item, "content": join_parts(self.content)}
-
-
-class Function(Shape):
-    """The function of a tool call."""
-
-    name: str
-    arguments: Annotated[str, BeforeValidator(read_arguments)] = "{}"
-
-
-class Call(Shape):
-    """A tool call of an earlier response."""
-
-    id: Text
-    type: Literal["function"] = "function"
-    function: Annotated[Function, ReadJson]
-
-
-class Answer(Shape):
-    """An earlier response. It has its token ids if the endpoint sampled it (Gym's fields)."""
-
-    role: Literal["assistant"]
-    content: Content | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    thinking: str | None = None
-    tool_calls: Annotated[list[Annotated[Call, ReadJson]] | None, ReadJson] = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    type: object = None  # of a Responses item, which is no message of a chat
     prompt_token_ids: list[TokenId] | None = None
     generation_token_ids: list[TokenId] | None = None
+    generation_log_probs: object = None  # a claim
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the message has the token ids of its prompt and of its response."""
-        return bool(self.prompt_token_ids and self.generation_token_ids)
+        """Whether it is a response with the token ids of its prompt and of itself."""
+        has_ids = bool(self.prompt_token_ids and self.generation_token_ids)
+        return self.role == "assistant" and has_ids
 
     @property
     def token_ids(self) -> list[int]:
         """The token ids of the conversation up to the end of this response."""
         return [*(self.prompt_token_ids or []), *(self.generation_token_ids or [])]
 
-    @property
-    def thoughts(self) -> list[str | None]:
-        """The thought of the message, under each of its names."""
-        return [getattr(self, key) for key in env.THOUGHT_KEYS]
-
-    def to_item(self) -> Json:
-        """Return the message as env.render_items takes it."""
-        return {
-            "role": "assistant",
-            "content": join_parts(self.content),
-            "reasoning_content": next(filter(None, self.thoughts), None),  # Gym sends two
-            "tool_calls": [call.model_dump() for call in self.tool_calls or []],
-        }
+    @functools.cached_property
+    def item(self) -> Json:
+        """The message as env.render_items takes it."""
+        item: Json = sanitize_json({**(self.model_extra or {}), "role": self.role})
+        return item
 
 
-class ToolFunction(Shape):
-    """The function of a tool."""
-
-    name: Text
-    description: str | None = None
-    parameters: Annotated[Json | None, ReadJson] = None
-
-
-class Tool(Shape):
-    """A tool that the policy may call."""
-
-    type: Literal["function"]
-    function: Annotated[ToolFunction, ReadJson]
-
-
-class StreamOptions(Shape):
+class StreamOptions(BaseModel):
     """The options of a streamed response."""
 
     include_usage: bool | None = None
 
 
-AnyMessage = TextMessage | ToolMessage | Answer
+class ChatRequest(BaseModel):
+    """The body of a POST to /v1/chat/completions. Other fields are ignored."""
 
+    model_config = ConfigDict(strict=True)
 
-class ChatRequest(Shape):
-    """The body of a POST to /v1/chat/completions."""
-
-    messages: list[Annotated[AnyMessage, Field(discriminator="role")]] = Field(min_length=1)
-    tools: Annotated[list[Annotated[Tool, ReadJson]] | None, ReadJson] = None
+    messages: list[Message] = Field(min_length=1)
+    tools: Annotated[list[Json], BeforeValidator(read_tools)] = []
     tool_choice: object = None
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
@@ -208,27 +97,20 @@ class ChatRequest(Shape):
     for_training: bool | None = None
 
     @property
-    def chat_tools(self) -> list[Json]:
-        """The tools of the prompt, in the form of a row's tools."""
-        tools = [tool.model_dump() for tool in self.tools or []]
-        return env.render_tools(sanitize_json(tools), WHERE)
-
-    @property
     def template_arguments(self) -> Json:
         """The arguments that the request gives to the chat template."""
         arguments = {"reasoning_effort": self.reasoning_effort, **(self.chat_template_kwargs or {})}
         return {key: value for key, value in arguments.items() if value is not None}
 
     def check_end(self) -> None:
-        """Check that a response can follow the last message. Raises RequestError.
+        """Check that a response can follow the last message. Raises RequestError, env.DataError.
 
         The policy continues a text of the assistant that it did not write.
         """
         last = self.messages[-1]
-        continues = isinstance(last, Answer) and not last.is_sampled
-        if isinstance(last, Answer) and continues and (last.tool_calls or not last.content):
-            name = f"messages[{len(self.messages) - 1}]"
-            raise RequestError(f"{name} has no text, and no output of its call. Add one.", name)
+        continues = last.role == "assistant" and not last.is_sampled
+        if continues:
+            env.check_end(env.render_items([last.item], WHERE), WHERE)
         expected = {"add_generation_prompt": not continues, "continue_final_message": continues}
         for name, value in expected.items():
             if getattr(self, name) not in (None, value):
@@ -245,39 +127,13 @@ class ChatRequest(Shape):
 def read_request(body: object) -> ChatRequest:
     """Read the JSON of a request. Raises RequestError."""
     if not isinstance(body, dict):
-        shown = fields.shorten(body)
-        raise RequestError(f"the body must be a JSON object, not {shown}. Correct it.")
+        raise RequestError(f"the body must be a JSON object, not {fields.shorten(body)}.")
     refused = fields.find_refused([(fields.REQUEST, body)])
     if refused:
         raise RequestError(refused[1], refused[0])
     try:
         return ChatRequest.model_validate(body)
     except ValidationError as error:
-        raise describe_error(error.errors(include_url=False)[0]) from None
-
-
-def describe_error(error: ErrorDetails) -> RequestError:
-    """Describe the first thing that is wrong with a request."""
-    param = name_field(error)
-    if error["type"] in ("missing", "union_tag_not_found"):
-        return RequestError(f"{param} is missing. Add it.", param)
-    if error["type"] == "union_tag_invalid":
-        role = fields.shorten(error["input"]["role"])
-        expected = "system, developer, user, assistant or tool"
-        return RequestError(f"{param} is {role}, which is no role. Use {expected}.", param)
-    message = error["msg"][0].lower() + error["msg"][1:]
-    problem = f"{param}={fields.shorten(error['input'])} is invalid: {message}. Correct it."
-    return RequestError(problem, param)
-
-
-def name_field(error: ErrorDetails) -> str:
-    """Return the name of the field with an error, such as `messages[0].content`."""
-    path = list(error["loc"])
-    if path[0] == "messages" and len(path) > 2:
-        del path[2]  # the role, by which pydantic chose the shape of the message
-    if error["type"].startswith("union_tag"):
-        path.append("role")
-    name = ""
-    for part in path:
-        name += f"[{part}]" if isinstance(part, int) else f".{part}"
-    return name.removeprefix(".")
+        first = error.errors(include_url=False)[0]
+        param = ".".join(map(str, first["loc"]))
+        raise RequestError(f"{param}: {first['msg']}. Correct it.", param) from None

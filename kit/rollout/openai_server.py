@@ -41,11 +41,6 @@ MODEL = "policy"  # the name of the model; requests may use any other, too
 # Gym's model server takes a 400 with one of these for a conversation that is too long, and the
 # episode ends as `length`. So no other error may have them.
 OVERFLOW_WORDS = ("context length", "max_tokens")
-FIXES = {
-    404: "Use POST /v1/chat/completions",
-    405: "Use POST /v1/chat/completions",
-    413: "Send less: the body is longer than a conversation of the run's length can be",
-}
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -98,12 +93,14 @@ async def complete_chat(
         room = find_room(prompt, request, context)
         request_id = uuid.uuid4().hex
         sampled = await sample(context, context.endpoint_sampling, request_id, prompt.ids, room)
-        tools = [] if request.tool_choice == "none" else request.chat_tools
+        tools = [] if request.tool_choice == "none" else request.tools
         response = await parse_offered(context, sampled.ids, tools, prompt.ids)
         if context.samples and request.for_training is not False:
             context.samples.add(prompt.ids, sampled)
     except RequestError as error:
         return error_reply(400, str(error), error.param, error.code)
+    except RecursionError:
+        return error_reply(400, "the JSON of the request has too many levels. Remove some.")
     except GymError as error:
         return error_reply(422, str(error), code=error.reason, kind="server_error")
     return Reply(200, make_completion(request, prompt, sampled, response, context))
@@ -280,7 +277,7 @@ class Endpoint:
         try:
             return await handler(request)
         except web.HTTPException as error:  # no such route, or a body that is too long
-            problem = f"{request.method} {request.path}: {error.reason}. {FIXES[error.status]}."
+            problem = f"{request.method} {request.path}: {error.reason}"
             reply = error_reply(error.status, problem)
         except Exception as error:
             logger.exception("the policy endpoint cannot answer a request")

@@ -7,6 +7,7 @@ template may lack, it returns why the part fails. A recipe that needs this part 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,22 +39,44 @@ if TYPE_CHECKING:
 
 # Texts that no template writes, and that one which changes or cuts messages would change.
 MARKS = tuple(f"Quintet's {n}: <&>\n" + "A longer text. " * 20 + "End." for n in ("one", "two"))
+FIRST, SECOND = MARKS
 PROMPTS = "prompts"
 ANSWERS = "answers"
 
 
+def user(text: str) -> Message:
+    """Make a user message."""
+    return {"role": "user", "content": text}
+
+
+def system(text: str) -> Message:
+    """Make a system message."""
+    return {"role": "system", "content": text}
+
+
+ASKED = user(QUESTION)
+YES: Message = {"role": "assistant", "content": "Yes."}
+LATER = [system("Be brief."), system(FIRST), ASKED, YES, system(SECOND), ASKED]
+CALLED: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [make_call("b", {"text": "x"})],
+}
+TWO_OUTPUTS = [make_output("c", FIRST), make_output("d", SECOND)]
+
+
 def try_template(template: ChatTemplate) -> dict[str, str]:
     """Try each part of a conversation. Returns {part: why it fails} of those that fail."""
-    trials: dict[str, Callable[[ChatTemplate], None]] = {
-        PROMPTS: try_prompt,
+    trials: dict[str, Callable[[ChatTemplate], object]] = {
+        PROMPTS: functools.partial(try_prompt, messages=[user(FIRST)]),
         ANSWERS: try_answer,
-        SYSTEM: try_system_message,
-        LATER_SYSTEM: try_later_system_messages,
+        SYSTEM: functools.partial(try_prompt, messages=[system(FIRST), user(SECOND)]),
+        LATER_SYSTEM: functools.partial(try_prompt, messages=LATER),
         TOOLS: try_tools,
         CALLS: try_call,
-        TURNS: try_user_message,
-        OUTPUTS: try_output,
-        PARALLEL: try_two_outputs,
+        TURNS: functools.partial(try_continuation, messages=[user(FIRST)]),
+        OUTPUTS: functools.partial(try_continuation, messages=TWO_OUTPUTS[:1]),
+        PARALLEL: functools.partial(try_continuation, messages=TWO_OUTPUTS),
     }
     failures = {}
     for part, trial in trials.items():
@@ -64,10 +87,13 @@ def try_template(template: ChatTemplate) -> dict[str, str]:
     return failures
 
 
-def try_prompt(template: ChatTemplate) -> None:
-    """Try a prompt of one user message."""
-    text = template.render([user(MARKS[0])], add_generation_prompt=True)
-    check_marks(text, MARKS[:1])
+def try_prompt(
+    template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Message] = ()
+) -> str:
+    """Try a prompt of these messages, some of which are marks. Returns its text."""
+    text = template.render(messages, tools, add_generation_prompt=True)
+    check_marks(text, [each["content"] for each in messages if each["content"] in MARKS])
+    return text
 
 
 def try_answer(template: ChatTemplate) -> None:
@@ -93,59 +119,19 @@ def find_unknown_end(template: ChatTemplate) -> str:
     """
     conversation = [user(QUESTION), {"role": "assistant", "content": ANSWER}]
     closed = text_after(template.render(conversation), ANSWER)
-    has_stop = template.find_stop(closed).start < len(closed)
-    return "" if has_stop else closed.strip()
-
-
-def try_system_message(template: ChatTemplate) -> None:
-    """Try a system message before a user message."""
-    messages = [{"role": "system", "content": MARKS[0]}, user(MARKS[1])]
-    check_marks(template.render(messages, add_generation_prompt=True), MARKS)
-
-
-def try_later_system_messages(template: ChatTemplate) -> None:
-    """Try a second system message at the beginning, and one after an answer."""
-    answer = {"role": "assistant", "content": "Yes."}
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "system", "content": MARKS[0]},
-        *[user(QUESTION), answer],
-        {"role": "system", "content": MARKS[1]},
-        user(QUESTION),
-    ]
-    check_marks(template.render(messages, add_generation_prompt=True), MARKS)
+    return "" if template.find_stop(closed) else closed.strip()
 
 
 def try_tools(template: ChatTemplate) -> None:
     """Try a tool in the prompt."""
-    text = template.render([user(MARKS[0])], [TOOL], add_generation_prompt=True)
-    if text == template.render([user(MARKS[0])], add_generation_prompt=True):
+    if try_prompt(template, [user(FIRST)], [TOOL]) == try_prompt(template, [user(FIRST)]):
         raise RenderError("it does not show the tools to the model")
-    check_marks(text, MARKS[:1])
 
 
 def try_call(template: ChatTemplate) -> None:
     """Try a call of a tool in an answer."""
-    if not template.shows_one_call:
+    if not template.max_calls:
         raise RenderError("it does not show the call to the model")
-
-
-def try_user_message(template: ChatTemplate) -> None:
-    """Try a user message after an answer, as an environment sends it."""
-    earlier = [user(QUESTION), {"role": "assistant", "content": "Yes."}]
-    check_continuation(template, [user(MARKS[0])], MARKS[:1], earlier)
-
-
-def try_output(template: ChatTemplate) -> None:
-    """Try the output of a tool after a call."""
-    output = make_output("c", MARKS[0])
-    check_continuation(template, [output], MARKS[:1], call_and_output(QUESTION))
-
-
-def try_two_outputs(template: ChatTemplate) -> None:
-    """Try the outputs of two calls in one answer."""
-    outputs = [make_output(letter, mark) for letter, mark in zip("cd", MARKS, strict=True)]
-    check_continuation(template, outputs, MARKS, call_and_output(QUESTION))
 
 
 def list_changed_by_system(template: ChatTemplate) -> list[str]:
@@ -157,26 +143,11 @@ def list_changed_by_system(template: ChatTemplate) -> list[str]:
         conversation = template.make_conversation([message])
         texts = [
             template.continue_conversation([*opening, *conversation], [message], None)
-            for opening in ([], [{"role": "system", "content": "Be brief."}])
+            for opening in ([], [system("Be brief.")])
         ]
         if texts[0] != texts[1]:
             changed.append(part)
     return changed
-
-
-def user(text: str) -> Message:
-    """Make a user message."""
-    return {"role": "user", "content": text}
-
-
-def call_and_output(question: str) -> list[Message]:
-    """Make the first three messages of a conversation with a tool."""
-    answer: Message = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [make_call("b", {"text": "x"})],
-    }
-    return [user(question), answer, make_output("b", "An output.")]
 
 
 def check_marks(text: str, marks: Sequence[str]) -> None:
@@ -198,29 +169,23 @@ def check_marks(text: str, marks: Sequence[str]) -> None:
         end = place
 
 
-def check_continuation(
-    template: ChatTemplate, messages: list[Message], marks: Sequence[str], earlier: list[Message]
-) -> None:
-    """Check what the template writes between two answers. Raises RenderError.
+def try_continuation(template: ChatTemplate, messages: list[Message]) -> None:
+    """Try what the template writes between two answers. Raises RenderError.
 
     It must have the marked texts, must not repeat the token that ended the first answer, and must
-    be the same after a longer conversation, rendered as a whole. earlier: its first messages.
+    be the same after a longer conversation, rendered as a whole.
     """
     conversation = template.make_conversation(messages)
     stop = template.find_sampled_stop(template.find_turn_end(messages[0]), messages[0])
     stop_id: Any = template.tokenizer.convert_tokens_to_ids(stop) if stop else None
     text = template.continue_conversation(conversation, messages, stop_id)
-    check_marks(text, marks)
+    check_marks(text, [message["content"] for message in messages])
     if stop and text.startswith(stop):
         raise RenderError(f"it writes {stop!r} again after the policy sampled it")
-    longer = [*earlier, *conversation]
-    if earlier[-1]["role"] == "tool":
-        longer = [*earlier, conversation[-1]]
-    try:
-        whole = template.continue_conversation(longer, messages, stop_id)
-    except RenderError:
-        whole = template.continue_conversation([*earlier, *conversation], messages, stop_id)
-    if whole != text:
+    longer = [ASKED, YES, *conversation]
+    if messages[0]["role"] == "tool":
+        longer = [ASKED, CALLED, make_output("b", "An output."), conversation[-1]]
+    if template.continue_conversation(longer, messages, stop_id) != text:
         raise RenderError("it writes the message differently in a longer conversation")
     if stop_id is None:
         return

@@ -125,21 +125,13 @@ async def extract_tool_calls_by_verl(
 
 
 def to_verl_tool(function: Json) -> Json:
-    """Reduce a tool to the part of JSON schema that verl's schema accepts."""
-    parameters = function.get("parameters") or {}
-    properties = {}
-    for name, schema in (parameters.get("properties") or {}).items():
-        if isinstance(schema, dict):
-            properties[name] = {"type": schema.get("type") or "string"}
-    verl_parameters = {
-        "type": "object",
-        "properties": properties,
-        "required": list(parameters.get("required") or []),
-    }
-    return {
-        "type": "function",
-        "function": {"name": function["name"], "description": "", "parameters": verl_parameters},
-    }
+    """Reduce a tool to what verl's schema accepts: the types of its parameters."""
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    schemas = {name: each for name, each in properties.items() if isinstance(each, dict)}
+    types = {name: {"type": schema.get("type") or "string"} for name, schema in schemas.items()}
+    parameters = {"type": "object", "properties": types}
+    verl_function = {"name": function["name"], "description": "", "parameters": parameters}
+    return {"type": "function", "function": verl_function}
 
 
 class TimedPattern:

@@ -159,8 +159,8 @@ def test_json_text_is_read_as_the_value_at_each_entrance(data):
         if "prompt" not in row:
             assert env.render_row(row, "x:1") == expected
     request = read_request({"messages": messages, "tools": tools})
-    items = [message.to_item() for message in request.messages]
-    assert (env.render_items(items, "x:1"), request.chat_tools) == expected
+    items = [message.item for message in request.messages]
+    assert (env.render_items(items, "x:1"), request.tools) == expected
 
 
 @pytest.mark.parametrize("arguments", [{"enable_thinking": False}, '{"enable_thinking": false}'])

@@ -122,7 +122,7 @@ def test_text_of_the_environment_is_encoded_for_the_model(processor):
     body = {"messages": [{"role": "user", "content": [part]}]}
     context = context_of(None, tokenizer, processor=processor)
     reply = asyncio.run(openai_server.complete_chat(body, context))
-    assert reply.status == 400 and reply.body["error"]["param"] == "messages[0].content[0].type"
+    assert reply.status == 400 and reply.body["error"]["param"] == "messages"
 
 
 def test_rollout_workers_get_the_ban_of_placeholders(processor):

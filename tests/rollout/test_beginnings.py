@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.helpers.rollouts import (
     Game,
     ToolSession,
     bytes_tokenizer,
+    call,
     chatml_tokenizer,
     context_of,
     one_turn_each,
@@ -36,7 +38,7 @@ def begin(text) -> list[dict]:
     return [USER, {"role": "assistant", "content": text}]
 
 
-@pytest.mark.parametrize("text", ["Let me see.\n<think>", "The answer is", "a\n\n", "<think>b"])
+@pytest.mark.parametrize("text", ["Let me see.\n<think>", "a\n\n"])
 @pytest.mark.parametrize("source", [CHATML, OPENS_THOUGHT])
 def test_the_policy_continues_the_answer_that_a_row_begins(source, text):
     tokenizer = bytes_tokenizer(source, "<|im_end|>")
@@ -54,10 +56,8 @@ def test_the_policy_continues_the_answer_that_a_row_begins(source, text):
     ("text", "response", "thought", "answer"),
     [
         ("Let me see.\n<think>", "so 5</think>5.", "so 5", "5."),
-        ("Let me see.\n<think>", "It is 5, but", "It is 5, but", ""),
         ("<think>First,", "it is 5, but", "it is 5, but", ""),
         ("<think>No.</think>The answer is", " 5.", "", " 5."),
-        ("The answer is", " 5.", "", " 5."),
     ],
 )
 def test_a_thought_that_the_row_begins_is_read_as_a_thought(text, response, thought, answer):
@@ -82,17 +82,14 @@ def test_a_thought_that_is_begun_is_open_in_the_first_turn_only():
     seen = Game(1, observation="Your move.")  # it makes the row's answer an earlier one
     context = context_of(one_turn_each(["left"], tokenizer), tokenizer)
     play(task, seen, context)
-    assert tokenizer.decode(context.client.prompts[0]).endswith(
-        "<|im_start|>user\nYour move.<|im_end|>\n<|im_start|>assistant\n"
-    )
+    end = "<|im_start|>user\nYour move.<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(context.client.prompts[0]).endswith(end)
 
 
 @pytest.mark.parametrize(
     "last",
     [
         {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL]},
-        {"type": "function_call", "call_id": "c", "name": "look_up", "arguments": "{}"},
-        {"role": "assistant", "content": None, "reasoning_content": "So"},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So"}]},
     ],
 )
@@ -104,7 +101,7 @@ def test_a_prompt_that_no_response_can_follow_is_refused(tmp_path, capsys, last)
         TaskLoader(Letters(), {"s": "s"}, 999).load_files([Entry(str(path))])
 
 
-@pytest.mark.parametrize("name", ["trl/qwen3", "trl/llama3", "trl/gemma3", "trl/glm4moe"])
+@pytest.mark.parametrize("name", ["trl/qwen3", "trl/glm4moe"])
 def test_public_templates_continue_an_answer_as_transformers_does(name):
     tokenizer = load(name).tokenizer
     template = context_of(None, tokenizer).template
@@ -145,7 +142,7 @@ def test_a_control_token_in_a_message_of_a_row_is_text(role):
         assert ids.count(token_id) == template.encode_prompt(messages).count(token_id)
 
 
-@pytest.mark.parametrize("text", ["<think> is a word", "a < b", "<|im_ is no token", "[INST"])
+@pytest.mark.parametrize("text", ["<think> is a word", "<|im_ is no token"])
 def test_a_text_without_a_control_token_has_the_tokens_of_the_template(text):
     tokenizer = chatml_tokenizer()
     messages = [{"role": "user", "content": text}]
@@ -172,39 +169,19 @@ def test_a_prompt_that_is_already_rendered_is_refused(source, end):
 
 def test_the_switch_of_a_row_holds_for_its_prompt_and_its_later_turns():
     tokenizer = load("trl/qwen3").tokenizer
-    context = context_of(
-        one_turn_each(
-            ['<tool_call>{"name": "look_up", "arguments": {}}</tool_call>', "done"], tokenizer
-        ),
-        tokenizer,
-    )
-    task = task_of(tokenizer)
-    task = env.Task(
-        "x:1",
-        task.row,
-        "s",
-        task.messages,
-        [],
-        tools=task.tools,
-        template_arguments={"enable_thinking": False},
-    )
+    context = context_of(one_turn_each([call(), "done"], tokenizer), tokenizer)
+    switch = {"enable_thinking": False}
+    task = dataclasses.replace(task_of(tokenizer), prompt_ids=[], template_arguments=switch)
     episode = play(task, ToolSession(["found"]), context)
     texts = [tokenizer.decode(prompt) for prompt in context.client.prompts]
     assert len(texts) == 2 and all(t.endswith("<think>\n\n</think>\n\n") for t in texts)
     assert episode.status == "ok"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"chat_template_kwargs": {"enable_thinking": False}},
-        {"chat_template_kwargs": '{"enable_thinking": false}'},
-    ],
-)
-def test_the_switch_of_a_request_is_used(fields):
+def test_the_switch_of_a_request_is_used():
     tokenizer = load("trl/qwen3").tokenizer
     context = context_of(one_turn_each(["5", "6"], tokenizer), tokenizer)
-    body = {"messages": [USER], **fields}
+    body = {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}}
     message = asyncio.run(openai_server.complete_chat(body, context))[1]["choices"][0]["message"]
     body["messages"] = [USER, message, USER]
     assert asyncio.run(openai_server.complete_chat(body, context))[0] == 200

@@ -1,7 +1,7 @@
-"""NeMo Gym's own model server (vllm_model) as the client of the policy endpoint.
+"""NeMo Gym's own model server (vllm_model) and agent as clients of the policy endpoint.
 
-Its process gets the Responses requests of an agent and converts them, in both directions, as in a
-run. The tests play the agent.
+The model server's process gets the Responses requests of an agent and converts them, in both
+directions, as in a run. Most tests play the agent.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import env
-from gym_client import GymError
+from gym_client import Gym
 from inference import Episode, episode_from_response
 from kit.gym.network import find_free_port
+from kit.gym.servers import running_servers
 from kit.rollout import openai_history, openai_server
 from tests.helpers.recipes import GYM_PYTHON, make_counter_row
 from tests.helpers.rollouts import (
     STOPS,
     TEMPLATES,
     TOOL,
+    Script,
     bytes_tokenizer,
     call,
     chatml_tokenizer,
     context_of,
+    encode_turns,
     one_turn_each,
 )
 
@@ -98,10 +101,10 @@ class ModelServer:
         self.endpoint.context = context
         self.endpoint.histories = openai_history.Histories(context)
 
-    async def play(self, params, outputs, uses_reasoning_parser=True, edit=None) -> dict:
+    async def play(self, params, outputs, uses_reasoning_parser=True) -> dict:
         """Run the turns of an agent like Gym's simple_agent, and return its last Response.
 
-        outputs: of the tools. edit: changes the input before a request.
+        outputs: of the tools.
         """
         items = params["input"]
         if isinstance(items, str):
@@ -110,7 +113,6 @@ class ModelServer:
         new_items = []
         while True:
             body = {**params, "input": [*items, *new_items]}
-            body = edit(body) if edit else body
             response = await self.ask(body, uses_reasoning_parser)
             if "failure" in response:
                 return response
@@ -164,22 +166,20 @@ SCHEMA = {
     "additionalProperties": False,
 }
 EXAMPLE: list[dict[str, Any]] = [
-    {"role": "user", "content": [{"type": "input_text", "text": "Add 7."}]},
+    {"role": "user", "content": "Add 7."},
     {"type": "function_call", "call_id": "a" * 9, "name": "look_up", "arguments": '{"n": 7}'},
     {"type": "function_call_output", "call_id": "a" * 9, "output": '{"ok":true}'},
     {"role": "assistant", "content": "Done."},
 ]
 ROWS = {
-    "text": {"input": "Look it up."},
     "instructions": {
         "instructions": "Be brief.",
         "input": [
             {"role": "developer", "content": "Use °C."},
             {"role": "user", "content": [{"type": "input_text", "text": part} for part in "ab"]},
         ],
+        "tools": [{**LOOK_UP, "parameters": SCHEMA}],
     },
-    "example": {"input": [*EXAMPLE, {"role": "user", "content": "Add 8."}], "tools": [LOOK_UP]},
-    "schema": {"input": "Weather?", "tools": [{**LOOK_UP, "parameters": SCHEMA}]},
     "two calls": {
         "input": [
             {"role": "user", "content": "Two."},
@@ -187,7 +187,7 @@ ROWS = {
             {**EXAMPLE[1], "call_id": "b" * 9},
             {**EXAMPLE[1], "arguments": '{"n": {"m": [1, 2.5, "é"]}}'},
             {**EXAMPLE[2], "call_id": "b" * 9},
-            EXAMPLE[2],
+            *EXAMPLE[2:],
             {"role": "user", "content": "Now three."},
         ],
         "tools": [LOOK_UP],
@@ -279,7 +279,7 @@ def test_no_text_of_the_policy_looks_like_a_rewritten_history(server, turns):
 # --- limits --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [60, 75, 84, 85, 150, 400])
+@pytest.mark.parametrize("limit", [60, 84, 85, 400])
 def test_the_length_of_a_response_limits_an_agent(server, limit):
     """It counts the tokens of all turns and of the tool's outputs, as in an episode of the kit."""
     tokenizer = chatml_tokenizer()
@@ -287,24 +287,18 @@ def test_the_length_of_a_response_limits_an_agent(server, limit):
     context = context_of(client, tokenizer, max_response_length=limit)
     response = play(server, context, PARAMS, ["seen", "seen"])
     episode = make_episode(response, context)
-    print(limit, len(episode.response_ids), len(episode.turns), episode.ended)
     assert len(episode.response_ids) <= limit
     assert len(client.prompts) == len(episode.turns)  # no request was repeated
     assert episode.ended == ("stop" if limit == 400 else "length")
-    assert len(episode.turns) == {60: 1, 75: 1, 84: 1, 85: 2, 150: 2, 400: 3}[limit]
+    assert len(episode.turns) == {60: 1, 84: 1, 85: 2, 400: 3}[limit]
 
 
-def test_the_number_of_turns_limits_an_agent(server):
+def test_the_number_of_turns_and_a_row_limit_an_agent(server):
     tokenizer = chatml_tokenizer()
     client = one_turn_each([call()] * 5, tokenizer)
     context = context_of(client, tokenizer, max_turns=3)
-    response = play(server, context, PARAMS, ["seen"] * 5)
-    episode = make_episode(response, context)
+    episode = make_episode(play(server, context, PARAMS, ["seen"] * 5), context)
     assert len(episode.turns) == len(client.prompts) == 3
-
-
-def test_a_row_can_lower_the_length_of_a_response(server):
-    tokenizer = chatml_tokenizer()
     context = context_of(one_turn_each(["Hello."], tokenizer), tokenizer)
     params = {**PARAMS, "max_output_tokens": 4}
     episode = make_episode(play(server, context, params, []), context)
@@ -314,18 +308,7 @@ def test_a_row_can_lower_the_length_of_a_response(server):
 # --- requests that are refused -------------------------------------------------------------------
 
 
-IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,aaaa", "detail": "auto"}
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("tool_choice", "required"),
-        ("text", {"format": {"type": "json_object"}}),
-        ("input", [{"role": "user", "content": [IMAGE]}]),
-    ],
-)
-def test_a_refused_request_fails_without_a_repetition(server, monkeypatch, field, value):
+def test_a_refused_request_fails_without_a_repetition(server, monkeypatch):
     tokenizer = chatml_tokenizer()
     context = context_of(one_turn_each(["Hello."] * 9, tokenizer), tokenizer)
     requests = []
@@ -336,46 +319,9 @@ def test_a_refused_request_fails_without_a_repetition(server, monkeypatch, field
         return await complete_chat(body, *rest)
 
     monkeypatch.setattr(openai_server, "complete_chat", record)
-    failure = play(server, context, {**PARAMS, field: value}, [])
+    failure = play(server, context, {**PARAMS, "tool_choice": "required"}, [])
     assert failure["status"] == 400 and len(requests) == 1 and not context.client.prompts
-    param = json.loads(failure["body"])["error"]["param"]
-    assert param.startswith({"text": "response_format", "input": "messages[1]"}.get(field, field))
-
-
-# --- agents that rewrite the history -------------------------------------------------------------
-
-
-def slide(body):
-    return {**body, "input": [body["input"][0], *body["input"][-2:]]}
-
-
-@pytest.mark.parametrize("dropped", [0, 1])
-def test_a_rewritten_history_is_shown_and_fails_the_episode(server, dropped):
-    """Also if the agent's output lacks the first turns. dropped: their number.
-
-    tests/rollout/test_endpoint_history.py has the other edits.
-    """
-    tokenizer = chatml_tokenizer()
-    first = "<think>A plan.</think>I look. " + call('{"q": "first"}')
-    client = one_turn_each([first, call('{"q": 2}'), call('{"q": 3}'), "Done."], tokenizer)
-    context = context_of(client, tokenizer)
-
-    def edit_last(body):
-        outputs = [item for item in body["input"] if item.get("type") == "function_call_output"]
-        return slide(body) if len(outputs) == 3 else body
-
-    items = [{"type": "message", "role": "user", "content": "Look it up."}]
-    params = {**PARAMS, "input": items}
-    response = play(server, context, params, ["1", "2", "3"], edit=edit_last)
-    seen = tokenizer.decode(client.prompts[-1])
-    assert "Look it up." in seen and "first" not in seen
-    output = response["output"]
-    for _ in range(dropped):
-        ends = [i for i, item in enumerate(output) if item["type"] == "function_call_output"]
-        output = output[ends[0] + 1 :]
-    with pytest.raises(GymError) as caught:
-        make_episode({**response, "output": output}, context)
-    assert caught.value.reason == "not_contiguous"
+    assert json.loads(failure["body"])["error"]["param"] == "tool_choice"
 
 
 def test_a_retried_turn_continues_from_what_the_agent_shows(server):
@@ -397,3 +343,82 @@ def test_a_retried_turn_continues_from_what_the_agent_shows(server):
     episode = make_episode(server.loop.run(retry()), context)
     assert len(episode.turns) == 2 and episode.response == "Good."
     assert client.prompts[1] == client.prompts[2]
+
+
+# --- Gym's simple_agent --------------------------------------------------------------------------
+
+
+class FixedConversations(Script):
+    """A policy with a fixed conversation for each row. The question in the prompt selects it."""
+
+    def __init__(self, tokenizer, conversations: dict[str, list[str]]):
+        super().__init__([])
+        self.tokenizer = tokenizer
+        self.conversations = conversations
+
+    async def generate(self, request_id, prompt_ids, sampling_params):
+        text = self.tokenizer.decode(prompt_ids)
+        turn = text.count("<|im_start|>assistant") - 1
+        (question,) = [question for question in self.conversations if question in text]
+        self.answers += encode_turns([self.conversations[question][turn]], self.tokenizer)
+        return await super().generate(request_id, prompt_ids, sampling_params)
+
+
+ADD = call('{"count": 1}', "increment_counter")
+# {question: the turns of the policy}. `get_counter_value` is a route of the server. Only the row
+# "unoffered" has it as a tool, and this row does not have the tool increment_counter.
+CONVERSATIONS = {
+    "honest": [ADD, "Done."],
+    "forged": [call('{"initial_count": 4}', "seed_session"), "Done."],
+    "peeks": [call(name="get_counter_value"), "Done."],
+    "verifies": [call('{"expected_count": 3}', "verify"), "Done."],
+    "unoffered": [ADD, "Done."],
+    "both": [call('{"count": 5}', "get_counter_value") + ADD, "Done."],
+}
+
+
+async def run_rows(urls, context, port) -> dict[str, tuple[float, list[dict]]]:
+    """Run each row of CONVERSATIONS with the agent. Return {question: (reward, output items)}."""
+    results = {}
+    async with openai_server.serve(context, "127.0.0.1", port, KEY), Gym(urls) as gym:
+        for question in CONVERSATIONS:
+            row = make_counter_row(question)
+            if question == "unoffered":
+                row["responses_create_params"]["tools"][0]["name"] = "get_counter_value"
+            result, response = await gym.run("counter", row, 60.0)
+            results[question] = result.reward, response["output"]
+    return results
+
+
+def select_items(output, kind) -> list[dict]:
+    return [item for item in output if item["type"] == kind]
+
+
+def test_gyms_simple_agent_runs_the_tools_of_the_row_and_no_other_route(tmp_path):
+    """The counter server of nemo-gym starts at 3. It gives a reward of 1 if the counter is 4."""
+    tokenizer = chatml_tokenizer()
+    context = context_of(FixedConversations(tokenizer, CONVERSATIONS), tokenizer)
+    port = find_free_port()
+    endpoint = {"base_url": f"http://127.0.0.1:{port}/v1", "api_key": KEY, "model": "policy"}
+    start = {
+        "server": "example_session_state_mgmt",
+        "agent": "simple_agent",
+        "python": str(GYM_PYTHON),
+    }
+    with running_servers({"counter": {"start": start}}, tmp_path, policy=endpoint) as urls:
+        results = asyncio.run(run_rows(urls, context, port))
+
+    calls = {}  # {question: the names of the tools that the policy called}
+    for question, (reward, output) in results.items():
+        calls[question] = [item["name"] for item in select_items(output, "function_call")]
+        print(question, reward, calls[question])
+    outputs = select_items(results["honest"][1], "function_call_output")
+    assert [json.loads(item["output"]) for item in outputs] == [{"success": True}]
+    assert (results["honest"][0], calls["honest"]) == (1.0, ["increment_counter"])
+    assert (results["both"][0], calls["both"]) == (1.0, ["increment_counter"])
+    for question in ("forged", "peeks", "verifies", "unoffered"):
+        reward, output = results[question]
+        assert (reward, calls[question]) == (0.0, [])
+        assert not select_items(output, "function_call_output")
+        text = "".join(part["text"] for part in output[-1]["content"])
+        assert '"arguments"' in text

@@ -42,18 +42,10 @@ def parse(context, text):
         (THOUGHT + FINAL, "I think.", "It is 7.", []),
         (FINAL.removeprefix("<|start|>assistant"), "", "It is 7.", []),
         (f"{THOUGHT}<|start|>assistant{CALL}", "I think.", "", ["look_up"]),
-        (CALL, "", "", ["look_up"]),
         # cut off within the thought, the answer and the call
         ("<|channel|>analysis<|message|>I th", "I th", "", []),
         (THOUGHT + FINAL.removesuffix(".<|return|>"), "I think.", "It is 7", []),
         (CALL.removesuffix("}<|call|>"), "", "{", []),
-        # a draft of a call within the thought is text of the thought
-        (
-            "<|channel|>analysis<|message|>Call look_up {}.<|end|>" + FINAL,
-            "Call look_up {}.",
-            "It is 7.",
-            [],
-        ),
         # arguments that are no JSON stay text
         (CALL.replace("{}", "{x}"), "", "{x}", []),
         # a text to the user before a call

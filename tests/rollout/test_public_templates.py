@@ -36,10 +36,20 @@ from kit.rollout.chat_template import (
     make_output,
 )
 from kit.rollout.template_trial import ANSWERS, PROMPTS, find_tool_formats, try_template
-from tests.helpers.public_templates import PACKAGES, PublicTemplate, list_template_files, load
+from tests.helpers.public_templates import PublicTemplate, list_template_files, load
 from tests.helpers.rollouts import Game, Script, ToolSession, context_of, play
 
-NAMES = list(list_template_files())
+FAMILIES = (  # the others have the same forms; `make soak` tests all
+    *("axolotl/alpaca", "axolotl/command_a_tool_use", "axolotl/deepseek_v3", "axolotl/exaone4"),
+    *("axolotl/mistral_v3_tekken", "trl/deepseek_r1_distill", "trl/deepseekv3", "trl/gemma"),
+    *("trl/gemma4", "trl/gemma4_v2", "trl/glm4moe", "trl/gptoss", "trl/idefics3", "trl/lfm2_2_5"),
+    *("trl/llama3_1", "trl/nemotron_3_nano", "trl/phi3", "trl/qwen3", "trl/qwen3_5_nothink"),
+    "vllm/template_minicpmv45",
+)
+NAMES = [
+    pytest.param(name, marks=[] if name in FAMILIES else pytest.mark.soak)
+    for name in list_template_files()
+]
 ROW_TOOL = {
     "type": "function",
     "name": "look_up",
@@ -49,7 +59,6 @@ ROW_TOOL = {
         "properties": {"text": {"type": "string"}},
         "required": ["text"],
     },
-    "strict": True,
 }
 # A template may leave an empty thought out of past answers, or add it.
 EMPTY_THOUGHT = re.compile(
@@ -145,33 +154,11 @@ def encode_answer(template, message, previous="user") -> list[int]:
 # --- the trial -----------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_there_are_templates_of_many_models():
-    assert PACKAGES.is_dir(), f"{PACKAGES} is missing; `make test` installs it"
-    passing = [
-        name for name in NAMES if make_template(load(name)).failures.keys() <= {LATER_SYSTEM}
-    ]
-    assert len(NAMES) >= 100 and len(passing) >= 50, passing
-
-
-@pytest.mark.parametrize("public", NAMES, indirect=True)
-def test_a_part_that_a_template_lacks_is_refused_with_its_name(public):
-    template = make_template(public)
-    messages = [{"role": "user", "content": "x"}]
-    call = {"role": "assistant", "content": "", "tool_calls": [make_call("a", {"text": "y"})]}
-    tool = {"type": "function", "function": {k: ROW_TOOL[k] for k in ("name", "parameters")}}
-    requests = {
-        SYSTEM: ([{"role": "system", "content": "s"}, *messages], []),
-        TOOLS: (messages, [tool]),
-        CALLS: ([*messages, call, make_output("a", "z"), *messages], []),
-    }
-    for part in requests.keys() & template.failures.keys():
-        with pytest.raises(
-            env.DataError, match=f"^x:1: the chat template fails for {part}: .+Set|"
-        ):
-            template.encode_prompt(*requests[part], "x:1")
-    known = {PROMPTS, ANSWERS, SYSTEM, LATER_SYSTEM, TOOLS, CALLS, OUTPUTS, PARALLEL, TURNS}
-    assert template.failures.keys() <= known
-    assert all(template.failures.values())
+    files = list_template_files()
+    usable = [name for name in files if try_once(name).failures.keys() <= {LATER_SYSTEM}]
+    assert {*FAMILIES} <= {*files} and len(files) >= 100 and len(usable) >= 50, usable
 
 
 # --- episodes ------------------------------------------------------------------------------------
@@ -245,7 +232,7 @@ def find_setting(public, template) -> tuple[int, str] | None:
     readable = list_readable_formats(public.name)
     assert readable, "no tool parser reads the template's calls"
     one_call = template.is_harmony or readable[0] == "llama3_json"
-    return (1 if one_call or not template.shows_two_calls else 2), readable[0]
+    return (1 if one_call else template.max_calls), readable[0]
 
 
 class ToolEpisode(NamedTuple):

@@ -75,6 +75,7 @@ def parse(pair, prompt, ids):
     return ours, theirs
 
 
+@pytest.mark.soak
 def test_a_response_is_read_in_the_same_way(pair):
     template = pair.template
     prompt = template.encode_prompt(QUESTION, [TOOL])

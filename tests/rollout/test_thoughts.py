@@ -1,4 +1,4 @@
-"""Thoughts: an unfinished one is no answer, and only its end marker ends it."""
+"""Thoughts: an unfinished one is no answer, and its markers are read from the template."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import asyncio
 import functools
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import env
+from kit.data.processor import TextProcessor
 from kit.rollout.chat import parse_response
+from kit.rollout.chat_template import ChatTemplate
+from kit.rollout.template_trial import try_template
 from tests.helpers.rollouts import (
     CHATML,
     TOOL,
@@ -25,99 +28,123 @@ from tests.helpers.rollouts import (
 )
 
 TOOLS = env.render_tools([TOOL], "x:1")
-OPENS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
-MARKERS = [
-    ("<think>", "</think>"),
-    ("<|channel>thought", "<channel|>"),
-]
+CONTENT = "{{ m.content or '' }}"
+USER = {"role": "user", "content": "Who?"}
+STOP = "<|im_end|>"
 
 
-def make_context(source=CHATML, tokens=()):
-    tokenizer = bytes_tokenizer(source, "<|im_end|>")
+def opening(source: str, start: str) -> str:
+    """Let the generation prompt of a template open a thought."""
+    return source.replace("assistant\n{% endif %}", f"assistant\n{start}\n{{% endif %}}")
+
+
+def showing(start: str, end: str, without: str = "", key: str = "reasoning_content") -> str:
+    """A template that writes a thought between markers, and `without` in answers without one."""
+    return CHATML.replace(
+        CONTENT,
+        f"{{% if m.{key} %}}{start}{{{{ m.{key} }}}}{end}{{% elif m.role == 'assistant' %}}"
+        f"{without}{{% endif %}}{CONTENT}",
+    )
+
+
+def cutting(end: str) -> str:
+    """A template that cuts past answers at an end marker."""
+    return CHATML.replace(CONTENT, f"{{{{ (m.content or '').split('{end}')[-1] }}}}")
+
+
+def make_template(source: str, tokens=()) -> ChatTemplate:
+    tokenizer = bytes_tokenizer(source, STOP)
     tokenizer.add_tokens(list(tokens))
-    return context_of(None, tokenizer)
+    return ChatTemplate(TextProcessor(tokenizer), {tokenizer.eos_token_id})
 
 
-def parse(context, text, tools=TOOLS):
-    """Parse a response after the context's generation prompt."""
-    prompt = context.template.encode_prompt([{"role": "user", "content": "Who?"}], tools)
-    ids = context.tokenizer.encode(text, add_special_tokens=False)
-    return asyncio.run(parse_response(context, ids, tools, prompt))
+def parse(template, text, tools=(), prompt=None):
+    """Parse a response after a question, or after another prompt."""
+    context = context_of(None, template.tokenizer, template=template)
+    prompt = prompt or template.encode_prompt([USER], tools)
+    ids = template.tokenizer.encode(text, add_special_tokens=False)
+    return asyncio.run(parse_response(context, ids, list(tools), prompt))
 
 
-@functools.cache
-def opens_context():
-    """The context of a template whose generation prompt opens a thought."""
-    return make_context(OPENS)
+OPENS = opening(CHATML, "<think>")
+
+
+# --- a response ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("as_tokens", [False, True])
-@pytest.mark.parametrize(("start", "end"), MARKERS)
 @pytest.mark.parametrize("is_opened", [False, True])
-def test_a_thought_is_split_from_the_answer(is_opened, start, end, as_tokens):
-    thought = (
-        f"{{% if m.reasoning_content %}}{start}{{{{ m.reasoning_content }}}}{end}{{% endif %}}"
+def test_a_thought_is_split_from_the_answer(is_opened, as_tokens):
+    start, end = ("<|channel>thought", "<channel|>")
+    source = showing(start, end)
+    template = make_template(
+        opening(source, start) if is_opened else source, (start, end) if as_tokens else ()
     )
-    source = CHATML.replace("{{ m.content or '' }}", thought + "{{ m.content or '' }}")
-    if is_opened:
-        source = source.replace("assistant\n{% endif %}", f"assistant\n{start}\n{{% endif %}}")
-    context = make_context(source, (start, end) if as_tokens else ())
     begin = "" if is_opened else f"\n{start}"
     draft = call('{"q": "draft"}')
-    final = call('{"q": "final"}')
-    stop = "<|im_end|>"
 
-    response = parse(context, f"{begin}Plan: {draft} No.{end}\n\nIt is 7.{stop}")
+    response = parse(template, f"{begin}Plan: {draft} No.{end}\n\nIt is 7.{STOP}", TOOLS)
     assert (response.reasoning, response.text) == (f"Plan: {draft} No.", "It is 7.")
     assert not response.calls
 
-    response = parse(context, f"{begin}Plan: {draft} No.{end}{final}{stop}")
+    final = call('{"q": "final"}')
+    response = parse(template, f"{begin}Plan: {draft} No.{end}{final}{STOP}", TOOLS)
     assert [c["arguments"] for c in response.calls] == ['{"q": "final"}']
     assert response.reasoning == f"Plan: {draft} No."
 
-    for unfinished in (f"{begin}Plan: {draft} No", f"{begin}Plan: {draft} No{stop}"):
-        response = parse(context, unfinished)
+    for unfinished in (f"{begin}Plan: {draft} No", f"{begin}Plan: {draft} No{STOP}"):
+        response = parse(template, unfinished, TOOLS)
         assert (response.reasoning, response.text) == (f"Plan: {draft} No", "")
         assert not response.calls
         kinds = [item["type"] for item in response.items]
         assert kinds == ["reasoning", "message"]  # the verifier gets an empty message
 
     # after the first end marker all is text of the answer, unless a parser or tokenizer removes it
-    response = parse(context, f"{begin}Plan{end}a {start}b{end} c{stop}", tools=[])
+    response = parse(template, f"{begin}Plan{end}a {start}b{end} c{STOP}")
     assert response.reasoning == "Plan"
     assert response.text.startswith("a ") and response.text.endswith(" c")
 
 
-def test_markers_that_are_no_thought_stay_text():
-    context = make_context()
-    assert parse(context, "Say <think>x</think> to think.", []).text == (
-        "Say <think>x</think> to think."
-    )
-    assert parse(context, "It is 7.", []).reasoning == ""
-    # an end marker alone: the prompt's text has asked for a thought
-    response = parse(context, "So 3 + 4.</think>It is 7.", [])
-    assert (response.reasoning, response.text) == ("So 3 + 4.", "It is 7.")
+@pytest.mark.parametrize(
+    ("text", "thought", "answer"),
+    [
+        ("Say <think>x</think> to think.", "", "Say <think>x</think> to think."),
+        ("It is 7.", "", "It is 7."),
+        # an end marker alone: the prompt's text has asked for a thought
+        ("So 3 + 4.</think>It is 7.", "So 3 + 4.", "It is 7."),
+    ],
+)
+def test_markers_that_are_no_thought_stay_text(text, thought, answer):
+    response = parse(make_template(CHATML), text)
+    assert (response.reasoning, response.text) == (thought, answer)
 
 
-def test_a_marker_in_an_earlier_message_opens_nothing():
-    context = make_context()
-    tokenizer = context.tokenizer
-    messages = [{"role": "user", "content": "Write <think>"}]
-    prompt = context.template.encode_prompt(messages)
-    ids = tokenizer.encode("It is 7.", add_special_tokens=False)
-    assert asyncio.run(parse_response(context, ids, [], prompt)).text == "It is 7."
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (f"Hm. <think>maybe {call()} no</think>It is 5.", 0),
+        (f"Sure.\n<think>draft {call()}", 0),
+        (f"<think>a</think>{call()}\n<think>no {call()}</think>", 1),
+        (call('{"text": "<think>"}'), 1),
+    ],
+)
+def test_a_call_in_a_later_thought_is_a_draft(text, count):
+    assert len(parse(make_template(CHATML), text, TOOLS).calls) == count
+
+
+@functools.cache
+def opens_template() -> ChatTemplate:
+    """A template whose generation prompt opens a thought."""
+    return make_template(OPENS)
 
 
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_thought_and_answer_are_what_was_written(thought, answer):
-    context = opens_context()
-    if "</think>" in thought or "think>" in answer:
-        return
-    response = parse(context, f"{thought}</think>{answer}", [])
+    assume("</think>" not in thought and "think>" not in answer)
+    response = parse(opens_template(), f"{thought}</think>{answer}")
     assert response.reasoning == thought.strip().removeprefix("<think>").strip()
     assert response.text == answer.lstrip("\n")
-    unfinished = parse(context, f"{thought}{answer}.", [])
-    assert unfinished.text == ""
+    assert parse(opens_template(), f"{thought}{answer}.").text == ""
 
 
 @pytest.mark.parametrize(
@@ -128,7 +155,7 @@ def test_thought_and_answer_are_what_was_written(thought, answer):
     ],
 )
 def test_servers_and_functions_read_the_same_answer(written, cut, answer):
-    tokenizer = bytes_tokenizer(OPENS, "<|im_end|>")
+    tokenizer = bytes_tokenizer(OPENS, STOP)
     (ids,) = encode_turns([written], tokenizer)
     session = ToolSession([])
     context = context_of(
@@ -142,11 +169,97 @@ def test_servers_and_functions_read_the_same_answer(written, cut, answer):
     assert session.last.raw == written[: len(written) - max(cut - 1, 0)]
 
 
-def test_a_draft_of_a_call_is_not_made_in_an_episode():
-    tokenizer = bytes_tokenizer(OPENS, "<|im_end|>")
-    texts = [f"{call()} no</think>{call()}", "so</think>done"]
-    client = one_turn_each(texts, tokenizer)
-    session = ToolSession(["RESULT", "a second call"])
-    episode = play(task_of(tokenizer), session, context_of(client, tokenizer))
-    assert session.answers == ["a second call"] and episode.ended == "stop"
-    assert len(episode.turns) == 2
+# --- markers -------------------------------------------------------------------------------------
+
+MARKERS = st.text("abkz<>[]|/#~:◁▷⟦⟧", min_size=2, max_size=8).filter(
+    lambda text: not text.isalpha() and "|im" not in text
+)
+
+
+def list_sources(start: str, end: str) -> list[str]:
+    """Templates of several forms with these markers."""
+    shown = [showing(start, end), showing(start, end, f"{start}\n{end}")]
+    return [*shown, opening(shown[0], start)]
+
+
+@settings(max_examples=40)
+@given(MARKERS, MARKERS, st.integers(0, 2), st.booleans())
+def test_invented_markers_are_read_from_the_template(start, end, form, as_tokens):
+    assume(start not in end and end not in start)
+    source = list_sources(start, end)[form]
+    template = make_template(source, (start, end) if as_tokens else ())
+    assert template.markers == (start, end)
+    assert not try_template(template).keys() - {"outputs of two calls in one response"}
+    begin = "" if source.count(f"assistant\n{start}") else start
+    cut = parse(template, f"{begin}It is 5, but")
+    assert (cut.text, cut.written) == ("", "") and cut.reasoning == "It is 5, but"
+    whole = parse(template, f"{begin}Is it 5?{end}It is 7.")
+    assert (whole.text, whole.reasoning) == ("It is 7.", "Is it 5?")
+    assert whole.raw.endswith("It is 7.") and "Is it 5?" in whole.raw
+
+
+@pytest.mark.parametrize(
+    ("source", "markers"),
+    [
+        (cutting("</thought>"), ("<thought>", "</thought>")),
+        (cutting("END OF THOUGHT"), ("", "END OF THOUGHT")),
+        (showing("Steps:", "[FINAL]", key="thought"), ("Steps:", "[FINAL]")),
+        (CHATML, None),
+        (CHATML.replace(CONTENT, "{{ m | tojson }}"), None),
+        (opening(CHATML, "Sure! Here is"), None),
+    ],
+)
+def test_a_pair_may_be_known_in_part(source, markers):
+    assert make_template(source).own_markers == markers
+
+
+def test_a_thought_without_a_known_beginning_ends_at_its_end():
+    template = make_template(cutting("END OF THOUGHT"))
+    assert parse(template, "5?END OF THOUGHT\n7").text == "7"
+    assert parse(template, "It is 7.").text == "It is 7."
+
+
+# --- thoughts that a prompt leaves open ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("beginning", "is_open"),
+    [
+        ("Let me think.\n<think>", True),
+        ("<think>\nFirst, I add", True),
+        ("<think>\nIt is 5.</think>\n\nSo", False),
+        ("Let me think.", False),
+    ],
+)
+@pytest.mark.parametrize("source", [CHATML, "{{ messages[0].content }}\n\nAnswer: "])
+def test_a_row_may_leave_a_thought_open(source, beginning, is_open):
+    template = make_template(source)
+    question = "Write </think> after <think>."
+    prompt = template.render([{"role": "user", "content": question}], add_generation_prompt=True)
+    for text, expected in ((prompt, False), (prompt + beginning, is_open)):
+        assert template.leaves_thought_open(template.encode_text(text)) == expected
+    response = parse(template, "so 5, but", prompt=template.encode_text(prompt + beginning))
+    assert response.text == ("" if is_open else "so 5, but")
+
+
+def test_without_a_header_a_thought_is_open_only_at_the_end_of_the_prompt():
+    template = make_template("{{ messages[0].content }}")
+    for text, is_open in (
+        ("Begin with <think>.", False),
+        ("Begin with <think>. Me: <think>", True),
+    ):
+        assert template.leaves_thought_open(template.encode_text(text)) == is_open
+
+
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [
+        (opening(cutting("</think>"), "<think>"), "</think>\n\nYes."),
+        (opening(showing("<t>", "</t>", "<t>\n</t>"), "<t>"), "</t>Yes."),
+    ],
+)
+def test_an_answer_after_an_opened_thought_begins_with_its_end(source, written):
+    template = make_template(source)
+    assert not try_template(template)
+    ids = template.encode_answer({"role": "assistant", "content": "Yes."})
+    assert template.tokenizer.decode(ids) == f"{written}<|im_end|>"
