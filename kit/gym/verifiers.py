@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import gym_client
-from gym_client import FIRST, EpisodeIndex, Json, Session
+from gym_client import FIRST, EpisodeIndex, Json, RunResult, Session
 from kit.config.recipe import Recipe
 from kit.gym.concurrency import ConcurrencyLimits
 from kit.gym.python_verifiers.pool import Pool
@@ -26,7 +26,6 @@ class VerifierRouter:
     def __init__(self, gym: gym_client.Gym, pools: Mapping[str, Pool]):
         self.gym = gym
         self.pools = pools
-        self.run = gym.run  # only a Gym server can run a whole episode
 
     async def __aenter__(self) -> VerifierRouter:
         await self.gym.__aenter__()
@@ -42,6 +41,12 @@ class VerifierRouter:
         if name in self.pools:
             return await self.pools[name].kind()
         return await self.gym.kind(name)
+
+    async def run(
+        self, name: str, row: Json, timeout_s: float, vocabulary: int | None, index: EpisodeIndex
+    ) -> RunResult:
+        """Have a Gym server run an episode, as `gym_client.Gym.run` does. Raises GymError."""
+        return await self.gym.run(name, row, timeout_s, vocabulary, index)
 
     @contextlib.asynccontextmanager
     async def session(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import json
@@ -11,7 +10,7 @@ import math
 import numbers
 import pickle
 import reprlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any, NamedTuple, Protocol
 
@@ -20,10 +19,8 @@ from kit.data.ground_truths import Json
 from kit.errors import UserFunctionError
 from kit.gym.python_verifiers.verl_scorer import load_verl_scorer
 
-SCORE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl's names
 SCORE_RESULT = "a finite number, or a dict with a finite number `score`"
 STEP_RESULT = "(observation, reward, done): text or None, a finite number, True or False"
-METHODS = {"reset": "reset(row) -> text or None", "step": f"step(text) -> {STEP_RESULT}"}
 
 
 class VerifierError(Exception):
@@ -57,36 +54,7 @@ def load_verifier(path: str, attribute: str, settings: Json) -> functools.partia
         verifier = import_callable(f"{path}:{attribute}") if path else load_verl_scorer()
     except UserFunctionError as error:
         raise VerifierError(str(error)) from error
-    check_signature(verifier, f"{attribute} of {path}" if path else attribute, settings)
     return functools.partial(verifier, **settings)
-
-
-def check_signature(verifier: Callable[..., object], name: str, settings: Json) -> None:
-    """Check that a verifier takes its arguments and settings. Raises VerifierError."""
-    arguments = dict.fromkeys(SCORE_ARGUMENTS)
-    expected = f"the keyword arguments {', '.join(SCORE_ARGUMENTS)}"
-    try:
-        if inspect.isclass(verifier):
-            arguments = {}
-            expected = "reset(row), step(text)"
-            check_methods(verifier, name)
-        inspect.signature(verifier).bind(**arguments, **settings)
-    except TypeError as error:
-        raise VerifierError(
-            f"{name} cannot be called with {expected} and its settings: {error}. "
-            "Change its parameters."
-        ) from None
-
-
-def check_methods(verifier: type, name: str) -> None:
-    """Check that a class has the methods of an environment. Raises VerifierError, TypeError."""
-    for method, call in METHODS.items():
-        function = getattr(verifier, method, None)
-        if not callable(function):
-            raise VerifierError(
-                f"the class {name} has no {method}. Add it: an environment has {call}."
-            )
-        inspect.signature(function).bind("self", "row or text")
 
 
 # --- call ----------------------------------------------------------------------------------------
@@ -127,12 +95,10 @@ def reset(
 
 
 def step(
-    verifier: functools.partial[Environment], runner: asyncio.Runner, env_state: bytes, text: str
+    _: Callable[[], Environment], runner: asyncio.Runner, env_state: bytes, text: str
 ) -> CallResult:
     """Give the text of the policy to an environment. Raises VerifierError."""
-    environment_class: Any = verifier.func
-    with explain_pickle_errors(environment_class, "unpickled"):
-        environment: Environment = pickle.loads(env_state)
+    environment: Environment = pickle.loads(env_state)
     value = await_result(environment.step(text), runner)
     answer = parse_step(value)
     if answer is None:
@@ -154,28 +120,16 @@ def parse_step(value: object) -> Json | None:
 
 def await_result(value: object, runner: asyncio.Runner) -> object:
     """Return the value, or the result of an async function."""
-    return runner.run(wait_for(value)) if inspect.isawaitable(value) else value
-
-
-async def wait_for(value: Awaitable[object]) -> object:
-    """Await the value in a coroutine, because asyncio.Runner accepts only coroutines."""
-    return await value
+    return runner.run(value) if inspect.iscoroutine(value) else value
 
 
 def pickle_environment(environment: Environment) -> bytes:
     """Pickle an environment: its next step may run in another process. Raises VerifierError."""
-    with explain_pickle_errors(type(environment), "pickled"):
-        return pickle.dumps(environment)
-
-
-@contextlib.contextmanager
-def explain_pickle_errors(environment_class: type, verb: str) -> Iterator[None]:
-    """Raise VerifierError for any exception. verb: what is done with an environment."""
     try:
-        yield
+        return pickle.dumps(environment)
     except Exception as error:  # methods of the class may raise any exception
         raise VerifierError(
-            f"an instance of {environment_class.__name__} cannot be {verb} "
+            f"an instance of {type(environment).__name__} cannot be pickled "
             f"({type(error).__name__}: {error}), but its next step may run in another process. "
             "Keep only numbers, text, lists and arrays in it. If that is not possible, keep the "
             "actions, and play them again."
@@ -230,4 +184,5 @@ def describe_failure(error: BaseException, path: str) -> Json:
     place = describe_place(error, path).strip() or "failed:"
     reason = "memory" if isinstance(error, MemoryError) else "raised"
     message = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return {"failed": reason, "why": f"{place} {message:.500}"}
+    hint = ". Use less, or raise env.verifier_pool.memory_gb." if reason == "memory" else ""
+    return {"failed": reason, "why": f"{place} {message:.500}{hint}"}

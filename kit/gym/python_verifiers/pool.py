@@ -7,20 +7,18 @@ import contextlib
 import json
 import os
 import pickle
-import re
 import secrets
 import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import gym_client
 from gym_client import GymError, Json
 from kit import features
 from kit.config.keys import ROOT
-from kit.config.python_files import is_user_file
 from kit.config.recipe import Recipe
 from kit.gym import servers as gym_servers
 from kit.gym.python_verifiers import process_tree
@@ -31,10 +29,8 @@ from kit.gym.python_verifiers.settings import VerifierSpec, count_processes
 
 LOAD_TIMEOUT_S = 300.0  # to start a process and import the verifier
 EXIT_TIMEOUT_S = 5.0  # for a killed process to be gone
-TRACEBACK_TIMEOUT_S = 1.0  # for a process that gave no answer to write its current line
 MAX_ANSWER_BYTES = 64 * 2**20
 MAX_LOG_BYTES = 16 * 2**20  # a longer log is emptied
-MAX_LOG_TAIL_BYTES = 2**16  # the end of the log, which is searched for the current line
 
 
 def make_pools(recipe: Recipe, specs: Mapping[str, VerifierSpec], logs: Path) -> dict[str, Pool]:
@@ -72,9 +68,7 @@ class Pool:
     async def kind(self) -> str:
         """Return "verify" for a function, "step" for a class. Raises GymError."""
         if not self.loaded_kind:
-            async with self.reserve_worker() as worker:
-                if not self.loaded_kind:  # no other episode has loaded it in the meantime
-                    self.loaded_kind = await worker.start()
+            self.loaded_kind = str((await self.call("kind")).answer["kind"])
         return self.loaded_kind
 
     async def open_session(self, row: Json) -> FunctionSession:
@@ -86,15 +80,9 @@ class Pool:
 
     async def call(self, method: str, *arguments: object) -> CallResult:
         """Call the verifier in an idle process. Waiting for one has no timeout. Raises GymError."""
-        async with self.reserve_worker() as worker:
-            return await worker.call(method, *arguments)
-
-    @contextlib.asynccontextmanager
-    async def reserve_worker(self) -> AsyncIterator[Worker]:
-        """Wait for an idle worker. Other calls cannot use it until this context ends."""
         worker = await self.idle.get()
         try:
-            yield worker
+            return await worker.call(method, *arguments)
         finally:
             self.idle.put_nowait(worker)
 
@@ -111,41 +99,35 @@ class Worker:
         self.recipe = recipe
         self.log = log
         self.process: Process | None = None
-        self.logging: asyncio.Task[None]  # writes the log of `process`
 
     async def call(self, method: str, *arguments: object) -> CallResult:
         """Call the verifier. Raises GymError."""
         if self.process is None or self.process.returncode is not None:
             await self.start()
-        timeout_s = self.recipe.env.verifier_pool.timeout_s
-        return await self.request(timeout_s, method, *arguments)
+        return await self.request(self.recipe.env.verifier_pool.timeout_s, method, *arguments)
 
     # --- start and stop --------------------------------------------------------------------------
 
-    async def start(self) -> str:
-        """Start a process, load the verifier in it, and return its kind. Raises GymError."""
+    async def start(self) -> None:
+        """Start a process, and load the verifier in it. Raises GymError."""
         visible = ["PYTHONPATH", *self.recipe.env.verifier_pool.env]
         environment = gym_servers.list_public_variables(visible)
         environment["OMP_NUM_THREADS"] = "1"  # there is a process for each core
-        try:
-            self.process = await asyncio.create_subprocess_exec(
-                *self.make_command(),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=PIPE,  # a program could open a file again through /proc, and change it
-                env=environment,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise GymError(
-                "died", f"{self.spec.reference}: its process does not start: {error}"
-            ) from None
-        self.log.touch()
-        assert self.process.stderr
-        self.logging = asyncio.create_task(write_log(self.process.stderr, self.log))
         spec = self.spec
-        loaded = await self.request(LOAD_TIMEOUT_S, "load", spec.path, spec.name, spec.settings)
-        return str(loaded.answer["kind"])
+        try:
+            with self.log.open("ab") as log:
+                self.process = await asyncio.create_subprocess_exec(
+                    *self.make_command(),
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            message = f"{spec.reference}: its process does not start: {error}"
+            raise GymError("died", message) from None
+        await self.request(LOAD_TIMEOUT_S, "load", spec.path, spec.name, spec.settings)
 
     def make_command(self) -> list[str]:
         """Return the command line of the process."""
@@ -169,13 +151,11 @@ class Worker:
             return
         if process.returncode is None:
             process_tree.kill_tree(process.pid)
-        else:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         # asyncio also waits until its pipes are closed, which another process may hold open
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(EXIT_TIMEOUT_S):
-                await process.wait()
+            await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -186,29 +166,37 @@ class Worker:
         """
         process = self.process
         assert process
-        log_start = self.empty_long_log()
+        if self.log.stat().st_size > MAX_LOG_BYTES:
+            os.truncate(self.log, 0)  # the process appends to it
         result = None
         try:
             async with asyncio.timeout(timeout_s):
                 result = await self.exchange(process, timeout_s, method, *arguments)
         except TimeoutError:
-            await self.wait_for_traceback(log_start)
-            raise self.make_timeout_error(timeout_s, method, log_start) from None
+            raise GymError(
+                "timeout",
+                f"{self.spec.reference} gave no answer to {method} within {timeout_s:g} s. Its log "
+                f"has its last line, {self.log}. Make it faster, or raise "
+                "env.verifier_pool.timeout_s.",
+            ) from None
         except (asyncio.IncompleteReadError, OSError, ValueError):
             # ValueError: the answer is not JSON, so process.py did not write it.
             await self.kill()
-            await asyncio.wait([self.logging], timeout=TRACEBACK_TIMEOUT_S)
             raise GymError(
                 "died",
-                f"{self.spec.reference}: its process ended with {describe_end(process)}"
-                f"{self.find_line(log_start)}. Read its log, {self.log}.",
+                f"{self.spec.reference}: its process ended with status {process.returncode}. "
+                f"Read its log, {self.log}.",
             ) from None
         finally:
             if result is None:
                 await self.kill()
         # A function may return a dict with a key `failed`, but then the answer has a reward, too.
         if "failed" in result.answer and "reward" not in result.answer:
-            raise await self.make_failure(result.answer, method)
+            if result.answer["failed"] == "memory" or method == "load":
+                await self.kill()  # it cannot be used again
+            separator = ": " if method == "load" else " "
+            message = f"{self.spec.reference}{separator}{result.answer.get('why')}"
+            raise GymError(str(result.answer["failed"]), message)
         return result
 
     async def exchange(
@@ -241,73 +229,6 @@ class Worker:
             raise ValueError(f"the answer {answer!r:.80} is not an object")
         return CallResult(answer, env_state, time.monotonic() - began)
 
-    # --- errors and the log ----------------------------------------------------------------------
-
-    def make_timeout_error(self, timeout_s: float, method: str, log_start: int) -> GymError:
-        """Return the error of a call that took too long."""
-        if method == "load":
-            problem = "was not imported"
-            hint = "Shorten its imports."
-        else:
-            problem = "gave no answer"
-            hint = "Make it faster, or raise env.verifier_pool.timeout_s."
-        line = self.find_line(log_start)
-        message = f"{self.spec.reference} {problem} within {timeout_s:g} s{line}. {hint}"
-        return GymError("timeout", message)
-
-    async def wait_for_traceback(self, log_start: int) -> None:
-        """Wait until the process has written its current line to its log.
-
-        On a busy machine the process receives a request late, and so writes the line late.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TRACEBACK_TIMEOUT_S):
-                while not self.find_line(log_start):
-                    await asyncio.sleep(0.05)
-                await asyncio.sleep(0.05)  # the other lines of the traceback
-
-    async def make_failure(self, answer: Json, method: str) -> GymError:
-        """Return the error in an answer. Kills the process if it cannot be used again."""
-        reason = str(answer["failed"])
-        if reason == "memory" or method == "load":
-            await self.kill()
-        separator = ": " if method == "load" else " "
-        message = f"{self.spec.reference}{separator}{answer.get('why')}"
-        if reason == "memory":
-            message += f"; a process has {self.recipe.env.verifier_pool.memory_gb:g} GiB "
-            message += "(env.verifier_pool.memory_gb). Use less, or raise that."
-        return GymError(reason, message)
-
-    def find_line(self, log_start: int) -> str:
-        """Return " at FILE:LINE", the current line as faulthandler wrote it into the log.
-
-        log_start: size of the log before the call. Returns "" if there is no line.
-        """
-        with self.log.open("rb") as log:
-            log.seek(max(log_start, self.log.stat().st_size - MAX_LOG_TAIL_BYTES))
-            text = log.read().decode(errors="replace")
-        frames = re.findall(r'File "(.+?)", line (\d+) in', text)
-        own_frames = [frame for frame in frames if is_user_file(frame[0])]
-        named_frames = [frame for frame in frames if frame[0] == self.spec.path]
-        for file, line in own_frames or named_frames or frames:
-            return f" at {file}:{line}"
-        return ""
-
-    def empty_long_log(self) -> int:
-        """Return the size of the log in bytes. Empties it if it is over MAX_LOG_BYTES."""
-        size = self.log.stat().st_size
-        if size <= MAX_LOG_BYTES:
-            return size
-        os.truncate(self.log, 0)  # the process appends to it
-        return 0
-
-
-async def write_log(output: asyncio.StreamReader, log: Path) -> None:
-    """Append the output of a process to its log, until it ends."""
-    with log.open("ab", buffering=0) as file:
-        while part := await output.read(MAX_LOG_TAIL_BYTES):
-            file.write(part)
-
 
 def list_code(path: Path) -> list[Path]:
     """List the Python files and packages in the folder of a file: what it may import.
@@ -316,9 +237,3 @@ def list_code(path: Path) -> list[Path]:
     """
     packages = [init.parent for init in path.parent.glob("*/__init__.py")]
     return [*path.parent.glob("*.py"), *packages]
-
-
-def describe_end(process: Process) -> str:
-    """Describe how a process ended: its exit status, or the signal that killed it."""
-    code = process.returncode or 0
-    return f"exit status {code}" if code >= 0 else signal.Signals(-code).name

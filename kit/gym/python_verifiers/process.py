@@ -1,11 +1,11 @@
 """The process that runs a Python verifier. pool.py starts it and sends it requests.
 
-Protocol: a request on stdin is a pickled list of its timeout in seconds, a method (load, score,
-reset or step) and the arguments. An answer on stdout is JSON, followed by the pickled environment.
-The JSON is the result, or it has `failed` (a reason as in gym_client.GymError) and `why`. The
-answer repeats the random number of its request, so that nobody can answer a later request in
-advance. The driver never unpickles what this process writes. The output of the verifier goes to
-stderr.
+Protocol: a request on stdin is a pickled list of its timeout in seconds, a method (load, kind,
+score, reset or step) and the arguments. An answer on stdout is JSON, followed by the pickled
+environment. The JSON is the result, or it has `failed` (a reason as in gym_client.GymError) and
+`why`. The answer repeats the random number of its request, so that nobody can answer a later
+request in advance. The driver never unpickles what this process writes. The output of the verifier
+goes to stderr.
 
 Only this process can write answers: in a child that it forks, both pipes are /dev/null.
 """
@@ -30,7 +30,6 @@ from typing import Any, BinaryIO
 from kit import features
 from kit.gym.python_verifiers.calls import (
     CallResult,
-    Json,
     describe_failure,
     load_verifier,
     reset,
@@ -91,18 +90,16 @@ class VerifierServer:
     ) -> CallResult:
         """Load the verifier or call it. Raises VerifierError and the verifier's errors."""
         if method == "load":
-            return self.load(*arguments)
+            self.path = arguments[0]
+            self.verifier = load_verifier(*arguments)
+            return CallResult({})
         assert self.verifier, "the first request loads the verifier"
+        if method == "kind":
+            is_class = inspect.isclass(self.verifier.func)
+            return CallResult({"kind": "step" if is_class else "verify"})
         if method == "score" and not self.path and arguments[0]["data_source"] in CODE_SOURCES:
             return features.score_code(self.verifier, self.runner, arguments[0], self.memory)
         return CALLS[method](self.verifier, self.runner, *arguments)
-
-    def load(self, path: str, attribute: str, settings: Json) -> CallResult:
-        """Import the verifier. Raises VerifierError."""
-        self.path = path
-        self.verifier = load_verifier(path, attribute, settings)
-        is_class = inspect.isclass(self.verifier.func)
-        return CallResult({"kind": "step" if is_class else "verify"})
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import gym_client
 from gym_client import GymError, Json
@@ -13,30 +15,19 @@ from kit.gym.python_verifiers.calls import CallResult
 from kit.gym.python_verifiers.settings import VerifierSpec
 
 
+@dataclass
 class FunctionSession:
-    """A session with the interface of `gym_client.Session`, as far as inference.py uses it.
+    """A session with the interface of `gym_client.Session`, as far as inference.py uses it."""
 
-    call: sends a request to a process, such as Pool.call.
-    may_run_code: whether the recipe allows verl's scorer to run code of the policy.
-    """
+    executable: ClassVar[frozenset[str]] = frozenset()  # a tool call is part of the response
 
-    executable: frozenset[str] = frozenset()  # no tools: a tool call is part of the response
-
-    def __init__(
-        self,
-        spec: VerifierSpec,
-        kind: str,
-        row: Json,
-        call: Callable[..., Awaitable[CallResult]],
-        may_run_code: bool,
-    ):
-        self.spec = spec
-        self.kind = kind  # "verify" or "step"
-        self.row = row
-        self.call = call
-        self.may_run_code = may_run_code
-        self.observation: str | None = None  # the first one of an environment
-        self.env_state = b""  # the pickled environment
+    spec: VerifierSpec
+    kind: str  # "verify" or "step"
+    row: Json
+    call: Callable[..., Awaitable[CallResult]]  # sends a request to a process, as Pool.call
+    may_run_code: bool  # whether the recipe allows verl's scorer to run code of the policy
+    observation: str | None = None  # the first one of an environment
+    env_state: bytes = b""  # the pickled environment
 
     async def open(self) -> None:
         """Make and reset an environment. For a function there is nothing to do. Raises GymError."""
@@ -47,16 +38,17 @@ class FunctionSession:
 
     async def verify(self, _: Json, response: ParsedResponse) -> gym_client.VerifyResult:
         """Return the function's reward of the policy's last turn. Raises GymError."""
-        default = self.spec.name if self.spec.path else None  # verl's scorer needs that of the row
+        spec = self.spec
+        default = spec.name if spec.path else None  # verl's scorer needs that of the row
         arguments = make_arguments(self.row, self.read_text(response), default)
         data_source = arguments["data_source"]
-        runs_response = self.spec.runs_response(data_source)
+        runs_response = spec.runs_response(data_source)
         # The check of the recipe is not enough: a function that makes rows may make the first
         # program later.
         if runs_response and not self.may_run_code:
             raise GymError(
                 "raised",
-                f"{self.spec.reference}: data_source={data_source} runs code of the policy on this "
+                f"{spec.reference}: data_source={data_source} runs code of the policy on this "
                 "machine, which the recipe does not allow. Set env.verifier_pool.sandbox=bwrap, or "
                 "env.allow_unsandboxed_code=true.",
             )
@@ -68,7 +60,7 @@ class FunctionSession:
         if runs_response and not 0 <= result.reward <= 1:
             raise GymError(
                 "bad_answer",
-                f"{self.spec.reference}: a reward of {result.reward:g}, but this scorer of verl "
+                f"{spec.reference}: a reward of {result.reward:g}, but this scorer of verl "
                 "returns 0 to 1. The program may have changed it.",
             )
         return result
@@ -94,12 +86,10 @@ def make_arguments(row: Json, text: str, default_source: str | None) -> Json:
     A key of the row's own extra_info wins. default_source: the data source of a row without one.
     """
     extra_info = row.get("extra_info")
-    if not isinstance(extra_info, dict):
-        extra_info = {}
     defaults = {"row": row, "num_turns": 2, "rollout_reward_scores": {}}
     return {
         "data_source": row.get("data_source") or default_source,
         "solution_str": text,
         "ground_truth": find_ground_truth(row),
-        "extra_info": {**defaults, **extra_info},
+        "extra_info": defaults | (extra_info if isinstance(extra_info, dict) else {}),
     }

@@ -10,11 +10,6 @@ import time
 from pathlib import Path
 
 
-def leave_a_child(solution_str, **_):
-    subprocess.Popen(["sleep", "1000.25"], start_new_session=True)
-    time.sleep(60)
-
-
 def show_environment(**_):
     return {"score": 1.0, "names": " ".join(sorted(os.environ))}
 
@@ -37,11 +32,23 @@ def announce_long_answer(**_):
     time.sleep(60)
 
 
-def answer_in_advance(**_):
-    """Write a complete answer before the next request, with a reward of a million."""
-    text = json.dumps({"reward": 1e6, "reward_components": {}, "_seconds": 0.0}).encode()
+def write_a_reward():
+    """Write a complete answer with a reward of a million, and the number of no request."""
+    text = json.dumps({"reward": 1e6, "reward_components": {}}).encode()
     write_to_pipes(struct.pack("!QQQ", 0, len(text), 0) + text)
+
+
+def answer_in_advance(**_):
+    write_a_reward()
     return 0.25
+
+
+def leave_children(**_):
+    """Start a process in another session, and fork one that writes an answer."""
+    subprocess.Popen(["sleep", "1000.25"], start_new_session=True)
+    if os.fork() == 0:
+        write_a_reward()
+    time.sleep(60)
 
 
 def can_write(folder):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import re
 import subprocess
 import sys
 import time
@@ -12,7 +11,6 @@ import time
 import psutil
 import pytest
 
-import gym_client
 from gym_client import GymError
 from tests.helpers.recipes import ROOT
 from tests.helpers.verifiers import (
@@ -34,69 +32,33 @@ def build_router(tmp_path, monkeypatch):
     return functools.partial(make_router, tmp_path)
 
 
-ERROR_MESSAGE = r"my.py:run_action failed at FILE:LINE:"
-DIED_MESSAGE = r"my.py:run_action: its process ended with"
-TIMEOUT_MESSAGE = r"my.py:run_action gave no answer within 1 s at"
-
-
 @pytest.mark.parametrize(
-    ("text", "reason", "message", "source"),
+    ("text", "reason", "problem"),
     [
-        (
-            "raise",
-            "raised",
-            f"{ERROR_MESSAGE} ValueError: no such answer",
-            "raise ValueError(",
-        ),
-        (
-            "sys.exit",
-            "raised",
-            f"{ERROR_MESSAGE} SystemExit: 0",
-            "sys.exit(0)",
-        ),
-        (
-            "os._exit",
-            "died",
-            f"{DIED_MESSAGE} exit status 0. Read its log, .*/verifier_run_action_0.log",
-            "",
-        ),
-        ("crash", "died", rf"{DIED_MESSAGE} SIGSEGV at FILE:LINE\.", "ctypes.string_at"),
-        (
-            "memory",
-            "memory",
-            r"FILE:LINE: MemoryError; a process has 1 GiB \(env.verifier_pool.memory_gb",
-            "2**30))",
-        ),
-        ("loop", "timeout", f"{TIMEOUT_MESSAGE} FILE:.* env.verifier_pool.timeout_s", ""),
-        ("regex", "timeout", rf"{TIMEOUT_MESSAGE} FILE:LINE\. ", "re.match("),
-        ("child", "timeout", rf"{TIMEOUT_MESSAGE} FILE:LINE\. ", "subprocess.run("),
+        ("raise", "raised", "my.py:LINE: ValueError: no such answer"),
+        ("sys.exit", "raised", "SystemExit: 0"),
+        ("os._exit", "died", "ended with status 0"),
+        ("crash", "died", "ended with status -11"),
+        ("memory", "memory", "raise env.verifier_pool.memory_gb"),
+        ("loop", "timeout", "verifier_run_action_0.log"),
+        ("regex", "timeout", "within 1 s"),
+        ("child", "timeout", "within 1 s"),
     ],
 )
 def test_a_call_that_fails_has_a_reason_and_the_pool_recovers(
-    build_router, tmp_path, text, reason, message, source
+    build_router, tmp_path, text, reason, problem
 ):
     began = time.monotonic()
-    earlier = psutil.Process().children(recursive=True)
-    before, error, after = play(
-        build_router("my.py:run_action", timeout_s=1.0), "fine", text, "fine"
-    )
-    assert (before.reward, after.reward) == (1.0, 1.0)
+    router = build_router("my.py:run_action", timeout_s=1.0)
+    before, error, after = play(router, "fine", text, "fine")
+    assert (before.reward, error.reason, after.reward) == (1.0, reason, 1.0)
     assert time.monotonic() - began < 10
-    lines = [str(n) for n, line in enumerate(EXAMPLE_SOURCE.splitlines(), 1) if source in line]
-    pattern = message.replace("FILE", str(tmp_path / "my.py")).replace("LINE", lines[0])
-    assert isinstance(error, GymError) and error.reason == reason
-    assert re.search(pattern, str(error)), str(error)
+    line = EXAMPLE_SOURCE.splitlines().index('    raise ValueError("no such answer")') + 1
+    assert problem.replace("LINE", str(line)) in str(error)
     assert "\n" not in str(error)
-    started = set(psutil.Process().children(recursive=True)) - set(earlier)
-    assert not [p for p in started if "sleep" in p.name() or "python_verifiers" in str(p.cmdline())]
-
-
-def test_an_async_function_that_never_yields_times_out(build_router):
-    (error,) = play(build_router("my.py:never_yields", timeout_s=1.0), "x")
-    head = EXAMPLE_SOURCE.partition("async def never_yields(")[0]
-    line = len(head.splitlines()) + 1
-    assert error.reason == "timeout"
-    assert re.search(rf"my.py:({line + 1}|{line + 2})\b", str(error))
+    assert find_remaining_processes("sleep", "1000.5") == []
+    if reason == "timeout":  # the log shows where the function was
+        assert "in run_action" in (tmp_path / "verifier_run_action_0.log").read_text()
 
 
 def test_a_process_that_ends_between_two_calls_fails_no_episode(build_router):
@@ -106,7 +68,7 @@ def test_a_process_that_ends_between_two_calls_fails_no_episode(build_router):
             await asyncio.sleep(0.5)
             return first + await run_session(router, "fine")
 
-    assert [result.reward for result in asyncio.run(run_with_pause())] == [1.0, 1.0]
+    assert list_rewards(asyncio.run(run_with_pause())) == [1.0, 1.0]
 
 
 def test_a_crash_fails_one_episode_of_many(build_router):
@@ -114,18 +76,12 @@ def test_a_crash_fails_one_episode_of_many(build_router):
 
     async def play_games():
         async with router:
-            sessions = []
-            for number in range(8):
-                second = "crash" if number == 3 else "2"
-                sessions.append(run_session(router, "1", second, "7"))
-            return await asyncio.gather(*sessions)
+            second = ["crash" if number == 3 else "2" for number in range(8)]
+            return await asyncio.gather(*[run_session(router, "1", text, "7") for text in second])
 
-    games = asyncio.run(play_games())
-    second_turns = [game[1] for game in games]
-    third_turns = [game[2] for game in games]
-    assert [turn.reason for turn in second_turns if isinstance(turn, GymError)] == ["died"]
-    steps = [turn for turn in third_turns if isinstance(turn, gym_client.StepResult)]
-    assert sum(step.reward == 1.0 for step in steps) >= 7
+    games = [list_rewards(game) for game in asyncio.run(play_games())]
+    assert [game[1] for game in games].count("died") == 1
+    assert [game[2] for game in games].count(1.0) >= 7
 
 
 def test_waiting_for_a_process_does_not_count_for_the_timeout(build_router, tmp_path):
@@ -150,7 +106,7 @@ def test_a_cancelled_call_ends_its_process(build_router):
             await asyncio.gather(call, return_exceptions=True)
             return await run_session(router, "fine")
 
-    assert asyncio.run(cancel_and_call_again())[0].reward == 1.0
+    assert list_rewards(asyncio.run(cancel_and_call_again())) == [1.0]
 
 
 DRIVER = """
@@ -198,8 +154,8 @@ def build_hostile(tmp_path, monkeypatch):
 
 def test_an_answer_that_claims_to_be_long_is_not_read(build_hostile):
     before = psutil.Process().memory_info().rss
-    results = play(build_hostile("my.py:announce_long_answer"), "x")
-    assert list_rewards(results) == ["bad_answer"] and "over the limit" in str(results[0])
+    (error,) = play(build_hostile("my.py:announce_long_answer"), "x")
+    assert isinstance(error, GymError) and error.reason == "bad_answer"
     assert psutil.Process().memory_info().rss - before < 64 * 2**20
 
 
@@ -208,21 +164,20 @@ def test_an_answer_in_advance_counts_for_no_request(build_hostile):
     assert list_rewards(results) == ["bad_answer", "bad_answer"]
 
 
-def test_a_timeout_ends_children_in_another_session(build_hostile):
-    results = play(build_hostile("my.py:leave_a_child", timeout_s=1.5), "x")
-    assert (
-        list_rewards(results) == ["timeout"] and find_remaining_processes("sleep", "1000.25") == []
-    )
+def test_no_child_writes_an_answer_and_a_timeout_ends_it(build_hostile):
+    """The child is in another session, and the function never answers."""
+    results = play(build_hostile("my.py:leave_children", timeout_s=1.5), "x")
+    assert list_rewards(results) == ["timeout"]
+    assert find_remaining_processes("sleep", "1000.25") == []
 
 
 def test_a_verifier_sees_few_variables_and_those_that_the_recipe_names(build_hostile, monkeypatch):
     monkeypatch.setenv("DATABASE_URL", "postgres://me:0123456789@host")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-0123456789")
-    monkeypatch.setenv("LC_TIME", "C")
     for names_in_recipe in ([], ["OPENAI_API_KEY"]):
         (result,) = play(build_hostile("my.py:show_environment", env=names_in_recipe), "x")
         names = set(result.details["names"].split())
-        assert "LC_TIME" in names and "DATABASE_URL" not in names
+        assert "PATH" in names and "DATABASE_URL" not in names
         assert ("OPENAI_API_KEY" in names) == bool(names_in_recipe)
 
 

@@ -1,17 +1,25 @@
-"""Rewards of functions and steps of environments. An invalid return value is a failed episode."""
+"""The results of functions and environments. An invalid one is a failed episode."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import math
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import psutil
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gym_client import GymError
 from kit.data.episode import ParsedResponse
+from kit.gym.python_verifiers import calls
+from kit.gym.python_verifiers.calls import VerifierError
 from kit.gym.python_verifiers.session import make_arguments
-from tests.helpers.verifiers import EXAMPLE_SOURCE, make_router, play, run_session
+from tests.helpers.verifiers import EXAMPLE_SOURCE, list_rewards, make_router, play, run_session
 
 
 @pytest.fixture
@@ -22,17 +30,18 @@ def build_router(tmp_path, monkeypatch):
     return functools.partial(make_router, tmp_path)
 
 
+# --- calls ---------------------------------------------------------------------------------------
+
+
 def test_a_function_is_called_as_verl_calls_it(build_router):
     right, wrong = play(build_router("my.py:compute_score"), "it is 7", "it is 8")
     assert (right.reward, wrong.reward, right.components) == (1.0, 0.0, {})
-    result = play(build_router("my.py:score_with_details"), "x")[0]
-    assert result.reward == 0.5
-    assert result.components == {"acc": 1.0, "length": 1.0}
+    (result,) = play(build_router("my.py:score_with_details"), "x")
+    assert (result.reward, result.components) == (0.5, {"acc": 1.0, "length": 1.0})
     assert result.latency_s < 1
-    assert result.details == {"pred": "x", "who": "score_with_details", "odd": "{1, 2}"}
-    assert (
-        play(build_router({"function": "my.py:score_async", "strict": True}), "x")[0].reward == 1.0
-    )
+    assert result.details == {"failed": "x", "who": "score_with_details", "odd": "{1, 2}"}
+    strict = {"function": "my.py:score_with_details", "strict": True}
+    assert list_rewards(play(build_router(strict), "x")) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -42,38 +51,20 @@ def test_a_function_reads_the_answer_unless_the_recipe_asks_for_the_raw_text(
     build_router, settings, text
 ):
     response = ParsedResponse("T", "7", [], "7", "<think>T</think>7")
-    verifier = {"function": "my.py:return_failed_key", **settings}
+    verifier = {"function": "my.py:score_with_details", **settings}
     (result,) = play(build_router(verifier), response)
     assert result.details["failed"] == text
 
 
-def test_a_function_may_return_the_key_that_the_kit_uses_for_failures(build_router):
-    for text in ("", "no"):
-        (result,) = play(build_router("my.py:return_failed_key"), text)
-        assert (result.reward, result.details) == (0.5, {"failed": text or None})
-
-
-@pytest.mark.parametrize(
-    ("fields", "ground_truth"),
-    [
-        ({"answer": "a"}, "a"),
-        ({"answer": "a", "expected_answer": "e"}, "e"),
-        ({"answer": "a", "reward_model": {"style": "rule", "ground_truth": ["g"]}}, ["g"]),
-        ({}, None),
-    ],
-)
-def test_the_ground_truth_comes_from_reward_model_or_from_the_row(fields, ground_truth):
-    row = {**fields, "extra_info": {"index": 3, "row": "its own"}}
+def test_the_arguments_of_a_function_come_from_the_row():
+    extra_info = {"index": 3, "row": "its own"}
+    row = {"answer": "a", "expected_answer": "e", "extra_info": extra_info}
     arguments = make_arguments(row, "text", "name")
-    assert arguments["ground_truth"] == ground_truth
-    assert arguments["data_source"] == "name"
-    assert arguments["solution_str"] == "text"
-    extra_info = {"index": 3, "row": "its own", "num_turns": 2, "rollout_reward_scores": {}}
-    assert arguments["extra_info"] == extra_info
-    row = {"extra_info": {"num_turns": 5, "rollout_reward_scores": [1]}}
-    assert make_arguments(row, "", "")["extra_info"] == {"row": row, **row["extra_info"]}
-    row = {"data_source": "openai/gsm8k", "extra_info": None}
-    assert make_arguments(row, "", "")["data_source"] == "openai/gsm8k"
+    assert arguments.pop("extra_info") == extra_info | {"num_turns": 2, "rollout_reward_scores": {}}
+    assert arguments == {"data_source": "name", "solution_str": "text", "ground_truth": "e"}
+    row = {"data_source": "gsm8k", "reward_model": {"ground_truth": ["g"]}, "extra_info": None}
+    arguments = make_arguments(row, "", "name")
+    assert (arguments["data_source"], arguments["ground_truth"]) == ("gsm8k", ["g"])
 
 
 def test_verls_scorer_needs_neither_torch_nor_ray(build_router):
@@ -85,13 +76,12 @@ def test_verls_scorer_needs_neither_torch_nor_ray(build_router):
             results = await run_session(router, "so\n#### 72", "#### 7", row=gsm8k)
             process = psutil.Process(router.pools["verl"].workers[0].process.pid)
             memory = process.memory_info().rss
-            return results, memory, await run_session(router, "x", row={"data_source": "mine"})
+            return results + await run_session(router, "x", row={"data_source": "mine"}), memory
 
-    (right, wrong), memory, (unknown,) = asyncio.run(score_and_measure())
-    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    results, memory = asyncio.run(score_and_measure())
+    assert list_rewards(results) == [1.0, 0.0, "raised"]
+    assert "not implemented for data_source='mine'" in str(results[-1])
     assert memory < 100 * 2**20
-    message = "NotImplementedError: Reward function is not implemented for data_source='mine'"
-    assert message in str(unknown)
 
 
 def test_an_environment_travels_between_processes(build_router):
@@ -118,8 +108,7 @@ def test_an_environment_may_have_a_first_observation(build_router):
         observations = []
         async with build_router("my.py:Game") as router:
             for question in ("say 7", "other"):
-                row = {"question": question, "answer": "7"}
-                async with router.session("Game", row) as session:
+                async with router.session("Game", {"question": question, "answer": "7"}) as session:
                     observations.append(session.observation)
         return observations
 
@@ -127,20 +116,63 @@ def test_an_environment_may_have_a_first_observation(build_router):
 
 
 def test_an_invalid_return_value_is_a_failure_whose_message_shows_it(build_router):
-    texts = {  # {key of INVALID: the value in the message}
-        "none": "None",
-        "nan": "nan",
-        "text": "'1.0'",
-        "pair": "(1.0, 'reason')",
-        "infinite": "inf",
-        "list": "[1.0]",
-        "without": "{'acc': 1.0}",
-        "part": "{'acc': nan, 'score': 1.0}",
-        "huge": "1000000000000000",
-    }
-    errors = play(build_router("my.py:return_invalid"), *texts)
-    for error, value in zip(errors, texts.values(), strict=True):
-        assert isinstance(error, GymError)
-        assert error.reason == "bad_answer" and not error.retryable
-        assert str(error).startswith(f"my.py:return_invalid returned {value}")
-        assert "a finite number, or a dict" in str(error)
+    none, part = play(build_router("my.py:return_invalid"), "none", "part")
+    assert (none.reason, part.reason) == ("bad_answer", "bad_answer")
+    assert not none.retryable
+    assert str(none).startswith("my.py:return_invalid returned None; it must return a finite")
+    assert "returned {'acc': nan, 'score': 1.0}" in str(part)
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+NUMBER_TYPES = [  # functions of 0 or 1
+    *(int, float, bool, Decimal, Fraction, np.bool_, np.int64, np.float16, np.array, torch.tensor),
+    lambda value: np.array(bool(value)),
+    lambda value: torch.tensor(float(value), dtype=torch.bfloat16, requires_grad=True),
+]
+NO_NUMBERS = [
+    *(None, "1", b"1", [1.0], (1.0, {}), 1j, Decimal, np.array([1.0]), np.array("1")),
+    *(np.datetime64("2026-01-01"), torch.tensor([1.0]), torch.tensor(1j), np.ma.masked),
+    *(math.nan, math.inf, np.float32("nan"), torch.tensor(math.inf), Decimal("snan"), 10**400),
+]
+
+
+def score(value):
+    """Return the answer of a function that returns `value`."""
+    with asyncio.Runner() as runner:
+        return calls.score(lambda: value, runner, {}).answer
+
+
+@pytest.mark.parametrize("make", NUMBER_TYPES)
+def test_a_number_of_any_type_is_a_reward_and_a_metric(make):
+    for number in (0, 1):
+        value = make(number)
+        assert score(value) == {"reward": float(number), "reward_components": {}}
+        answer = score({"score": value, "part": value, "name": "x"})
+        assert answer == {"reward": number, "reward_components": {"part": number}, "name": "x"}
+        assert {type(answer["reward"]), type(answer["reward_components"]["part"])} == {float}
+        step = calls.parse_step((None, value, False))
+        assert step == {"observation": None, "reward": number, "done": False}
+
+
+@given(value=st.floats(-1e307, 1e307))
+def test_a_finite_number_is_not_changed(value):
+    for make in (float, np.float64, Decimal, torch.DoubleTensor([value])[0].new_tensor):
+        assert score(make(value))["reward"] == value
+
+
+@pytest.mark.filterwarnings("ignore:Warning. converting a masked element")
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+def test_any_other_result_is_a_failure(value):
+    for result in (value, {"score": value}, {"acc": 1.0}, {"score": 1.0, "part": math.nan}):
+        with pytest.raises(VerifierError):
+            score(result)
+    assert calls.parse_step((None, value, False)) is None
+
+
+def test_the_end_of_an_environment_is_a_bool_of_any_library():
+    for done in (True, np.bool_(True), np.array(True), torch.tensor(True)):
+        assert calls.parse_step(("x", 1, done))["done"] is True
+    for done in (1, None, "True", np.array([True]), torch.tensor(1)):
+        assert calls.parse_step(("x", 1, done)) is None
