@@ -88,8 +88,6 @@ STARTS_COMMANDS = (
     "test_prometheus",
     "test_readme",
     "test_scale",
-    "test_server_checks",
-    "test_server_ports",
     "test_servers",
     "test_trackers",
 )

@@ -1,14 +1,13 @@
 """The policy cannot forge a reward on any path by which a reward enters an episode.
 
 docs/reliability.md lists the paths, who can influence each of them, and the tests. The tests in
-this file run whole episodes over HTTP. The last test checks the list.
+this file run whole episodes over HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +20,6 @@ from gym_client import RESERVED, Gym
 from kit.data.episode import Episode, TurnSpan
 from kit.rollout.sampling import request_group
 from tests.helpers.http import ScriptedServer
-from tests.helpers.recipes import ROOT
 from tests.helpers.rollouts import (
     CHATML,
     STOPS,
@@ -41,17 +39,7 @@ HONEST_ROUTES = {
 }
 for name in (*RESERVED - {"run"}, "pay", "Verify"):
     HONEST_ROUTES.setdefault(name, [(200, {"reward": 1.0})])
-TOOL_NAMES = [  # names that resemble the path of /verify
-    "look_up/../verify",
-    "/verify",
-    "verify/",
-    "%76erify",
-    "verify?",
-    "verify#",
-    "verify\n",
-    "Verify",
-    "..",
-]
+TOOL_NAMES = ["look_up/../verify", "/verify", "verify/", "%76erify", "verify?", "verify\n", ".."]
 
 
 def play_episode(url, texts, tokenizer, **changes):
@@ -173,30 +161,3 @@ def test_no_part_of_a_reward_is_at_an_observed_token_or_at_padding():
     batch = training.build_batch([two_turns, one_turn], 0, 1.0)
     expected = torch.tensor([[0, 0.25, 0, 0.75], [0.5, 0, 0, 0]])
     assert torch.equal(batch.batch["token_level_scores"], expected)
-
-
-def test_each_path_of_the_list_has_its_tests():
-    """docs/reliability.md names tests for each path of a reward into an episode, and they exist."""
-    text = (ROOT / "docs" / "reliability.md").read_text()
-    section = text.partition("## Reward integrity")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")][2:]
-    paths = {row[0].strip() for row in rows}
-    assert paths == {
-        "Gym server, `/verify`",
-        "Gym server, `/step`",
-        "Gym agent, `/run`",
-        "judge",
-        "function",
-        "environment class",
-        "reward model",
-        "greedy baseline",
-        "`env.reward`",
-    }
-    for row in rows:
-        tests = re.findall(r"`([\w/]*)(test_\w+)\.py::(test_\w+)`", row[-1])
-        assert tests, row
-        assert len(tests) == row[-1].count("::"), row
-        for folder, module, function in tests:
-            source = (ROOT / "tests" / folder / f"{module}.py").read_text()
-            is_defined = re.search(rf"^def {function}\(", source, re.MULTILINE)
-            assert is_defined, f"{module}.py has no {function}"

@@ -10,7 +10,6 @@ import json
 import math
 import re
 import tempfile
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -39,7 +38,7 @@ from kit.data import rollout_files
 from kit.data.episode import Episode, append_tokens, from_output_items
 from kit.data.row_files import parse_object
 from kit.data.tasks import TaskLoader
-from kit.data.verl_rows import check_gym_row, parse_row
+from kit.data.verl_rows import check_gym_row
 from lab import convert
 
 set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")  # outside the repository
@@ -182,26 +181,6 @@ def is_writable(value) -> bool:
 # --- servers -------------------------------------------------------------------------------------
 
 
-@many_examples
-@given(
-    verify_answers | json_values, st.dictionaries(st.sampled_from(KEYS), json_values, max_size=3)
-)
-def test_a_result_is_finite_and_bounded_or_an_error(body, row):
-    try:
-        result = parse_verify_result(sanitize_json(body), row=row)
-    except GymError as error:
-        assert error.reason in ("bad_answer", "masked")
-        assert is_writable([str(error), error.details])
-        assert len(str(error)) < 600
-        return
-    assert math.isfinite(result.reward)
-    assert all(math.isfinite(part) for part in result.components.values())
-    assert is_writable(result.components)
-    assert is_writable(result.details)
-    assert len(json.dumps(result.details)) < 70_000
-    assert not result.details.keys() & row.keys()
-
-
 ROW = {
     "responses_create_params": {"input": "x", "tools": [{"type": "function", "name": "look"}]},
     "half": "\ud800",
@@ -278,6 +257,8 @@ def test_a_server_may_answer_anything(kind, script, arguments):
         elif isinstance(result, VerifyResult):
             assert math.isfinite(result.reward)
             assert is_writable([result.details, result.components])
+            assert len(json.dumps(result.details)) < 70_000
+            assert not result.details.keys() & ROW.keys()
         else:
             assert is_writable(result)
 
@@ -407,33 +388,10 @@ def test_a_row_is_rendered_or_its_error_names_the_line(text):
 def test_check_accepts_any_file(tmp_path_factory, lines):
     path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
     path.write_bytes(b"\n".join(lines))
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         has_passed = convert.check(str(path))
-    printed = output.getvalue()
-    counts = re.search(r"fuzz\.jsonl: (\d+) rows load, (\d+) refused\n", printed).groups()
-    loaded, refused = map(int, counts)
-    errors = len(re.findall("^    error: ", printed, re.MULTILINE))
-    assert has_passed == (errors == 0)
-    try:
-        text = path.read_text(encoding="utf-8")  # every line end becomes \n
-    except UnicodeDecodeError:
-        # earlier rows are checked, too
-        assert not has_passed and "fuzz.jsonl: cannot be read" in printed
-        return
-    kinds = Counter(classify_line(line) for line in text.split("\n") if line.strip())
-    assert (loaded, refused, errors) == (kinds["loads"], kinds["refused"], kinds["error"])
-
-
-def classify_line(line: str) -> str:
-    """Return whether a line's row loads, is refused, or is an error."""
-    try:
-        env.render_row(parse_row(line, "x.jsonl:1"), "x.jsonl:1")
-    except env.UnsupportedRowError:
-        return "refused"
-    except env.DataError:
-        return "error"
-    return "loads"
+    errors = re.findall("^    error: ", output.getvalue(), re.MULTILINE)
+    assert has_passed == (not errors)
 
 
 # --- episodes in files ---------------------------------------------------------------------------

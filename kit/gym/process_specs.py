@@ -28,7 +28,7 @@ import functools
 import os
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from env import Json
@@ -40,7 +40,6 @@ from kit.gym.server_process import AGENTS, ENVIRONMENTS, MODELS, RESOURCES, Proc
 
 PYTHON = ".venv-gym/bin/python"  # separate: nemo-gym would break the environment of the run
 POLICY_MODEL = "policy_model"  # the name of the trained model in Gym's YAML files
-RESERVED_NAMES = (POLICY_MODEL, "head_server", "dry_run")  # in Gym's configuration
 VALID_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 FIND_PACKAGE = "import pathlib, nemo_gym; print(pathlib.Path(nemo_gym.__file__).parent.parent)"
 
@@ -59,33 +58,24 @@ def check_server(name: str, server: Json) -> None:
     server: as in gym.servers.
     """
     start = server.get("start") or {}
-    check_name("gym.servers", name)
-    for key in ("agent", "environment"):
-        if start.get(key):
-            check_name(f"gym.servers.{name}.start.{key}", start[key])
+    if not is_valid_name(name):
+        raise GymStartError(
+            f"gym.servers: {name!r} is not a valid name. "
+            "Use letters, digits, _, - and ., and do not start with a dot."
+        )
     if server.get("url"):
         network.wait_ready(name, str(server["url"]).rstrip("/"), kind=server.get("kind"))
     else:
         check_start(name, start)
 
 
-def check_name(key: str, name: object) -> None:
-    """Raise GymStartError if `name` is not valid."""
-    if not is_valid_name(name):
-        raise GymStartError(
-            f"{key}: {str(name)!r} is not a valid name. "
-            "Use letters, digits, _, - and ., and do not start with a dot."
-        )
-
-
 def check_start(name: str, start: Json) -> None:
     """Check the `start` section of a server. Raises GymStartError."""
     key = f"gym.servers.{name}.start"
-    check_variables(f"{key}.env", start.get("env") or [])
-    if name in RESERVED_NAMES:
+    missing = [variable for variable in start.get("env") or [] if variable not in os.environ]
+    if missing:
         raise GymStartError(
-            f"gym.servers.{name}: Gym reserves the name {name}. "
-            f"Choose another name and set start.server={name}."
+            f"{key}.env: the environment variable {missing[0]} is not set. Export it, or remove it."
         )
     python = find_python(start)
     if not (Path(python).is_file() and os.access(python, os.X_OK)):
@@ -95,15 +85,6 @@ def check_start(name: str, start: Json) -> None:
         )
     find_folder(name, start)
     network.check_address(key, start.get("host") or HOST, start.get("port"))
-
-
-def check_variables(key: str, names: Sequence[str]) -> None:
-    """Check that environment variables are set. Raises GymStartError."""
-    missing = [name for name in names if name not in os.environ]
-    if missing:
-        raise GymStartError(
-            f"{key}: the environment variable {missing[0]} is not set. Export it, or remove it."
-        )
 
 
 def find_python(start: Json) -> str:

@@ -21,7 +21,7 @@ import runpy
 import signal
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -89,7 +89,7 @@ def run_server(name: str, specs: list[ProcessSpec]) -> None:
     sys.path.insert(0, str(folder))
     try:
         gym: Any = importlib.import_module("nemo_gym.server_utils")
-        gym.initialize_ray = skip_ray
+        gym.initialize_ray = lambda: None  # most servers never use its six processes
         if spec.folder == "genrm_model":
             use_remote_genrm()
         runpy.run_path(str(folder / "app.py"), run_name="__main__")
@@ -104,10 +104,6 @@ def run_server(name: str, specs: list[ProcessSpec]) -> None:
             f"{spec.folder}: invalid settings ({'; '.join(problems)}). "
             f"Correct them in {spec.config_key}."
         )
-
-
-def skip_ray() -> None:
-    """Replace Gym's start of Ray by nothing: most servers never use its six processes."""
 
 
 def find_package() -> Path:
@@ -155,16 +151,9 @@ def build_gym_config(spec: ProcessSpec, specs: Iterable[ProcessSpec], package: P
         if each.overrides is not None:
             settings = build_settings(each, package)
         config[each.name] = {each.kind: {Path(each.folder).name: settings}}
-    entries = spec.global_config
-    clashes = sorted({*entries} & {*config, "head_server", "dry_run"})
-    if clashes:
-        sys.exit(
-            f"global_config of {spec.folder} has an entry {clashes[0]}, the name of a server or of "
-            "Gym's own. Choose another name."
-        )
     # The value is `???`, or a `${name}` that another file defines. That file is not read here.
     open_values = re.findall(r"(\w+): .*(\?\?\?|\$\{\w+\})", yaml.safe_dump(config[spec.name]))
-    unset = [key for key, value in open_values if value[2:-1] not in entries]
+    unset = [key for key, value in open_values if value[2:-1] not in spec.global_config]
     if unset:
         sys.exit(
             f"the YAML of {spec.folder} does not set {', '.join(unset)}. "
@@ -172,7 +161,7 @@ def build_gym_config(spec: ProcessSpec, specs: Iterable[ProcessSpec], package: P
         )
     config["head_server"] = {"host": spec.host, "port": spec.port}
     config["dry_run"] = False
-    return {**entries, **config}
+    return {**spec.global_config, **config}
 
 
 def build_settings(spec: ProcessSpec, package: Path) -> Json:
@@ -191,27 +180,29 @@ def read_yaml_settings(spec: ProcessSpec, package: Path) -> Json:
     The files of the resources server come first. Among these, the file with the server's name
     comes first.
     """
+    import yaml
+
     server = spec.resources_server
-    folders = [package / RESOURCES / server, package / spec.kind / spec.folder]
-    for entry in read_yaml_entries(folders, Path(server).name):
-        servers = entry.get(spec.kind)
+
+    def by_name(path: Path) -> tuple[bool, str]:
+        return path.stem != Path(server).name, path.name
+
+    for folder in (package / RESOURCES / server, package / spec.kind / spec.folder):
+        for path in sorted((folder / "configs").glob("*.yaml"), key=by_name):
+            settings = find_settings(yaml.safe_load(path.read_text()), spec)
+            if settings:
+                return settings
+    return {}
+
+
+def find_settings(entries: object, spec: ProcessSpec) -> Json:
+    """Return the first settings for the kind and folder of a process in a YAML file, or {}."""
+    for entry in entries.values() if isinstance(entries, dict) else ():
+        servers = entry.get(spec.kind) if isinstance(entry, dict) else None
         settings = servers.get(Path(spec.folder).name) if isinstance(servers, dict) else None
         if settings:
             return dict(settings)
     return {}
-
-
-def read_yaml_entries(folders: Iterable[Path], preferred: str) -> Iterator[Json]:
-    """Yield the top-level objects of each configs/*.yaml, first those of `preferred`.yaml."""
-    import yaml
-
-    def by_name(path: Path) -> tuple[bool, str]:
-        return path.stem != preferred, path.name
-
-    for folder in folders:
-        for path in sorted((folder / "configs").glob("*.yaml"), key=by_name):
-            entries = yaml.safe_load(path.read_text()) or {}
-            yield from (entry for entry in entries.values() if isinstance(entry, dict))
 
 
 def use_remote_genrm() -> None:

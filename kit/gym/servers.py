@@ -40,16 +40,9 @@ from threading import Event, Thread
 from typing import Any
 
 from env import Json
-from kit.config.numbers import PORT
-from kit.config.sections import follow
 from kit.gym import network, server_process
 from kit.gym.network import GymStartError
-from kit.gym.process_specs import (
-    POLICY_MODEL,
-    PYTHON,
-    plan_processes,
-    resolve_python,
-)
+from kit.gym.process_specs import POLICY_MODEL, PYTHON, plan_processes, resolve_python
 from kit.gym.server_process import ProcessSpec
 
 STOP_TIMEOUT_S = 5.0  # between SIGTERM and SIGKILL
@@ -280,7 +273,7 @@ def main() -> None:
     parser.add_argument(
         "--path", help="folder with app.py of a server that is not part of nemo-gym"
     )
-    parser.add_argument("--port", type=read_port, default=8001)
+    parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--python", help=f"interpreter that has nemo-gym ({PYTHON})")
     options = vars(parser.parse_args())
     start = {key: value for key, value in options.items() if value is not None}
@@ -288,7 +281,7 @@ def main() -> None:
     if words not in ([], ["install"]):
         parser.error(f"give one server or `install NAME`, not {' '.join([*words, name])}")
     for stop_signal in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(stop_signal, exit_on_signal)
+        signal.signal(stop_signal, lambda *_: sys.exit(0))  # so that the servers are stopped
     try:
         if words:
             python = resolve_python(name, {**start, "install": True})
@@ -299,16 +292,6 @@ def main() -> None:
             signal.pause()
     except GymStartError as error:
         sys.exit(f"error: {error}")
-
-
-def read_port(text: str) -> int:
-    """Read the number of a port. Raises ValueError."""
-    return int(follow(PORT, int(text)))
-
-
-def exit_on_signal(*_: object) -> None:
-    """Exit with status 0, so that the servers are stopped."""
-    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The client of Gym: answers, attempts, sessions, tools and steps. No failure becomes a reward."""
+"""The client of Gym: attempts, sessions, tools, steps and limits. No failure becomes a reward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ import time
 import pytest
 
 import gym_client
-from gym_client import RESERVED, EpisodeIndex, Gym, GymError, parse_verify_result
+from gym_client import (
+    MAX_ANSWER_BYTES,
+    MAX_RESULT_BYTES,
+    RESERVED,
+    Gym,
+    GymError,
+    function_call,
+    message_response,
+    parse_verify_result,
+)
 from kit.gym.servers import running_servers
 from tests.helpers.http import (
     ROW,
@@ -26,8 +35,10 @@ from tests.helpers.http import (
     after,
     catch_reason,
     describe_fields,
+    measure_longest_pause,
     run_session,
     step_x,
+    verify_result,
     verify_x,
 )
 from tests.helpers.recipes import GYM_PYTHON, ROOT
@@ -60,14 +71,7 @@ def catch_error(url, conversation, row=ROW) -> GymError:
 
 @pytest.mark.parametrize(
     "faults",
-    [
-        ["reset"],
-        ["truncated"],
-        [(503, ""), (429, "")],
-        [(502, ""), (504, "")],
-        [(408, "")],
-        [(500, "")],
-    ],
+    [["reset"], ["truncated"], [(503, ""), (429, "")], [(502, ""), (408, "")], [(500, "")]],
 )
 def test_a_temporary_failure_is_retried_in_a_new_session(faults):
     server = make_server(verify=[*faults, (200, {"reward": 1.0})])
@@ -82,24 +86,18 @@ def test_a_temporary_failure_is_retried_in_a_new_session(faults):
         (after(3.0, (200, {"reward": 1.0})), "timeout", 1),
         ("reset", "connect", 3),
         ((422, ""), "http_422", 1),
-        ((404, ""), "http_404", 1),
         ((500, ""), "http_500", 2),
         ((503, ""), "http_503", 3),
-        ((504, ""), "http_504", 3),
         ((200, b"<html>"), "bad_answer", 1),
         ((200, []), "bad_answer", 1),
-        ((200, {}), "bad_answer", 1),
         ((200, {"reward": None}), "bad_answer", 1),
         ((200, {"reward": True}), "bad_answer", 1),
         ((200, {"reward": "1.0"}), "bad_answer", 1),
-        ((200, b'{"reward": NaN}'), "bad_answer", 1),
         ((200, b'{"reward": 1.0, "reward": NaN}'), "bad_answer", 1),
         ((200, b'{"reward": %s}' % HUGE), "bad_answer", 1),
         ((200, b'{"reward": 1.0, "reward_components": {"a": -%s}}' % HUGE), "bad_answer", 1),
-        ((200, {"reward": 1.0, "reward_components": {"a": "1"}}), "bad_answer", 1),
         ((200, {"reward": 1.0, "reward_components": [1]}), "bad_answer", 1),
         ((200, {"reward": 0.0, "mask_sample": True}), "masked", 1),
-        ((200, {"reward": 0.0, "_ng_failure_class": "judge_failed"}), "masked", 1),
     ],
 )
 def test_a_failure_is_an_error_with_its_reason(answer, reason, calls):
@@ -108,7 +106,7 @@ def test_a_failure_is_an_error_with_its_reason(answer, reason, calls):
     assert count_calls(server) == calls
 
 
-@pytest.mark.parametrize("status", [201, 204, 409, 501])
+@pytest.mark.parametrize("status", [201, 409])
 def test_only_an_answer_with_status_200_is_a_result(status):
     """The client does not retry, because another attempt would get the same answer."""
     server = make_server(verify=[(status, {"reward": 1.0})])
@@ -117,53 +115,32 @@ def test_only_an_answer_with_status_200_is_a_result(status):
     assert count_calls(server) == 1
 
 
-def test_the_last_value_of_a_repeated_key_counts():
-    server = make_server(verify=[(200, b'{"reward": 1.0, "reward": 0.25}')])
-    assert run_session(server.url, verify_x).reward == 0.25
-
-
-def test_reward_components_are_part_of_the_result():
-    result = parse_verify_result({"reward": 1, "reward_components": {"a": 0.25, "b": 0.75}})
-    assert result.reward == 1.0
-    assert result.components == {"a": 0.25, "b": 0.75}
-
-
 @pytest.mark.parametrize(
     ("fields", "mask"),
     [
         ({}, ""),
-        ({"mask_sample": False}, ""),
         ({"mask_sample": True}, "mask_sample"),
         ({"failure_kind": "x"}, "failure_kind"),
-        ({"failure_kind": "x", "mask_sample": None}, "failure_kind"),
         ({"failure_kind": "x", "mask_sample": False}, ""),
-        ({"failure_kind": "x", "mask_sample": True}, "mask_sample"),
         ({"failure_kind": "x", "instance_config": {"mask_sample": False}}, ""),
-        ({"failure_kind": "x", "instance_config": {}}, "failure_kind"),
         ({"failure_kind": "x", "instance_config": 7}, "failure_kind"),
         ({"instance_config": {"mask_sample": True}}, "instance_config.mask_sample"),
         (
             {"mask_sample": False, "instance_config": {"mask_sample": True}},
             "instance_config.mask_sample",
         ),
-        ({"mask_sample": True, "instance_config": {"mask_sample": False}}, "mask_sample"),
         ({"mask_sample": False, "_ng_failure_class": "judge_failed"}, "_ng_failure_class"),
         ({"judge_error": "1/9 criteria unresolved"}, "judge_error"),
-        ({"judge_error": None}, ""),
         ({"invalid_judge_response": True}, "invalid_judge_response"),
         ({"judge_evaluation": {"verdict_label": None, "error": "HTTP 500"}}, "judge_evaluation"),
         ({"judge_evaluation": {"verdict_label": None, "error": None}}, ""),
         ({"quality_judge_evaluation": {"error": "HTTP 500"}}, "quality_judge_evaluation"),
         ({"verifier_labels": {"safety_check": None}}, "verifier_labels"),
-        ({"verifier_labels": {"safety_check": "[[SAFE]]"}}, ""),
         ({"n_error": 2, "isr_counted": 1}, "n_error"),
-        ({"n_error": 0, "isr_counted": 1}, ""),
         ({"n_error": 2}, ""),  # of a verifier that counts the errors of the policy
         ({"games": [{"verdict": "A>B"}, {"verdict": None}]}, "games"),
         ({"games": [{"verdict": "A>B"}, {"score": None}, 7]}, ""),
-        ({"games": None}, ""),
         ({"proof_status": "error", "mask_sample": False}, "proof_status"),
-        ({"proof_status": "failed"}, ""),
         ({"num_steps_total": 0}, "num_steps_total"),
         ({"num_steps_total": 3}, ""),
     ],
@@ -215,63 +192,12 @@ def test_the_pauses_between_attempts_grow_to_five_seconds(pauses):
 # --- rows, servers and sessions ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "row",
-    [{}, {"responses_create_params": None}, {"responses_create_params": {"tools": ["x"]}}],
-)
-def test_a_row_that_is_no_row_of_gym_is_an_error_before_any_call(row):
+def test_a_row_that_is_no_row_of_gym_is_an_error_before_any_call():
     server = make_server()
-    error = catch_error(server.url, verify_x, row)
-    assert error.reason == "bad_row"
-    assert str(error).endswith("Correct the row.")
+    for params in (None, {"tools": ["x"]}):
+        error = catch_error(server.url, verify_x, {"responses_create_params": params})
+        assert error.reason == "bad_row"
     assert not server.log
-
-
-def test_an_error_names_an_unknown_server():
-    async def run():
-        async with Gym({"faulty": "http://127.0.0.1:1"}) as gym, gym.session("x", ROW):
-            pass
-
-    with pytest.raises(GymError, match="no Gym server named 'x'; configured: faulty"):
-        asyncio.run(run())
-
-
-def test_sessions_do_not_share_cookies():
-    seeds = [(200, {}, f"sid={number}") for number in range(32)]
-    server = ScriptedServer(**{**VERIFY_ROUTES, "seed_session": seeds})
-
-    async def run():
-        async with Gym({"s": server.url}, concurrency=16) as gym:
-
-            async def run_one():
-                async with gym.session("s", ROW) as session:
-                    await verify_x(session)
-
-            await asyncio.gather(*[run_one() for _ in range(32)])
-
-    asyncio.run(run())
-    cookies = [cookie for path, _, cookie in server.log if path == "/verify"]
-    assert sorted(cookies) == sorted(cookie for _, _, cookie in seeds)
-
-
-@pytest.mark.parametrize(
-    "names", [[], ["_ng_rollout_index"], ["_ng_task_index", "_ng_rollout_index"]]
-)
-def test_verify_gets_the_indices_that_its_server_expects(names):
-    server = make_server()
-    describe_fields(server, "/verify", "response", *names)
-
-    async def run():
-        async with Gym({"s": server.url}) as gym:
-            async with gym.session("s", ROW, EpisodeIndex(41, 1)) as session:
-                await verify_x(session)
-
-    asyncio.run(run())
-    seed, verify = [body for _, body, _ in server.log]
-    assert seed == ROW
-    indices = {"_ng_task_index": 41, "_ng_rollout_index": 1}
-    expected = {name: indices[name] for name in names}
-    assert {k: v for k, v in verify.items() if k.startswith("_ng_")} == expected
 
 
 def test_the_example_in_the_docstring_needs_only_the_file_of_the_client(tmp_path):
@@ -302,7 +228,6 @@ def test_a_session_is_closed_with_its_cookie_after_its_result():
     server = make_closing_server()
     assert run_session(server.url, verify_x).reward == 1.0
     assert server.log[-1] == ("/close_session", {}, OPEN[2])
-    assert server.paths() == ["/seed_session", "/verify", "/close_session"]
 
 
 def test_a_server_that_requires_a_typed_body_gets_the_id_of_the_cookie():
@@ -316,12 +241,7 @@ def test_a_server_that_requires_a_typed_body_gets_the_id_of_the_cookie():
 
 
 def test_the_session_of_each_attempt_is_closed_also_after_failures():
-    for routes in (
-        {"verify": [(500, "crash")]},
-        {"verify": [(422, "")]},
-        {"verify": [(200, {"reward": None})]},
-        {"seed_session": [(422, "", OPEN[2])]},
-    ):
+    for routes in ({"verify": [(422, "")]}, {"seed_session": [(422, "", OPEN[2])]}):
         server = make_closing_server(**routes)
         catch_error(server.url, verify_x)
         assert server.log[-1][0] == "/close_session", routes
@@ -336,33 +256,7 @@ def test_the_session_of_each_attempt_is_closed_also_after_failures():
     assert sorted(closed) == cookies
 
 
-def test_a_session_is_closed_if_its_episode_is_canceled():
-    server = make_closing_server()
-
-    async def run():
-        async with Gym({"s": server.url}, concurrency=1) as gym:
-            is_open = asyncio.Event()
-
-            async def play():
-                async with gym.session("s", ROW) as session:
-                    is_open.set()
-                    await asyncio.sleep(60)
-                    await verify_x(session)
-
-            episode = asyncio.create_task(play())
-            await is_open.wait()
-            async with gym._slot("s", "/look"):  # another call has the only slot
-                episode.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await asyncio.wait_for(episode, 5)
-
-    asyncio.run(run())
-    assert server.paths() == ["/seed_session", "/close_session"]
-
-
-@pytest.mark.parametrize(
-    "answer", [(500, "crash"), (404, ""), (503, "busy"), "reset", after(3.0, (200, {}))]
-)
+@pytest.mark.parametrize("answer", [(503, "busy"), "reset", after(3.0, (200, {}))])
 def test_a_session_that_cannot_be_closed_keeps_its_result(answer, caplog, monkeypatch):
     caplog.set_level(logging.WARNING, "gym_client")
     monkeypatch.setattr(gym_client, "CLOSE_TIMEOUT_S", 0.3)
@@ -375,30 +269,6 @@ def test_a_session_that_cannot_be_closed_keeps_its_result(answer, caplog, monkey
     assert f"/close_session: the session may be open: {error}" in caplog.text
 
 
-def test_a_session_that_its_server_lost_is_not_closed(caplog):
-    server = make_closing_server()
-
-    async def lose(session):
-        await verify_x(session)
-        session.gym.mark_restarted("s")
-
-    run_session(server.url, lose)
-    assert server.paths() == ["/seed_session", "/verify"]
-    assert not caplog.text
-
-
-def test_a_route_that_closes_is_called_only_if_the_server_has_it():
-    server = ScriptedServer(**{**VERIFY_ROUTES, "seed_session": [OPEN]})
-    run_session(server.url, verify_x)
-    assert server.paths() == ["/seed_session", "/verify"]
-    end = {"observation": None, "reward": 1, "terminated": True, "truncated": False, "info": {}}
-    opening = {"observation": "go", "info": {"supports_explicit_close": True}}
-    routes = {"reset": [(200, opening, OPEN[2])], "step": [(200, end)]}
-    server = ScriptedServer(**routes, close=[(200, {})], close_session=[(200, {})])
-    run_session(server.url, step_x)
-    assert server.paths() == ["/reset", "/step", "/close"]
-
-
 # --- tools ---------------------------------------------------------------------------------------
 
 
@@ -407,10 +277,9 @@ def test_a_route_that_closes_is_called_only_if_the_server_has_it():
     [
         ((200, {"found": 1}), '{"found": 1}'),
         ((422, {"detail": "no"}), '{"detail": "no"}'),
-        ((404, {"detail": "Not Found"}), '{"detail": "Not Found"}'),
         ((500, "KeyError('x')"), "\"KeyError('x')\""),
     ],
-    ids=["200", "422", "404", "500"],
+    ids=["200", "422", "500"],
 )
 def test_the_model_reads_the_answer_of_a_tool(answer, text):
     server = make_server(look=[answer])
@@ -424,9 +293,7 @@ def test_the_model_reads_the_answer_of_a_tool(answer, text):
     [
         ("gone", "{}"),
         ("verify", "{}"),
-        ("../look", "{}"),
         ("look", '{"q": '),
-        ("look", "[" * 5000),
         ("look", "[" * 5000 + "]" * 5000),
     ],
     ids=lambda text: text[:8],
@@ -439,8 +306,18 @@ def test_an_invalid_tool_call_does_not_reach_the_server(name, arguments):
 
 
 def test_a_name_of_another_route_is_no_tool_even_if_a_row_lists_it():
-    names = [*sorted(RESERVED), ".", "..", "/", "../look", "verify/", "a/b", "%2e", "%76erify"]
-    names += ["\\verify", "verify\n", "", None, 7]
+    names = [
+        *sorted(RESERVED),
+        "..",
+        "/",
+        "../look",
+        "a/b",
+        "%76erify",
+        "\\verify",
+        "verify\n",
+        "",
+        7,
+    ]
     good = "what is it?#"
     tools = [{"type": "function", "name": name} for name in [*names, good]]
     row = {"responses_create_params": {"input": "x", "tools": tools}}
@@ -449,16 +326,16 @@ def test_a_name_of_another_route_is_no_tool_even_if_a_row_lists_it():
 
     async def conversation(session):
         assert session.tools == session.executable == {good}
-        return [await session.call_tool(name, "{}") for name in [*names, good]]
+        return [json.loads(await session.call_tool(name, "{}")) for name in [*names, good]]
 
-    texts = [json.loads(text) for text in run_session(server.url, conversation, row)]
-    assert texts == [{"error": f"Unknown tool: {name}"} for name in names] + [{"found": 1}]
+    errors = [{"error": f"Unknown tool: {name}"} for name in names]
+    assert run_session(server.url, conversation, row) == [*errors, {"found": 1}]
     assert server.paths() == ["/seed_session", f"/{path}"]
 
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
-    [("reset", "connect"), ((503, "busy"), "http_503"), ((429, ""), "http_429")],
+    [("reset", "connect"), ((429, ""), "http_429")],
 )
 def test_a_tool_that_is_unavailable_ends_the_episode_without_a_retry(answer, reason):
     server = make_server(look=[answer])
@@ -488,7 +365,6 @@ def test_a_session_in_which_a_tool_was_called_is_not_retried():
     [
         (["seed_session", "verify", "look"], "verify", {"look"}),
         (["seed_session", "verify", "{tool_name}"], "verify", {"look", "away"}),
-        (["seed_session", "verify"], "verify", set()),
         (["reset", "step", "aggregate_metrics"], "step", set()),
     ],
 )
@@ -525,15 +401,11 @@ def test_a_step_is_retried_only_if_the_server_recognizes_it():
     "changes",
     [
         {"info": 1},
-        {"info": {"tool_outputs": 1}},
-        {"info": {"tool_outputs": ["x"]}},
         {"info": {"tool_outputs": [{"output": "no call_id"}]}},
         {"info": {"tool_outputs": [{"call_id": "c", "output": 7}]}},
         {"observation": 1},
         {"terminated": 1},
-        {"reward": None},
         {"reward": True},
-        {"reward": 10**400},
         [],
     ],
     ids=lambda changes: str(changes)[:80],
@@ -554,3 +426,160 @@ def test_a_step_answer_of_another_form_is_a_failure(changes):
     if {*changes} & {"info", "observation"} or not changes:
         server = ScriptedServer(reset=[(200, bad)], step=[(200, good)])
         assert catch_reason(run_session, server.url, step_x) == "bad_answer"
+
+
+RUN_ANSWER = {"reward": 0.5, "response": {"output": []}}
+
+
+def run_agent(url):
+    """Return the result of /run."""
+
+    async def run():
+        async with Gym({"a": url}) as gym:
+            return await gym.run("a", ROW, 60.0)
+
+    return asyncio.run(run())
+
+
+# --- redirects -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [302, 307])
+def test_no_redirect_is_followed(status):
+    """Otherwise another host would get the row, and could send a tool output or a reward."""
+    other = ScriptedServer(
+        verify=[(200, {"reward": 1.0})], look=[(200, {"found": 1})], run=[(200, RUN_ANSWER)]
+    )
+
+    def redirect(path):
+        location = f"http://user:secret@127.0.0.1:{other.server.server_port}{path}"
+        return [(status, "", "stolen=1", [("Location", location)])]
+
+    calls = {"/verify": verify_x, "/look": lambda session: session.call_tool("look", "{}")}
+    server = ScriptedServer(
+        look=redirect("/look"), seed_session=[(200, {})], verify=redirect("/verify")
+    )
+    for path, call in calls.items():
+
+        async def conversation(session, call=call):
+            with pytest.raises(GymError) as caught:
+                await call(session)
+            assert not session.connection.cookies
+            return caught.value
+
+        error = run_session(server.url, conversation)
+        assert (error.reason, error.retryable) == (f"http_{status}", False), path
+        assert "host 127.0.0.1" in str(error) and "secret" not in str(error)
+        assert server.paths()[-2:] == ["/seed_session", path]
+    server = ScriptedServer(run=redirect("/run"))
+    assert catch_reason(run_agent, server.url) == f"http_{status}"
+    assert server.paths() == ["/run"]
+    assert not other.log
+    for location in ("", "http://[", "\x1b[31m"):
+        answer = (307, "", None, [("Location", location)])
+        assert catch_reason(verify_result, 0, seed_session=[answer]) == "http_307"
+
+
+# --- sizes ---------------------------------------------------------------------------------------
+
+TEXT = b'{"reward": 1.0, "x": "' + b"answer " * 140_000 + b'"}'
+LISTS = b'{"reward": 1.0, "x": [' + b"[]," * 90_000 + b"[]]}"
+NUMBERS = b'{"reward": 1.0, "x": [' + b"1.5," * 250_000 + b"1]}"
+
+
+@pytest.mark.parametrize("answer", [TEXT, LISTS, NUMBERS], ids=["text", "lists", "numbers"])
+def test_no_answer_blocks_the_event_loop(answer):
+    server = ScriptedServer(**{**VERIFY_ROUTES, "verify": [(200, answer)]})
+    rewards = []
+
+    async def run():
+        rewards.clear()  # of an earlier measurement
+        async with Gym({"s": server.url}) as gym, gym.session("s", ROW) as session:
+            rewards.append((await verify_x(session)).reward)
+
+    assert measure_longest_pause(run, 0.1) < 0.1
+    assert rewards == [1.0]
+
+
+def test_an_answer_may_be_as_long_as_its_request():
+    """Verifiers echo the row with its images. An agent's answer holds the ids of every turn."""
+    text = "x" * (2 * MAX_RESULT_BYTES)
+    row = {**ROW, "image": text}
+    assert run_session(ScriptedServer(**VERIFY_ROUTES).url, verify_x, row).reward
+    assert verify_result({"reward": 1.0, "said": text[: MAX_RESULT_BYTES // 2]}).reward == 1.0
+    assert catch_reason(verify_result, {"reward": 1.0, "said": text}) == "too_large"
+    echo = ScriptedServer(**{**VERIFY_ROUTES, "verify": [(200, {"reward": 1.0, "image": text})]})
+    assert run_session(echo.url, verify_x, row).reward == 1.0
+    agent = ScriptedServer(run=[(200, {**RUN_ANSWER, "said": text})])
+    assert run_agent(agent.url).result.reward == 0.5
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_an_endless_answer_is_not_read_to_its_end(declared):
+    sent = 0
+
+    async def send_endlessly(_, writer):
+        nonlocal sent
+        length = b"Content-Length: 999999999999\r\n" if declared else b""
+        writer.write(b"HTTP/1.1 200 OK\r\n" + length + b"\r\n")
+        while sent < 2**28:  # far over the limit
+            writer.write(b" " * 2**16)
+            await writer.drain()
+            sent += 2**16
+
+    async def run():
+        server = await asyncio.start_server(send_endlessly, "127.0.0.1", 0)
+        url = "http://{}:{}".format(*server.sockets[0].getsockname())
+        async with server, Gym({"s": url}) as gym:
+            await gym.routes("s")
+
+    assert catch_reason(asyncio.run, run()) == "too_large"
+    assert sent < MAX_ANSWER_BYTES + 16 * 2**20  # the buffers of the sockets hold more
+
+
+def test_details_and_components_of_a_result_are_bounded():
+    answer = {"reward": 1.0, "extracted": "B", "_ng_x": 1, "judge": "x" * 10**6}
+    details = verify_result(answer).details
+    assert details.pop("_cut").startswith('{"judge": "xxx')
+    assert details == {"extracted": "B"}
+    deep = b'{"reward": 1.0, "deep": ' + b"[" * 900 + b"]" * 900 + b"}"
+    # The answer itself is one of the 64 levels.
+    assert str(verify_result(deep).details["deep"]).count("[") == 63
+    parts = {"x" * 999: 1, **{str(i): i % 10 for i in range(999)}}
+    components = verify_result({"reward": 1, "reward_components": parts}).components
+    assert len(components) == 100 and components.keys() > {"x" * 100, "0"}
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def test_half_a_surrogate_pair_is_sent_as_a_question_mark_and_not_received():
+    server = ScriptedServer(look=[(200, b'"\xed\xa0\x80"')], **VERIFY_ROUTES)
+    half = '{"q": "\ud83d"}'
+
+    async def conversation(session):
+        text = await session.call_tool("look", half)
+        return text, await session.verify(message_response("\udc00"))
+
+    text, result = run_session(server.url, conversation, {**ROW, "question": "\ud800 or 🙂"})
+    assert text.encode()
+    assert result.reward == 1.0
+    assert server.log[0][1]["question"] == "? or 🙂"
+    assert server.log[1][1] == {"q": "?"}
+    assert server.log[2][1]["response"]["output"][0]["content"][0]["text"] == "?"
+    # The chat template shows the name with the tool's output.
+    assert function_call("c", "f\ud800", half)["name"] == "f?"
+
+    assert catch_reason(verify_result, {"reward": 1.0, "extracted": "\ud800"}) == "bad_answer"
+    for raw in (b'{"observation": "go\\ud800"}', b'{"observation": "go\xed\xa0\x80"}'):
+        server = ScriptedServer(reset=[(200, raw)], step=[])
+        assert catch_reason(run_session, server.url, None) == "bad_answer"
+
+
+def test_errors_have_no_control_characters():
+    text = "\x1b]0;title\x07\x1b[31mred\x9b2J\r\u202eright"
+    with pytest.raises(GymError) as caught:
+        verify_result(0, verify=[(422, text.encode())])
+    assert "red" in str(caught.value)
+    assert not {*str(caught.value)} & {*"\x1b\x07\x9b\r\u202e"}
+    assert str(GymError("x", "one\n\ttwo é中🙂\x00")) == "one\n\ttwo é中🙂?"

@@ -143,36 +143,6 @@ def check_advantages(episodes, honest):
     assert all(torch.equal(actual[e.row_id], without_failed[e.row_id]) for e in kept)
 
 
-def test_an_episode_is_verified_while_others_still_generate():
-    """The second response does not start until the first episode has its result."""
-    tokenizer = chatml_tokenizer()
-    requests = make_requests(tokenizer, with_tool=False)[:2]
-    is_verified = asyncio.Event()
-
-    class WaitingPolicy(RowPolicy):
-        async def generate(self, request_id, prompt_ids, sampling_params):
-            if "row 0-1." in self.tokenizer.decode(prompt_ids):
-                await asyncio.wait_for(is_verified.wait(), 5)
-            return await super().generate(request_id, prompt_ids, sampling_params)
-
-    context = context_of(
-        WaitingPolicy(tokenizer, [request.task for request in requests]), tokenizer
-    )
-
-    def on_done(index, _):
-        if index == 0:
-            is_verified.set()
-
-    async def collect(url):
-        async with Gym({"faulty": url}) as gym:
-            return await inference.rollout(requests, {}, context, gym, on_done)
-
-    with RunningServer("") as running:
-        episodes = asyncio.run(collect(running.url))
-    assert [e.status for e in episodes] == ["ok", "ok"]
-    assert is_verified.is_set()
-
-
 @pytest.mark.parametrize("with_tool", [False, True], ids=["verify", "tool"])
 def test_a_short_outage_of_a_server_fails_no_episode(with_tool, faultless):
     """The outage lasts 2 s, which is longer than the pauses between three attempts."""

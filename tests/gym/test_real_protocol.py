@@ -12,43 +12,19 @@ import env
 import inference
 from extras.judges.judge_proxy import JudgeProxy
 from extras.judges.judge_settings import Judge
-from gym_client import Connection, EpisodeIndex, Gym, GymError, message_response
+from gym_client import Gym, GymError, message_response
 from kit.gym.network import HOST, find_free_port
 from kit.gym.servers import GymServers, running_servers
 from kit.rollout import openai_server
 from kit.rollout.sampling import repeat_per_group, request_group
 from tests.helpers.http import StubJudge, completion
-from tests.helpers.recipes import GYM_PYTHON, make_counter_row, row
+from tests.helpers.recipes import GYM_PYTHON, row
 from tests.helpers.rollouts import Script, chatml_tokenizer, context_of, encode_turns
 
 KEY = "a key of this test"
 
 
 # --- sessions ------------------------------------------------------------------------------------
-
-
-def test_a_session_is_verified_and_closed(tmp_path, monkeypatch):
-    calls = []
-    request = Connection.request
-
-    async def record(self, method, path, *rest):
-        status, text = await request(self, method, path, *rest)
-        calls.append((path, status))
-        return status, text
-
-    monkeypatch.setattr(Connection, "request", record)
-
-    async def count(urls):
-        async with Gym(urls) as gym:
-            async with gym.session("counter", make_counter_row(), EpisodeIndex(3, 1)) as session:
-                await session.call_tool("increment_counter", '{"count": 1}')
-                return await session.verify(message_response("Done."))
-
-    start = {"server": "example_session_state_mgmt", "python": str(GYM_PYTHON)}
-    with running_servers({"counter": {"start": start}}, tmp_path) as urls:
-        assert asyncio.run(count(urls)).reward == 1.0
-    expected = ["/openapi.json", "/seed_session", "/increment_counter", "/verify", "/close_session"]
-    assert calls == [(path, 200) for path in expected]
 
 
 # A server that keeps a sandbox for each open session. A row sets the answer of /verify.
