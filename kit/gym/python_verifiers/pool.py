@@ -73,7 +73,8 @@ class Pool:
 
     async def open_session(self, row: Json) -> FunctionSession:
         """Open a session for one episode of `row`. Raises GymError."""
-        session = FunctionSession(self, await self.kind(), row)
+        kind = await self.kind()
+        session = FunctionSession(self.spec, kind, row, self.call, self.may_run_code)
         await session.open()
         return session
 
