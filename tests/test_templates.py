@@ -28,11 +28,12 @@ from tests.helpers.models import END
 from tests.helpers.recipes import CPU, ROOT, make_partial
 
 
-def episode(reward=1.0, length=3, group="g", ended="stop"):
+def episode(reward=1.0, length=3, group="g", ended="stop", **fields):
     ids = list(range(length))
     mask = [1] * length
     log_probs = [-1.0] * length
-    return Episode("r", group, "s", [1], ids, mask, log_probs, reward=reward, ended=ended)
+    fields |= {"reward": reward, "ended": ended}
+    return Episode("r", group, "s", [1], ids, mask, log_probs, **fields)
 
 
 # --- rewards -------------------------------------------------------------------------------------
