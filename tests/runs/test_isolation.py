@@ -209,6 +209,7 @@ def run_driver(address: str, home: Path, **variables: str) -> str:
     return driver.stdout + driver.stderr
 
 
+@pytest.mark.soak
 def test_only_a_driver_with_the_token_can_use_the_ray_of_a_run(
     stack: Stack, tmp_path: Path
 ) -> None:
