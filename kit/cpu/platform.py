@@ -141,11 +141,23 @@ def monkey_patch_process_group() -> None:
         # Other processes never import them.
         if "verl.workers.engine.fsdp.transformer_impl" in sys.modules:
             import kit.cpu.cpu_engine  # noqa: F401
+
+            add_in_one_order()
         if backend == "cpu:gloo,cpu:gloo":
             backend = "gloo"
         init_torch_process_group(backend, *args, **kwargs)
 
     torch.distributed.init_process_group = init_process_group
+
+
+def add_in_one_order() -> None:
+    """Have torch add numbers in the same order each time, so that a resumed run is the same run.
+
+    Where several tokens read one row, as the responses to a prompt do, the backward pass adds their
+    gradients. By default, threads do so as they come, and the last bits depend on their timing.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write tensors twice
 
 
 def monkey_patch_pinned_memory() -> None:

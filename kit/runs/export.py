@@ -61,6 +61,10 @@ def merge(checkpoint: Path, target: Path) -> None:
     from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
     actor = checkpoint / "actor"
+    megatron_export = actor / "model" / "huggingface"
+    if megatron_export.is_dir():
+        shutil.copytree(megatron_export, target)
+        return
     config = ModelMergerConfig(
         "merge",
         "fsdp",

@@ -142,8 +142,12 @@ def read_packing_note(engine: Engine, name: str) -> list[str]:
 
 def list_nonfinite_weights(engine: Engine, _name: str) -> list[str]:
     """The names of weights and optimizer states with NaN or infinity."""
-    parameters = engine.module.named_parameters()
-    tensors = [item for item in parameters if item[1].untyped_storage().size()]
+    # with Megatron, one module for each pipeline stage
+    modules = engine.module if isinstance(engine.module, list) else [engine.module]
+    tensors = []
+    for module in modules:
+        parameters = module.named_parameters()
+        tensors += [item for item in parameters if item[1].untyped_storage().size()]
     for state in getattr(engine.optimizer, "state", {}).values():
         for key, value in state.items():
             if torch.is_tensor(value):

@@ -13,7 +13,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import left_right_2_no_padding
 
 import training
-from kit.cpu import vllm_patches
+from kit.cpu import platform, vllm_patches
 from tests.helpers.workers import make_episode
 
 # {case: groups}; a group is (length of the prompt, lengths of its responses)
@@ -158,6 +158,29 @@ def test_micro_batches_keep_responses_to_a_prompt_together(monkeypatch):
             prompts.append({tuple(order[index].prompt_ids) for index in part})
         assert [len(part) for part in prompts] == [2, 2]
     assert micro_batches[0] == micro_batches[1] == micro_batches[2]
+
+
+def test_gradients_of_tokens_that_share_a_row_are_equal_bit_for_bit():
+    """Without `add_in_one_order`, up to a fifth of them differ if the machine is busy."""
+    index = torch.cat(
+        [torch.tensor([(i + 4) // 8, *range(9 * i + 80, 9 * i + 88)]) for i in range(64)]
+    )
+    hidden = torch.randn(1, 700, 64, requires_grad=True)
+    upstream = torch.randn(1, len(index), 64)
+
+    def compute_gradient():
+        (gradient,) = torch.autograd.grad(hidden[:, index], hidden, upstream)
+        return gradient
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)  # 4 threads on two cores wait for each other
+    platform.add_in_one_order()
+    try:
+        first = compute_gradient()
+        assert all(torch.equal(first, compute_gradient()) for _ in range(300))
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
 
 
 def test_tokens_are_drawn_with_their_probabilities():
