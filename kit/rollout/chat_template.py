@@ -20,7 +20,7 @@ import itertools
 import json
 import re
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -699,19 +699,21 @@ def find_markers(template: ChatTemplate) -> thoughts.Markers | None:
     """Find the markers around a thought by rendering, or None if the template shows none.
 
     It writes the thought of an answer between them. Or it drops the text of a past answer before a
-    text of its source, which is then the end marker. Or its generation prompt ends with <think>.
+    text of its source, which is then the end marker. Or its generation prompt has more than the
+    header of an answer, which is then the start marker.
     """
-    if template.is_harmony:
-        return harmony.MARKERS
-    opened = thoughts.THINK if find_opening(template) == thoughts.THINK.start else None
-    return find_shown(template) or find_dropped(template) or opened
+    return find_shown(template) or find_dropped(template) or find_opened(template)
 
 
-def render_answer(template: ChatTemplate, thought: Json | None = None, **fields: object) -> str:
-    """Render a question and an answer. thought: its field in the template's own form."""
+def render_answer(template: ChatTemplate, form: Json | None = None, **fields: object) -> str:
+    """Render a question and an answer, and if the template requires it, another question.
+
+    form: fields of the answer in the template's own form.
+    """
     question = template.adapt({"role": "user", "content": QUESTION})
-    answer = template.adapt({"role": "assistant", "content": ANSWER, **fields})
-    return template.try_apply([question, answer | (thought or {})])
+    answer = template.adapt({"role": "assistant", "content": ANSWER, **fields}) | (form or {})
+    conversation = [question, answer]
+    return template.try_apply(conversation) or template.try_apply([*conversation, question])
 
 
 def render_prompt(template: ChatTemplate) -> str:
@@ -720,36 +722,56 @@ def render_prompt(template: ChatTemplate) -> str:
     return template.try_apply([question], add_generation_prompt=True)
 
 
-def find_shown(template: ChatTemplate) -> thoughts.Markers | None:
-    """Find the markers between which the template writes a thought, of any key in its source."""
+def list_thought_forms(template: ChatTemplate) -> Iterator[Json]:
+    """List the forms in which a message may have a thought: by the names in the template."""
     source = str(template.tokenizer.chat_template)
     names = dict.fromkeys([*env.THOUGHT_KEYS, *re.findall(r"""[.'"](\w+)""", source)])
-    calls = [make_call("a", ARGUMENT)]
-    for key in [name for name in names if name not in CHAT_FIELDS]:
-        thought = {key: THOUGHT}
-        before, _, after = render_answer(template, thought).partition(THOUGHT)
+    keys = [name for name in names if name not in CHAT_FIELDS]
+    yield from ({key: THOUGHT} for key in keys)
+    answer = {"type": "text", "text": ANSWER}
+    yield from ({"content": [{"type": key, key: THOUGHT}, answer]} for key in keys)
+    thought = {"type": "thoughts", "text": THOUGHT}
+    yield {"content": {"blocks": [thought, answer | {"type": "response"}]}}  # of Apertus
+
+
+def find_shown(template: ChatTemplate) -> thoughts.Markers | None:
+    """Find the markers between which the template writes a thought."""
+    call = {"content": "", "tool_calls": [make_call("a", ARGUMENT)]}
+    header = render_answer(template).partition(ANSWER)[0]
+    for form in list_thought_forms(template):
+        before, _, after = render_answer(template, form).partition(THOUGHT)
+        before_call, _, after_call = render_answer(template, form, **call).partition(THOUGHT)
         end, is_answer, _ = after.partition(ANSWER)
-        if not is_answer:
-            with_call = render_answer(template, thought, content="", tool_calls=calls)
-            before, _, after = with_call.partition(THOUGHT)
-            starts = (each for each in template.control_tokens if after.lstrip().startswith(each))
-            end = next(starts, "")
+        if is_answer:  # an opening of the answer, which no call has, is no part of the marker
+            shared = share_start(after, after_call or after)
+            end = end if shared.startswith(end) else re.sub(r"[<|\[({]+\w*$", "", shared)
+        else:
+            before = before_call
+            after = after_call.lstrip()
+            end = next((each for each in template.control_tokens if after.startswith(each)), "")
         is_printed = before.endswith(("'", '"'))  # the message itself, as JSON or by Python
-        start = find_start(template, before, end.strip())
+        start = find_start(template, before, end.strip(), header)
         if start and end.strip() and not is_printed:
             return thoughts.Markers(start, end.strip())
     return None
 
 
-def find_start(template: ChatTemplate, before: str, end: str) -> str:
-    """Find the start marker at the end of the text before a thought."""
-    opened = render_prompt(template)
-    start = before[len(opened) :].strip()
-    if start and before.startswith(opened):
-        return start
+def find_start(template: ChatTemplate, before: str, end: str, header: str) -> str:
+    """Find the start marker in the text before a thought.
+
+    header: the text before an answer without a thought, which may have the end marker, too.
+    """
+    asked, question, rest = header.rpartition(QUESTION)
+    header = asked + question + (rest.partition(end)[0] if end else rest)
+    for opened in (render_prompt(template), header):
+        start = before[len(opened) :].strip()
+        if start and before.startswith(opened):
+            return start
     word = (before.split() or [""])[-1]
-    tokens = (token for token in template.control_tokens if token != end and word.endswith(token))
-    return next(tokens, word)
+    if before.strip() == header.strip():  # each answer has the marker, or none has it
+        word = find_opening(template, end) or word
+    starts = (end.replace("/", "", 1), *template.control_tokens)
+    return next((start for start in starts if start != end and word.endswith(start)), word)
 
 
 def find_dropped(template: ChatTemplate) -> thoughts.Markers | None:
@@ -769,12 +791,34 @@ def find_dropped(template: ChatTemplate) -> thoughts.Markers | None:
         shown = template.try_apply([template.adapt(message) for message in conversation])
         if shown.count(ANSWER) == 2 and THOUGHT not in shown:
             tag = end.replace("/", "", 1) if "/" in end else ""
-            return thoughts.Markers(start or tag, end)
+            return thoughts.Markers(start or find_opening(template, end) or tag, end)
     return None
 
 
-def find_opening(template: ChatTemplate) -> str:
-    """Find the text of the generation prompt after the header of an answer."""
+def find_opened(template: ChatTemplate) -> thoughts.Markers | None:
+    """Find the tag with which the generation prompt ends, if it is a tag."""
+    start = find_opening(template)
+    end = re.sub(r"^([^\w\s]+)", r"\1/", start)  # </think> of <think>, [/THINK] of [THINK]
+    is_tag = re.fullmatch(r"[^\w\s][\w:.-]+[^\w\s]", start)
+    is_known = end != start and end in str(template.tokenizer.chat_template)
+    return thoughts.Markers(start, end) if is_tag or is_known else None
+
+
+def find_opening(template: ChatTemplate, end: str = "") -> str:
+    """Find the text of the generation prompt after the header of an answer.
+
+    end: the end marker, before which past answers may have an empty thought.
+    """
     opened = render_prompt(template)
     closed = render_answer(template).partition(ANSWER)[0]
-    return opened[find_first_difference(opened, closed) :].strip() if closed else ""
+    header = share_start(opened, closed)
+    if opened[len(header) :].strip() and closed[len(header) :].strip():
+        # both markers may begin with the same signs
+        header = header.rstrip(" \n<|[{(")
+    opening = opened[len(header) :] if closed else ""
+    return (opening.partition(end)[0] if end else opening).strip()
+
+
+def share_start(one: str, other: str) -> str:
+    """Return the text with which both texts begin."""
+    return one[: find_first_difference(one, other)]

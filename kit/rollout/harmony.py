@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kit.rollout.thoughts import Markers
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +22,6 @@ TOKENS = {  # {argument of parse_gpt_oss: token}
     "message_id": "<|message|>",
     "constrain_id": "<|constrain|>",
 }
-MARKERS = Markers("<|channel|>analysis<|message|>", "<|end|>")  # of a thought
 NEEDED = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>")
 
 

@@ -6,14 +6,13 @@ import asyncio
 import functools
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import env
 from kit.data.processor import TextProcessor
 from kit.rollout.chat import parse_response
 from kit.rollout.chat_template import ChatTemplate
-from kit.rollout.template_trial import try_template
 from tests.helpers.rollouts import (
     CHATML,
     TOOL,
@@ -167,99 +166,3 @@ def test_servers_and_functions_read_the_same_answer(written, cut, answer):
     assert thought["type"] == "reasoning" and "5" in thought["summary"][0]["text"]
     assert message["content"][0]["text"] == session.last.written == episode.response == answer
     assert session.last.raw == written[: len(written) - max(cut - 1, 0)]
-
-
-# --- markers -------------------------------------------------------------------------------------
-
-MARKERS = st.text("abkz<>[]|/#~:◁▷⟦⟧", min_size=2, max_size=8).filter(
-    lambda text: not text.isalpha() and "|im" not in text
-)
-
-
-def list_sources(start: str, end: str) -> list[str]:
-    """Templates of several forms with these markers."""
-    shown = [showing(start, end), showing(start, end, f"{start}\n{end}")]
-    return [*shown, opening(shown[0], start)]
-
-
-@settings(max_examples=40)
-@given(MARKERS, MARKERS, st.integers(0, 2), st.booleans())
-def test_invented_markers_are_read_from_the_template(start, end, form, as_tokens):
-    assume(start not in end and end not in start)
-    source = list_sources(start, end)[form]
-    template = make_template(source, (start, end) if as_tokens else ())
-    assert template.markers == (start, end)
-    assert not try_template(template).keys() - {"outputs of two calls in one response"}
-    begin = "" if source.count(f"assistant\n{start}") else start
-    cut = parse(template, f"{begin}It is 5, but")
-    assert (cut.text, cut.written) == ("", "") and cut.reasoning == "It is 5, but"
-    whole = parse(template, f"{begin}Is it 5?{end}It is 7.")
-    assert (whole.text, whole.reasoning) == ("It is 7.", "Is it 5?")
-    assert whole.raw.endswith("It is 7.") and "Is it 5?" in whole.raw
-
-
-@pytest.mark.parametrize(
-    ("source", "markers"),
-    [
-        (cutting("</thought>"), ("<thought>", "</thought>")),
-        (cutting("END OF THOUGHT"), ("", "END OF THOUGHT")),
-        (showing("Steps:", "[FINAL]", key="thought"), ("Steps:", "[FINAL]")),
-        (CHATML, None),
-        (CHATML.replace(CONTENT, "{{ m | tojson }}"), None),
-        (opening(CHATML, "Sure! Here is"), None),
-    ],
-)
-def test_a_pair_may_be_known_in_part(source, markers):
-    assert make_template(source).own_markers == markers
-
-
-def test_a_thought_without_a_known_beginning_ends_at_its_end():
-    template = make_template(cutting("END OF THOUGHT"))
-    assert parse(template, "5?END OF THOUGHT\n7").text == "7"
-    assert parse(template, "It is 7.").text == "It is 7."
-
-
-# --- thoughts that a prompt leaves open ----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("beginning", "is_open"),
-    [
-        ("Let me think.\n<think>", True),
-        ("<think>\nFirst, I add", True),
-        ("<think>\nIt is 5.</think>\n\nSo", False),
-        ("Let me think.", False),
-    ],
-)
-@pytest.mark.parametrize("source", [CHATML, "{{ messages[0].content }}\n\nAnswer: "])
-def test_a_row_may_leave_a_thought_open(source, beginning, is_open):
-    template = make_template(source)
-    question = "Write </think> after <think>."
-    prompt = template.render([{"role": "user", "content": question}], add_generation_prompt=True)
-    for text, expected in ((prompt, False), (prompt + beginning, is_open)):
-        assert template.leaves_thought_open(template.encode_text(text)) == expected
-    response = parse(template, "so 5, but", prompt=template.encode_text(prompt + beginning))
-    assert response.text == ("" if is_open else "so 5, but")
-
-
-def test_without_a_header_a_thought_is_open_only_at_the_end_of_the_prompt():
-    template = make_template("{{ messages[0].content }}")
-    for text, is_open in (
-        ("Begin with <think>.", False),
-        ("Begin with <think>. Me: <think>", True),
-    ):
-        assert template.leaves_thought_open(template.encode_text(text)) == is_open
-
-
-@pytest.mark.parametrize(
-    ("source", "written"),
-    [
-        (opening(cutting("</think>"), "<think>"), "</think>\n\nYes."),
-        (opening(showing("<t>", "</t>", "<t>\n</t>"), "<t>"), "</t>Yes."),
-    ],
-)
-def test_an_answer_after_an_opened_thought_begins_with_its_end(source, written):
-    template = make_template(source)
-    assert not try_template(template)
-    ids = template.encode_answer({"role": "assistant", "content": "Yes."})
-    assert template.tokenizer.decode(ids) == f"{written}<|im_end|>"
