@@ -171,6 +171,7 @@ def warn(sets: Mapping[str, Sequence[RunFolder]]) -> list[str]:
     everything = list(itertools.chain.from_iterable(sets.values()))
     latest = max(run.evaluations[-1].steps for run in everything)
     scoring = read_scoring(everything[0], everything[0].evaluations[-1])
+    by_content: dict[bytes, Path] = {}  # {evaluation: its first run}
     changes: dict[str, list[str]] = {}  # {what decides a score and differs from the first: runs}
     for run in everything:
         last = run.evaluations[-1]
@@ -179,6 +180,9 @@ def warn(sets: Mapping[str, Sequence[RunFolder]]) -> list[str]:
                 f"{run.path} ends at step {last.steps}, others at {latest}. Look at the steps "
                 "below."
             )
+        copied = by_content.setdefault(last.path.read_bytes(), run.path)
+        if copied != run.path:
+            lines.append(f"{run.path} is a copy of {copied}: these runs are one run.")
         for text in read_scoring(run, last).list_changes(scoring).values():
             changes.setdefault(text, []).append(str(run.path))
     for text, names in changes.items():

@@ -16,7 +16,16 @@ from lab.probe import truths
 WHOLE = re.compile(r"-?(\d+|\d{1,3}(,\d{3})+)")
 NUMBER = re.compile(rf"{WHOLE.pattern}|-?\d*\.\d+|-?\d+/0*[1-9]\d*")
 NAME = re.compile(r"[A-Z][a-z]+( [A-Za-z][a-z]+)*")  # no formula, no code
+LIST = re.compile(r"(?P<start>\\?[\[({]|)(?P<items>[^\[\](){}]+)(?P<end>\\?[\])}]|)")
 WORD = re.compile(r"[^\W\d_]{3,}( [^\W\d_]+)*")
+COMPUTED = re.compile(r"\d *[-+*/^] *\d|comput|calculat|evaluate|solve|value of", re.IGNORECASE)
+VARIABLE = re.compile(r"\b(?:for|find|of|is) \$?([b-hj-z])\$?(?![a-z'])")
+UNORDERED = re.compile(r"\b(set|solutions|roots|all (the )?[a-z]+|any order)\b", re.IGNORECASE)
+ORDERED = re.compile(
+    r"\b(order(s|ed)?|sort(ed)?|(as|des)cending|sequence|rank(ed|ing)?|steps?|coordinates?|point|"
+    r"pair|tuple|permutation|first|then|reversed?|vector)\b",
+    re.IGNORECASE,
+)
 APPROXIMATE = re.compile(
     r"approx|about|roughly|estimat|within|round|nearest|decimal place|significant|toleran|±|%",
     re.IGNORECASE,
@@ -61,9 +70,30 @@ def read_number(text: str) -> Fraction | None:
 # --- the right answer ----------------------------------------------------------------------------
 
 
-def rewrite_answer(truth: str, choices: Mapping[str, str]) -> dict[str, str]:
+def split_list(text: str) -> list[str]:
+    """Return the items of a list such as [1, 2], or of numbers such as 1, 2; otherwise nothing."""
+    found = LIST.fullmatch(text)
+    if not found or bool(found["start"]) != bool(found["end"]) or read_number(text) is not None:
+        return []
+    items = [item.strip() for item in found["items"].split(",")]
+    is_list = bool(found["start"]) or all(read_number(item) is not None for item in items)
+    return items if is_list and len(items) > 1 else []
+
+
+def write_list(text: str, items: Sequence[str]) -> str:
+    """Return other items between the brackets of a list."""
+    found = LIST.fullmatch(text)
+    assert found, text
+    return f"{found['start']}{', '.join(items)}{found['end']}"
+
+
+def rewrite_answer(truth: str, prompt: str, choices: Mapping[str, str]) -> dict[str, str]:
     """Return other ways to write an answer, each as right as the answer itself: {kind: text}."""
-    texts = rewrite_number(truth)
+    texts = rewrite_number(truth, prompt)
+    items = split_list(truth)
+    is_set = truth.startswith(("{", "\\{")) or UNORDERED.search(prompt)
+    if items and is_set and not ORDERED.search(prompt):
+        texts["items in another order"] = write_list(truth, items[::-1])
     if choices.get(truth, truth) != truth:
         texts["in parentheses"] = f"({truth})"
         texts["with the text of the choice"] = f"{truth}. {choices[truth]}"
@@ -72,13 +102,18 @@ def rewrite_answer(truth: str, choices: Mapping[str, str]) -> dict[str, str]:
     return {kind: text for kind, text in texts.items() if text != truth}
 
 
-def rewrite_number(truth: str) -> dict[str, str]:
+def rewrite_number(truth: str, prompt: str) -> dict[str, str]:
     """Return other ways to write a number, empty if the answer is none: {kind: text}."""
     value = read_number(truth)
     if value is None:
         return {}
     texts = {"in dollar signs": f"${truth}$"}
+    variable = VARIABLE.search(prompt)
+    if variable and "=" in prompt:
+        texts["as an equation"] = f"{variable[1]} = {truth}"
     if WHOLE.fullmatch(truth):
+        if COMPUTED.search(prompt):
+            texts["with a zero after the point"] = f"{truth}.0"
         plain = truth.replace(",", "")
         texts["with a thousands separator"] = f"{int(plain):,}" if abs(value) >= 1000 else truth
         texts["without thousands separators"] = plain
@@ -99,12 +134,12 @@ def make_near_misses(truth: str, prompt: str, answers: Sequence[str]) -> dict[st
     """Return wrong answers near a right one: {kind: text}. answers: all right ones."""
     if len(truth) > MAX_CHARACTERS or "\n" in truth:
         return {}
-    misses = list_candidates(truth)
+    misses = list_candidates(truth, prompt)
     right = [truth, *answers]
     return {kind: text for kind, text in misses.items() if is_wrong(text, prompt, right)}
 
 
-def list_candidates(truth: str) -> dict[str, str]:
+def list_candidates(truth: str, prompt: str) -> dict[str, str]:
     """Return near misses, some of which may be right: {kind: text}."""
     texts = {}
     value = read_number(truth)
@@ -121,6 +156,12 @@ def list_candidates(truth: str) -> dict[str, str]:
     if part:
         texts["reversed"] = truth.replace(part[0], part[0][::-1], 1)
     texts["the answer as a pattern"] = truth.replace(".", "x")
+    items = split_list(truth)
+    if items:
+        texts["an item less"] = write_list(truth, items[:-1])
+        texts["an item more"] = write_list(truth, [*items, "999"])
+        if ORDERED.search(prompt):
+            texts["items in another order"] = write_list(truth, [*items[1:], items[0]])
     return texts
 
 

@@ -156,5 +156,5 @@ def list_right(case: Case) -> Texts:
         right["reasoning before it"] = [REASONING + answer]
     if len(answer) <= MAX_SENTENCE and "\n" not in answer and answer[-1:].isalnum():
         right["a period after it"] = [f"{answer}."]
-    rewrites = answers.rewrite_answer(case.truth, case.choices)
+    rewrites = answers.rewrite_answer(case.truth, case.prompt, case.choices)
     return right | {kind: [case.write(text)] for kind, text in rewrites.items()}

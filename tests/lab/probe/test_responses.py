@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.probe import truths
-from lab.probe.answers import read_number, rewrite_answer
+from lab.probe.answers import make_near_misses, read_number, rewrite_answer
 from lab.probe.responses import LEAK, RIGHT, WRONG, Case, make_probes
 
 
@@ -91,7 +91,7 @@ def test_choices_are_read_in_the_forms_of_data_sets():
 @given(st.integers(-(10**7), 10**7), st.integers(1, 100))
 def test_a_rewritten_number_has_the_same_value(numerator, denominator):
     value = Fraction(numerator, denominator)
-    for kind, text in rewrite_answer(str(value), {}).items():
+    for kind, text in rewrite_answer(str(value), "", {}).items():
         if "dollar" not in kind and "LaTeX" not in kind:
             assert read_number(text) == value, (kind, text)
 
@@ -107,11 +107,19 @@ def test_a_rewritten_number_has_the_same_value(numerator, denominator):
     ],
 )
 def test_each_kind_of_rewrite(truth, rewrites):
-    assert rewrite_answer(truth, {"A": "one", "B": "two"}) == rewrites
+    assert rewrite_answer(truth, "", {"A": "one", "B": "two"}) == rewrites
 
 
 def test_fractions_and_decimals_are_rewritten():
-    found = rewrite_answer("-3/4", {})
+    found = rewrite_answer("-3/4", "", {})
     assert found["as a LaTeX fraction"] == "-\\frac{3}{4}"
     assert found["as a decimal number"] == "-0.75"
-    assert rewrite_answer("-0.75", {})["as a fraction"] == "-3/4"
+    assert rewrite_answer("-0.75", "", {})["as a fraction"] == "-3/4"
+
+
+def test_the_prompt_decides_which_forms_are_right():
+    answer = rewrite_answer("58", "Solve 2*x = 116 for x.", {})
+    assert answer["as an equation"] == "x = 58" and answer["with a zero after the point"] == "58.0"
+    assert rewrite_answer("{1, 2}", "Which set?", {}) == {"items in another order": "{2, 1}"}
+    misses = make_near_misses("[1, 2, 3]", "Sort the numbers.", [])
+    assert misses["items in another order"] == "[2, 3, 1]" and misses["an item less"] == "[1, 2]"
