@@ -76,7 +76,7 @@ STARTS_RUNS = (
     "test_signals",
 )
 # Names in the code of a test that starts a Gym server or a command.
-STARTERS = {"subprocess", "running_servers", "call_command"}
+STARTERS = {"subprocess", "running_servers", "call_command", "GymServers"}
 # Fixtures that start the model stack, or a browser.
 SLOW_FIXTURES = {"stack", "values", "chromium"}
 # In CI, a test may be skipped only if its reason begins with one of these texts.
