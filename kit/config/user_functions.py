@@ -300,7 +300,7 @@ def describe(value: object) -> str:
         return f"({', '.join(map(describe, value))})"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype} of shape {list(value.shape)}"
-    return reprlib.repr(value)
+    return f"a list of {len(value)}" if isinstance(value, list) else reprlib.repr(value)
 
 
 def ids(items: Sequence[object]) -> set[tuple[object, object]]:

@@ -379,21 +379,21 @@ else:
     class Preload(Feature):
         """Workers that are forks of one process."""
 
-        server: ForkServer | None = None  # of the class: a recipe with its features is pickled
+        _server: ForkServer | None = None  # of the class: a recipe with its features is pickled
 
         def begin_imports(self, config: DictConfig) -> None:
             """Start the server, so that it imports the modules while the recipe is checked."""
             with isolation.show_logical_gpus(config):
-                Preload.server = start(os.environ["PRELOAD_MODULES"])
+                Preload._server = start(os.environ["PRELOAD_MODULES"])
 
         def before_ray(self, launch: Launch) -> None:
             """Make Ray start its workers through the server."""
             import shutil
 
-            if not Preload.server:
+            if not Preload._server:
                 self.begin_imports(launch.recipe.verl)
-            server = Preload.server
-            Preload.server = None
+            server = Preload._server
+            Preload._server = None
             assert server
             launch.stack.callback(server.stop)
             log = os.path.join(server.folder, "log")

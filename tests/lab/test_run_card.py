@@ -150,16 +150,20 @@ def test_an_export_of_an_export_names_the_first_model_and_its_license(tmp_path):
     assert read_recipe(text)["actor_rollout_ref.model.path"] == "export"
 
 
-def test_the_run_writes_the_card_into_its_export_and_an_error_does_not_end_it(tmp_path, capsys):
+def test_the_run_writes_the_card_into_its_export_and_an_error_does_not_end_it(
+    tmp_path, capsys, monkeypatch
+):
     from kit.runs.run import Run
 
     recipe = plant(tmp_path)
     (tmp_path / "runs/tiny/logs").mkdir()
-    run = Run(recipe)
-    run.files.complete_export()
+    files = Run(recipe).files
+    files.checkpoint = tmp_path / "runs/tiny/checkpoints/global_step_1"
+    monkeypatch.setattr("kit.runs.export.export", lambda *_: None)
+    files.export()
     assert (tmp_path / "runs/tiny/export/README.md").read_text().startswith("---\nbase_model: tied")
     (tmp_path / "runs/tiny/metrics.jsonl").write_text("")
-    run.files.complete_export()
+    files.export()
     assert "The export is complete, but has no card" in capsys.readouterr().out
     assert "Traceback" in (tmp_path / "runs/tiny/logs/export.log").read_text()
 

@@ -140,6 +140,7 @@ def test_a_file_with_episodes_of_another_policy_or_verifier_is_an_error(tmp_path
     check("actor_rollout_ref.model.path=b")  # a copy
     with pytest.raises(ConfigError, match=r"val_kwargs\.top_p 1\.0 -> 0\.5"):
         check("actor_rollout_ref.rollout.val_kwargs.top_p=0.5")
+    check()
     (tmp_path / "a" / "model.safetensors").write_text("b")
     with pytest.raises(ConfigError, match=r"another policy: the content of .*model\.path=a"):
         check()

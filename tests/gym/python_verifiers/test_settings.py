@@ -65,9 +65,8 @@ def test_invalid_settings_are_errors_before_anything_is_loaded(
     monkeypatch.chdir(workspace)
     file = "env.train_files=[{path: val.jsonl, server: verl}]"
     changes = tiny(workspace, "env.verifier=verl", file, change)
-    merged = load_config([str(ROOT / "tests" / "tiny.yaml")], changes)
     with pytest.raises((ConfigError, UserFunctionError), match=problem):
-        prepare.prepare(*merged)
+        prepare.prepare(*load_config([str(ROOT / "tests" / "tiny.yaml")], changes))
 
 
 def test_a_recipe_with_a_verifier_needs_no_server(workspace, tmp_path, monkeypatch):
