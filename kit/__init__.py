@@ -11,5 +11,5 @@
 
 A package imports only from those above it, and from env.py and gym_client.py. training.py and
 inference.py stand between rollout/ and runs/ and do not import each other. Nothing imports a module
-of cpu/, or of extras/ and lab/ beside kit/, by name, except features and verl's keys.
+of cpu/, or of the folders extras/ and lab/, by name, except features and verl's keys.
 """

@@ -157,7 +157,8 @@ def add_in_one_order() -> None:
     gradients. By default, threads do so as they come, and the last bits depend on their timing.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow
+    # it would write each new tensor twice
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def monkey_patch_pinned_memory() -> None:

@@ -301,15 +301,7 @@ def set_old_log_probs(
     is_sampled = tensors["response_mask"].bool() & (tensors["turn"] >= 0)  # [B, R]
     behavior = tensors["rollout_log_probs"]
     shift = measure_shift(computed["log_probs"], behavior, is_sampled)
-    limit = 2 * replay.kl[step] + ROUNDING if step in replay.kl else MAX_KL
-    # what is not finite skips the step, and says nothing about the policy
-    if not replay.changes and math.isfinite(shift.kl) and shift.kl > limit:
-        replay.changes.append(f"step {step} measured another policy")
-        say(
-            f"WARNING     step {step} is off-policy, although the recipe is the recorded one: KL "
-            f"{shift.kl:.3g} per token, effective sample size {shift.ess:.3f} of the episodes. "
-            "From here on, the recorded log-probs are the old ones."
-        )
+    note_other_policy(replay, step, shift)
     metrics = {
         "replay/staleness": step - replay.recording.first if replay.changes else 0,
         "replay/kl": shift.kl,
@@ -330,6 +322,19 @@ def set_old_log_probs(
         tensors["old_log_probs"] = behavior
     # A large difference of the probabilities would skip the step, and here it is expected.
     return metrics | {"actor/entropy": others["actor/entropy"]}
+
+
+def note_other_policy(replay: Replay, step: int, shift: PolicyShift) -> None:
+    """Note as a change that the distance is larger than in the recorded run, and print it once."""
+    limit = 2 * replay.kl[step] + ROUNDING if step in replay.kl else MAX_KL
+    # what is not finite skips the step, and says nothing about the policy
+    if not replay.changes and math.isfinite(shift.kl) and shift.kl > limit:
+        replay.changes.append(f"step {step} measured another policy")
+        say(
+            f"WARNING     step {step} is off-policy, although the recipe is the recorded one: KL "
+            f"{shift.kl:.3g} per token, effective sample size {shift.ess:.3f} of the episodes. "
+            "From here on, the recorded log-probs are the old ones."
+        )
 
 
 def check_sample_size(shift: PolicyShift, step: int, episodes: int, recipe: Recipe) -> None:

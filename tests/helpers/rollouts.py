@@ -380,3 +380,27 @@ def make_family_tokenizer(family):
     # These tokens are not special, like <think> in Qwen3. A template writes the first two.
     tokenizer.add_tokens(["[TOOL_RESULTS]", "[TOOL_CALLS]", "    "])
     return tokenizer
+
+
+# --- templates with thoughts ----------------------------------------------------------------------
+
+CONTENT = "{{ m.content or '' }}"  # of CHATML
+
+
+def opening(source: str, start: str) -> str:
+    """Let the generation prompt of a template open a thought."""
+    return source.replace("assistant\n{% endif %}", f"assistant\n{start}\n{{% endif %}}")
+
+
+def showing(start: str, end: str, without: str = "", key: str = "reasoning_content") -> str:
+    """A template that writes a thought between markers, and `without` in answers without one."""
+    return CHATML.replace(
+        CONTENT,
+        f"{{% if m.{key} %}}{start}{{{{ m.{key} }}}}{end}{{% elif m.role == 'assistant' %}}"
+        f"{without}{{% endif %}}{CONTENT}",
+    )
+
+
+def cutting(end: str) -> str:
+    """A template that cuts past answers at an end marker."""
+    return CHATML.replace(CONTENT, f"{{{{ (m.content or '').split('{end}')[-1] }}}}")

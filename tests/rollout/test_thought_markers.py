@@ -12,9 +12,16 @@ from kit.data.processor import TextProcessor
 from kit.rollout.chat import parse_response
 from kit.rollout.chat_template import ChatTemplate
 from kit.rollout.template_trial import try_template
-from tests.helpers.rollouts import CHATML, bytes_tokenizer, context_of
+from tests.helpers.rollouts import (
+    CHATML,
+    CONTENT,
+    bytes_tokenizer,
+    context_of,
+    cutting,
+    opening,
+    showing,
+)
 
-CONTENT = "{{ m.content or '' }}"
 USER = {"role": "user", "content": "hi"}
 LAST_IS_USER = "{% if messages[-1].role != 'user' %}{{ raise_exception('no user') }}{% endif %}"
 PARTS = CHATML.replace(
@@ -32,25 +39,6 @@ def make_template(source: str, tokens=(), **arguments) -> ChatTemplate:
     tokenizer = bytes_tokenizer(source, "<|im_end|>")
     tokenizer.add_tokens(list(tokens))
     return ChatTemplate(TextProcessor(tokenizer), {tokenizer.eos_token_id}, arguments)
-
-
-def opening(source: str, start: str) -> str:
-    """Let the generation prompt of a template open a thought."""
-    return source.replace("assistant\n{% endif %}", f"assistant\n{start}\n{{% endif %}}")
-
-
-def showing(start: str, end: str, without: str = "", key: str = "reasoning_content") -> str:
-    """A template that writes a thought between markers, and `without` in answers without one."""
-    return CHATML.replace(
-        CONTENT,
-        f"{{% if m.{key} %}}{start}{{{{ m.{key} }}}}{end}{{% elif m.role == 'assistant' %}}"
-        f"{without}{{% endif %}}{CONTENT}",
-    )
-
-
-def cutting(end: str) -> str:
-    """A template that cuts past answers at an end marker."""
-    return CHATML.replace(CONTENT, f"{{{{ (m.content or '').split('{end}')[-1] }}}}")
 
 
 def list_sources(start: str, end: str) -> list[str]:

@@ -22,33 +22,15 @@ from tests.helpers.rollouts import (
     context_of,
     encode_turns,
     one_turn_each,
+    opening,
     play,
+    showing,
     task_of,
 )
 
 TOOLS = env.render_tools([TOOL], "x:1")
-CONTENT = "{{ m.content or '' }}"
 USER = {"role": "user", "content": "Who?"}
 STOP = "<|im_end|>"
-
-
-def opening(source: str, start: str) -> str:
-    """Let the generation prompt of a template open a thought."""
-    return source.replace("assistant\n{% endif %}", f"assistant\n{start}\n{{% endif %}}")
-
-
-def showing(start: str, end: str, without: str = "", key: str = "reasoning_content") -> str:
-    """A template that writes a thought between markers, and `without` in answers without one."""
-    return CHATML.replace(
-        CONTENT,
-        f"{{% if m.{key} %}}{start}{{{{ m.{key} }}}}{end}{{% elif m.role == 'assistant' %}}"
-        f"{without}{{% endif %}}{CONTENT}",
-    )
-
-
-def cutting(end: str) -> str:
-    """A template that cuts past answers at an end marker."""
-    return CHATML.replace(CONTENT, f"{{{{ (m.content or '').split('{end}')[-1] }}}}")
 
 
 def make_template(source: str, tokens=()) -> ChatTemplate:
