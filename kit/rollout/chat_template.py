@@ -595,7 +595,8 @@ class ChatTemplate:
         if opening is None:
             raise RenderError("it changes the text before an answer")
         rest = closed[len(opening) :]
-        return f"{end}\n\n{rest.lstrip()}" if is_open and end not in rest else rest
+        is_closed = end in self.cut_turn_end(rest)
+        return f"{end}\n\n{rest.lstrip()}" if is_open and not is_closed else rest
 
 
 def list_parts(
@@ -761,16 +762,16 @@ def find_start(template: ChatTemplate, before: str, end: str, header: str) -> st
 
     header: the text before an answer without a thought, which may have the end marker, too.
     """
-    asked, question, rest = header.rpartition(QUESTION)
-    header = asked + question + (rest.partition(end)[0] if end else rest)
-    for opened in (render_prompt(template), header):
+    cut = header.rpartition(end)[0] if end and end in header.rpartition(QUESTION)[2] else header
+    for opened in (render_prompt(template), header, cut):
         start = before[len(opened) :].strip()
         if start and before.startswith(opened):
             return start
     word = (before.split() or [""])[-1]
-    if before.strip() == header.strip():  # each answer has the marker, or none has it
+    if before.strip() == cut.strip():  # each answer has the marker, or none has it
         word = find_opening(template, end) or word
-    starts = (end.replace("/", "", 1), *template.control_tokens)
+    tag = end.replace("/", "", 1) if re.search(r"\w", end) else end
+    starts = (tag, *template.control_tokens)
     return next((start for start in starts if start != end and word.endswith(start)), word)
 
 

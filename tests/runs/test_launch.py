@@ -108,7 +108,7 @@ def test_a_python_with_an_odd_path_is_quoted_for_ray(
     monkeypatch.setattr(launch, "import_engine", lambda launch: None)
     monkeypatch.setattr(isolation, "make_ray_folder", lambda parent: f"{parent} made private")
     server = fork_server.ForkServer("/tmp/a b/$(touch x)", None)  # type: ignore[arg-type]
-    monkeypatch.setattr(fork_server.Preload, "server", server)
+    monkeypatch.setattr(fork_server.Preload, "_server", server)
     monkeypatch.setattr(fork_server.ForkServer, "stop", lambda _: None)
     monkeypatch.setattr("shutil.copy", lambda *_: None)
     recipe, inputs = load(workspace, "ray_kwargs.ray_init._temp_dir=/tmp/mine")
