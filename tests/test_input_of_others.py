@@ -27,7 +27,7 @@ from kit.config.redaction import has_settings
 from kit.data.episode import Episode
 from kit.errors import ConfigError, RunError, UserFunctionError
 from kit.gym import network, servers
-from kit.gym.network import FetchError, GymStartError, discover_servers
+from kit.gym.network import GymStartError, discover_servers
 from kit.gym.server_process import ProcessSpec
 from kit.rollout import openai_server
 from kit.rollout.sampling import SampleStore
@@ -113,7 +113,7 @@ def test_a_config_that_is_no_recipe_is_an_error_of_one_line(tmp_path, text):
 
 def test_no_message_has_a_command_for_the_terminal():
     text = "\x1b]52;c;cm0gLXJm\x07 \x9b31m"
-    simple = (ConfigError, UserFunctionError, RunError, GymStartError, FetchError)
+    simple = (ConfigError, UserFunctionError, RunError, GymStartError)
     errors = [*(kind(text) for kind in simple), GymError("x", text), JudgeError("x", text)]
     shown = [str(error) for error in errors]
     record = logging.LogRecord("kit", logging.WARNING, "", 0, "%s", (text,), None)

@@ -37,7 +37,7 @@ def model_server_spec(judge: Judge, base_url: str, api_key: str, python: str) ->
         f"{prefix}api_key": api_key,
         f"{prefix}model": judge.model,
     }
-    if judge.server in ("vllm_model", "genrm_model"):
+    if judge.server == "vllm_model":
         settings |= {"return_token_id_information": False, "uses_reasoning_parser": False}
     return ProcessSpec(
         judge.name,

@@ -27,7 +27,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,7 +40,6 @@ from kit.gym.server_process import AGENTS, ENVIRONMENTS, MODELS, RESOURCES, Proc
 PYTHON = ".venv-gym/bin/python"  # separate: nemo-gym would break the environment of the run
 POLICY_MODEL = "policy_model"  # the name of the trained model in Gym's YAML files
 VALID_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
-FIND_PACKAGE = "import pathlib, nemo_gym; print(pathlib.Path(nemo_gym.__file__).parent.parent)"
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -232,15 +230,7 @@ def find_package(python: str) -> Path | None:
     for folder in Path(python).absolute().parents[1].glob("lib/python3*/site-packages"):
         if (folder / "nemo_gym").is_dir():
             return folder
-    # A script that starts an interpreter: only that one can say where its packages are.
-    try:
-        answer = subprocess.run(
-            [python, "-P", "-c", FIND_PACKAGE], capture_output=True, text=True, timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    folder = Path(answer.stdout.strip() or "/missing")
-    return folder if (folder / "nemo_gym").is_dir() else None
+    return None
 
 
 def environment_folder(server: str, package: Path) -> Path:

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from extras import gym_environments
-from extras.judges import list_models
 from kit.gym import process_specs
 from kit.gym.network import GymStartError
 from tests.helpers.recipes import GYM_PYTHON, ROOT
@@ -72,26 +71,6 @@ def test_two_runs_build_an_environment_once(tmp_path, monkeypatch):
             pool.map(gym_environments.install_environment, ["mcqa"] * 2, [str(python)] * 2)
         )
     assert built == ["mcqa"] and len(set(folders)) == 1
-
-
-def write_wrapper(path):
-    """Write a script that runs the interpreter of .venv-gym, as if it were in a container."""
-    path.write_text(f'#!/bin/sh\nexec {GYM_PYTHON} "$@"\n')
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_an_environment_can_be_made_for_an_interpreter_that_a_script_starts(tmp_path, monkeypatch):
-    python = write_wrapper(tmp_path / "gym-python")
-    package = process_specs.find_package(python)
-    assert package.samefile(SITE_PACKAGES)
-    judges = {"judge_model_server": "judge_model"}
-    assert list_models("physics_judge", {"python": python}) == judges
-    monkeypatch.setattr(process_specs, "environment_folder", lambda *_: tmp_path / "new" / "mcqa")
-    new_python = gym_environments.install_environment("mcqa", python)
-    command = "import fastapi, nemo_gym, resources_servers.mcqa, sys; print(sys.prefix)"
-    run = subprocess.run([new_python, "-c", command], capture_output=True, text=True, cwd=tmp_path)
-    assert run.stdout.strip() == str(tmp_path / "new" / "mcqa"), run.stderr
 
 
 def test_an_interpreter_without_nemo_gym_has_no_package(tmp_path):

@@ -32,15 +32,7 @@ env.verifier_pool.processes, and each process runs one call at a time, for timeo
 environment is pickled after each call, so its next step may run in another process. If a process is
 lost, only the episode of that call fails, and the next call starts a new process.
 
-A failed call is a GymError, so its episode fails without a reward. The reasons:
-    raised          an exception, also sys.exit
-    memory          MemoryError: a process may use env.verifier_pool.memory_gb
-    bad_answer      not a finite number: None, text, a list, NaN, a dict without `score`, ...; or
-                    over 64 MiB, with the pickled environment
-    timeout         no answer in time. The process is killed.
-    died            the process ended: a crash of C code, os._exit, no memory on the machine
-
-The file of a verifier imports the files next to it (kit/config/python_files.py). Each verifier is
-called before a run starts (kit/runs/verifier_trial.py). settings.py reads the recipe, pool.py
-starts the processes, and process.py and calls.py run in them.
+A failed call is a GymError, so its episode fails without a reward (docs/guides/verifier.md has the
+reasons). settings.py reads the recipe, pool.py starts the processes, and process.py and calls.py
+run in them.
 """

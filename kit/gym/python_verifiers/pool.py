@@ -20,17 +20,17 @@ from gym_client import GymError, Json
 from kit import features
 from kit.config.keys import ROOT
 from kit.config.recipe import Recipe
+from kit.config.resources import cores
 from kit.gym import servers as gym_servers
 from kit.gym.python_verifiers import process_tree
 from kit.gym.python_verifiers.calls import CallResult
 from kit.gym.python_verifiers.process import ANSWER, REQUEST
 from kit.gym.python_verifiers.session import FunctionSession
-from kit.gym.python_verifiers.settings import VerifierSpec, count_processes
+from kit.gym.python_verifiers.settings import VerifierSpec
 
 LOAD_TIMEOUT_S = 300.0  # to start a process and import the verifier
 EXIT_TIMEOUT_S = 5.0  # for a killed process to be gone
 MAX_ANSWER_BYTES = 64 * 2**20
-MAX_LOG_BYTES = 16 * 2**20  # a longer log is emptied
 
 
 def make_pools(recipe: Recipe, specs: Mapping[str, VerifierSpec], logs: Path) -> dict[str, Pool]:
@@ -57,7 +57,7 @@ class Pool:
         env = recipe.env
         self.may_run_code = bool(env.verifier_pool.sandbox or env.allow_unsandboxed_code)
         self.workers: list[Worker] = []
-        for number in range(count_processes(env.verifier_pool)):
+        for number in range(env.verifier_pool.processes or cores()):
             log = logs / f"verifier_{spec.name}_{number}.log"
             self.workers.append(Worker(spec, recipe, log))
         self.idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
@@ -166,8 +166,6 @@ class Worker:
         """
         process = self.process
         assert process
-        if self.log.stat().st_size > MAX_LOG_BYTES:
-            os.truncate(self.log, 0)  # the process appends to it
         result = None
         try:
             async with asyncio.timeout(timeout_s):
