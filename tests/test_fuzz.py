@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import contextlib
 import io
 import json
 import math
-import re
 import tempfile
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +25,7 @@ from gym_client import (
     GymError,
     StepResult,
     VerifyResult,
-    find_kind,
     message_response,
-    parse_routes,
     parse_verify_result,
     sanitize_json,
 )
@@ -39,13 +34,11 @@ from kit.data.episode import Episode, append_tokens, from_output_items
 from kit.data.row_files import parse_object
 from kit.data.tasks import TaskLoader
 from kit.data.verl_rows import check_gym_row
-from lab import convert
 
 set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")  # outside the repository
 many_examples = settings(
     max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
-few_examples = settings(many_examples, max_examples=80)
 
 # --- JSON that is nearly correct ------------------------------------------------------------------
 texts = st.text(st.sampled_from('aé🙂\ud800\x00\n"\\{[/?%._-'), max_size=6) | st.text(max_size=6)
@@ -263,24 +256,6 @@ def test_a_server_may_answer_anything(kind, script, arguments):
             assert is_writable(result)
 
 
-names = st.lists(st.sampled_from(["episode_id", "task", 7]), max_size=3)
-schemas = nearly(**{"$ref": texts}) | nearly(required=names, properties=json_values)
-contents = nearly(**{"application/json": nearly(schema=schemas)})
-posts = nearly(post=nearly(requestBody=nearly(content=contents)))
-descriptions = nearly(paths=st.dictionaries(texts | st.just("/run"), posts, max_size=2))
-
-
-@many_examples
-@given(json_values | descriptions)
-def test_any_description_of_routes_has_a_kind_or_is_an_error(description):
-    try:
-        routes = parse_routes(description, "s")
-    except GymError as error:
-        assert error.reason == "bad_answer"
-        return
-    assert find_kind(routes) in ROUTES
-
-
 @many_examples
 @given(items)
 def test_the_items_of_an_agent_become_an_episode_or_an_error(output):
@@ -298,53 +273,6 @@ def test_the_items_of_an_agent_become_an_episode_or_an_error(output):
     file = io.BytesIO()
     rollout_files.write_record(file, rollout_files.to_record(episode, 0, 0))
     assert is_writable([episode.response, episode.transcript, json.loads(file.getvalue())])
-
-
-header_names = st.sampled_from(
-    [b"Set-Cookie", b"Content-Type", b"Content-Encoding", b"Location", b"Content-Length", b"X"]
-)
-odd_values = st.sampled_from(
-    [b"gzip", b"deflate", b"br", b"chunked", b"/", b"file:///x", b"http://[", b"//\xff", b"9"]
-)
-cookies = st.sampled_from(["[" * 5000, '{"session_id": 1}', "[]"]).map(
-    lambda text: b"Gym=" + base64.b64encode(text.encode())
-)
-short_values = st.binary(max_size=9).map(
-    lambda value: value.replace(b"\n", b"").replace(b"\r", b"")
-)
-headers = st.lists(st.tuples(header_names, short_values | odd_values | cookies), max_size=4)
-
-
-@few_examples
-@given(
-    st.sampled_from([b"200", b"204", b"302", b"307", b"500", b"503", b"999", b"x"]),
-    headers,
-    bodies,
-    st.booleans(),
-)
-def test_a_server_may_send_any_bytes(status, pairs, body, has_length):
-    """The connection is real, and the server closes it."""
-    lines = [b"HTTP/1.1 " + status + b" OK", *(key + b": " + value for key, value in pairs)]
-    lines += [b"Content-Length: %d" % len(body)] if has_length else []
-    sent = b"\r\n".join([*lines, b"", body])
-
-    async def answer(reader, writer):
-        await reader.read(2**16)
-        writer.write(sent)
-        writer.close()
-
-    async def run():
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        url = "http://{}:{}".format(*server.sockets[0].getsockname())
-        async with server, Gym({"s": url}, timeout_s=5.0, attempts=1, outage_budget_s=-1.0) as gym:
-            connection = gym_client.Connection(gym, "s")
-            for _ in range(3):  # the second call sends the cookies of the first
-                try:
-                    assert is_writable(await connection.call("POST", "/verify", ROW))
-                except GymError as error:
-                    assert is_writable(str(error))
-
-    asyncio.run(run())
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -377,21 +305,6 @@ def test_a_row_is_rendered_or_its_error_names_the_line(text):
     assert all(type(tool["function"]["name"]) is str for tool in tools)
     session = gym_client.Session(mock.Mock(), "s", row, ROUTES["verify"], gym_client.FIRST)
     assert all(type(name) is str and "/" not in name for name in session.tools)
-
-
-@few_examples
-@given(
-    st.lists(
-        rows.map(encode_json) | json_values.map(encode_json) | st.binary(max_size=9), max_size=4
-    )
-)
-def test_check_accepts_any_file(tmp_path_factory, lines):
-    path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
-    path.write_bytes(b"\n".join(lines))
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        has_passed = convert.check(str(path))
-    errors = re.findall("^    error: ", output.getvalue(), re.MULTILINE)
-    assert has_passed == (not errors)
 
 
 # --- episodes in files ---------------------------------------------------------------------------

@@ -66,46 +66,7 @@ def test_a_server_that_refuses_connections_ends_the_run():
     assert 1.0 < time.monotonic() - began < 30.0
 
 
-def test_a_call_that_breaks_and_is_then_refused_is_repeated_until_the_server_is_back():
-    """A call that breaks counts as an attempt. Those that are refused do not."""
-
-    async def conversation(gym, running):
-        running.server.fault = "hang"
-        running.server.rng.random = lambda: 0.0  # every call has the fault
-        task = asyncio.create_task(verify(gym))
-        while not running.server.faults["/seed_session"]:
-            await asyncio.sleep(0.01)
-        await asyncio.to_thread(running.__exit__)
-        await asyncio.sleep(3.0)  # longer than the pauses between three attempts
-        with await asyncio.to_thread(RunningServer, port=running.port):
-            return (await task).reward
-
-    assert run_with_gym(conversation, attempts=2) == 1.0
-
-
 # --- lost sessions -------------------------------------------------------------------------------
-
-
-def test_a_session_that_is_older_than_its_server_is_not_continued():
-    """The server accepts the old cookie with an empty session: the reward would be -1."""
-
-    async def conversation(gym, running):
-        with_tool = {**ROW, "with_tool": True}
-        async with gym.session("s", with_tool) as mutated, gym.session("s", ROW) as new:
-            await mutated.call_tool("look_up", "{}")
-            await asyncio.to_thread(running.__exit__)
-            task = asyncio.create_task(verify(gym))
-            await asyncio.sleep(0.2)  # it is refused
-            running.server.forget()
-            with await asyncio.to_thread(RunningServer, server=running.server, port=running.port):
-                rewards = [(await task).reward, (await new.verify(RESPONSE)).reward]
-                return rewards, await catch(mutated.verify(RESPONSE)), running.server.calls
-
-    rewards, error, calls = run_with_gym(conversation)
-    assert rewards == [1.0, 1.0]
-    assert (error.reason, error.session_lost) == ("session_lost", True)
-    assert calls["/seed_session"] == 4
-    assert calls["/verify"] == 2
 
 
 def test_a_restart_by_the_run_loses_sessions_too():

@@ -27,12 +27,11 @@ KEY = "a key of this test"
 # --- sessions ------------------------------------------------------------------------------------
 
 
-# A server that keeps a sandbox for each open session. A row sets the answer of /verify.
+# A server that keeps a sandbox for each open session. The response `crash` makes it fail.
 SANDBOX_SERVER = """
 from typing import Any, Optional
 
 from fastapi import Body, Request
-from pydantic import ConfigDict
 
 from nemo_gym.base_resources_server import (
     BaseResourcesServerConfig,
@@ -45,14 +44,6 @@ from nemo_gym.server_utils import SESSION_ID_KEY
 
 SANDBOXES = []
 SEEDED = []
-
-
-class VerifyRequest(BaseVerifyRequest):
-    outcome: dict[str, Any]
-
-
-class VerifyResponse(BaseVerifyResponse):
-    model_config = ConfigDict(extra="allow")
 
 
 class Server(SimpleResourcesServer):
@@ -77,10 +68,10 @@ class Server(SimpleResourcesServer):
         SANDBOXES.remove(request.session[SESSION_ID_KEY])
         return {"closed": True}
 
-    async def verify(self, body: VerifyRequest) -> VerifyResponse:
-        if "crash" in body.outcome:
+    async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
+        if "crash" in body.response.output_text:
             raise ValueError("crash")
-        return VerifyResponse(**{**body.model_dump(exclude={"outcome"}), **body.outcome})
+        return BaseVerifyResponse(**body.model_dump(), reward=0.25)
 
 
 if __name__ == "__main__":
@@ -88,27 +79,24 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def sandbox_server(tmp_path_factory):
+@pytest.fixture
+def sandbox_server(tmp_path):
     """The URL of SANDBOX_SERVER."""
-    folder = tmp_path_factory.mktemp("sandboxes")
-    (folder / "sandboxes").mkdir()
-    (folder / "sandboxes" / "app.py").write_text(SANDBOX_SERVER)
-    start = {"python": str(GYM_PYTHON), "path": str(folder / "sandboxes")}
-    with running_servers({"sandboxes": {"start": start}}, folder) as urls:
+    (tmp_path / "sandboxes").mkdir()
+    (tmp_path / "sandboxes" / "app.py").write_text(SANDBOX_SERVER)
+    start = {"python": str(GYM_PYTHON), "path": str(tmp_path / "sandboxes")}
+    with running_servers({"sandboxes": {"start": start}}, tmp_path) as urls:
         yield urls["sandboxes"]
 
 
-async def verify_outcome(gym, **outcome):
-    """Return the result of a response to a row that sets the answer of /verify."""
-    task_row = {"responses_create_params": {"input": "x"}, "outcome": outcome}
-    async with gym.session("sandboxes", task_row) as session:
-        return await session.verify(message_response("x"))
-
-
 def test_no_sandbox_stays_open_for_sessions_that_ended_failed_or_were_canceled(sandbox_server):
+    task_row = {"responses_create_params": {"input": "x"}}
+
+    async def verify(gym, text):
+        async with gym.session("sandboxes", task_row) as session:
+            return (await session.verify(message_response(text))).reward
+
     async def cancel(gym):
-        task_row = {"responses_create_params": {"input": "x"}, "outcome": {}}
         is_open = asyncio.Event()
 
         async def wait():
@@ -121,51 +109,17 @@ def test_no_sandbox_stays_open_for_sessions_that_ended_failed_or_were_canceled(s
         during = httpx.get(f"{sandbox_server}/sandboxes").json()
         episode.cancel()
         await asyncio.gather(episode, return_exceptions=True)
-        return during
+        return during["open"]
 
     async def run():
         async with Gym({"sandboxes": sandbox_server}) as gym:
-            result = await verify_outcome(gym, reward=0.25)
             with pytest.raises(GymError, match="crash"):
-                await verify_outcome(gym, crash=True)
-            return result.reward, await cancel(gym)
+                await verify(gym, "crash")
+            return await verify(gym, "x"), await cancel(gym)
 
-    before = httpx.get(f"{sandbox_server}/sandboxes").json()
-    reward, during = asyncio.run(run())
-    assert reward == 0.25
-    assert during["open"] == 1
-    after = httpx.get(f"{sandbox_server}/sandboxes").json()
-    assert after["open"] == 0
-    assert after["seeded"] - before["seeded"] == 4  # a crash has one retry, in a new session
-
-
-@pytest.mark.parametrize(
-    ("outcome", "reason"),
-    [
-        ({}, ""),
-        ({"failure_kind": "agent_run_error", "failure_reason": "because"}, ""),
-        ({"mask_sample": True, "failure_reason": "because"}, "mask_sample"),
-        (
-            {"instance_config": {"mask_sample": True}, "failure_reason": "because"},
-            "instance_config.mask_sample",
-        ),
-    ],
-    ids=str,
-)
-def test_the_reward_of_a_server_of_gym_counts_unless_it_masks_the_sample(
-    sandbox_server, outcome, reason
-):
-    """Each answer has mask_sample, a field of Gym's response class. Its default is false."""
-
-    async def run():
-        async with Gym({"sandboxes": sandbox_server}) as gym:
-            return await verify_outcome(gym, reward=0.5, **outcome)
-
-    if reason:
-        with pytest.raises(GymError, match=f"invalid by {reason}: because"):
-            asyncio.run(run())
-        return
-    assert asyncio.run(run()).reward == 0.5
+    assert asyncio.run(run()) == (0.25, 1)
+    # a crash has one retry, in a new session
+    assert httpx.get(f"{sandbox_server}/sandboxes").json() == {"seeded": 4, "open": 0}
 
 
 # --- a verifier that compares a group ------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import socket
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ from kit.gym.network import (
 )
 from kit.gym.process_specs import check_server
 from kit.gym.servers import running_servers
-from tests.helpers.http import Endpoint, send
+from tests.helpers.http import StubJudge
 from tests.helpers.recipes import GYM_PYTHON, row
 
 START = {"python": str(GYM_PYTHON)}
@@ -52,10 +53,11 @@ def test_a_server_that_cannot_start_is_an_error_of_one_line(start, problem):
 
 
 def test_a_name_or_a_port_that_cannot_be_used_is_an_error(tmp_path):
-    busy = Endpoint(send(200, {}))
-    with pytest.raises(GymStartError, match=r"port=\d+ \(Address already in use"):
-        check_server("x", {"start": START | {"port": busy.port}})
-    busy.close()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as busy,
+        pytest.raises(GymStartError, match=r"port=\d+ \(Address already in use"),
+    ):
+        check_server("x", {"start": START | {"port": busy.getsockname()[1]}})
     for name in ("../x", "a/b", ".x", "", "a\n", "x" * 101):
         with pytest.raises(GymStartError, match="is not a valid name"):
             check_server(name, {})
@@ -160,8 +162,8 @@ def test_a_server_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
     start = START | {"path": str(tmp_path / "shop"), "agent": "simple_agent"}
     start |= {"config": {"shop_key": "own-key"}, "env": ["SHOP_TOKEN"]}
     start["global_config"] = {"sandbox": {"docker": {"key": "sandbox-key"}}}
-    endpoint = Endpoint(send(500, {}))
-    policy = {"base_url": f"{endpoint.url}/v1", "api_key": "policy-key", "model": "policy"}
+    endpoint = StubJudge((500, {}))
+    policy = {"base_url": endpoint.url, "api_key": "policy-key", "model": "policy"}
     judge = {"base_url": endpoint.url, "model": "m", "api_key_env": "JUDGE_WORD"}
     judges = judge_settings.build_judges({"judge": judge}, 60.0)
     earlier = list_children()  # processes of other tests, such as Ray
@@ -193,9 +195,7 @@ def test_a_server_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
     assert view["stdin"] == ""
     assert len(view["arguments"]) == 1
     # The policy's model server has the key that it needs.
-    path, headers = endpoint.log[0]
-    assert path == "/v1/chat/completions"
-    assert headers["Authorization"] == "Bearer policy-key"
+    assert endpoint.log[0][:2] == ("/v1/chat/completions", "Bearer policy-key")
 
 
 def test_the_model_server_of_the_policy_does_not_see_the_secrets_of_an_agent(monkeypatch):

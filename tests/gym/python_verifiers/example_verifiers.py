@@ -75,17 +75,6 @@ class Game:
         return observation, float(is_right), is_right or self.turns == self.most
 
 
-class Sevens:
-    """Each seven earns 1, in each of two turns."""
-
-    def reset(self, row):
-        self.turns = 0
-
-    def step(self, text):
-        self.turns += 1
-        return "more", text.count("7"), self.turns == 2
-
-
 class Unpicklable(Game):
     def reset(self, row):
         self.rest = (n for n in range(3))
