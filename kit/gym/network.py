@@ -6,7 +6,6 @@ Only the driver uses this module. Episodes use gym_client.py, with sessions and 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import random
 import re
 import socket
@@ -32,7 +31,7 @@ CHECK_TIMEOUT_S = 5.0  # for the answer to one check
 # In a random order. They are above the ports of Ray's workers and below those that Linux gives to
 # outgoing connections: both could take a port before the server listens.
 ports = iter(random.SystemRandom().sample(range(20000, 32768), 12768))
-HOST_NAME = re.compile(r"[\w.:-]+", re.ASCII)  # or an IPv6 address
+HOST_NAME = re.compile(r"[\w.-]+", re.ASCII)
 # What code for one form of JSON raises for another.
 WRONG_SHAPES = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 
@@ -196,6 +195,4 @@ def public_url(server: Json, head_server: str) -> str:
         raise ValueError(f"the address {host!r:.80}, {port} is not a host and a port")
     if host in ("0.0.0.0", HOST, "localhost"):
         host = urlsplit(head_server).hostname
-    if ":" in str(host):  # an IPv6 address
-        host = f"[{ipaddress.IPv6Address(host)}]"
     return f"http://{host}:{port}"

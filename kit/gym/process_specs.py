@@ -219,9 +219,9 @@ def resolve_python(name: str, start: Json) -> str:
             raise GymStartError(f"{key}: {error}") from None
     package = find_package(python)
     if package and not start.get("python"):
-        environment = environment_folder(folder, package)
-        if is_made_for(package, environment):
-            return str(environment / "bin" / "python")
+        own_python = environment_folder(folder, package) / "bin" / "python"
+        if own_python.is_file():
+            return str(own_python)
     return str(Path(python).absolute())
 
 
@@ -247,10 +247,3 @@ def environment_folder(server: str, package: Path) -> Path:
 def list_versions(package: Path) -> list[str]:
     """Return the names of nemo-gym's .dist-info folders: one, with the version."""
     return sorted(path.name for path in package.glob("nemo_gym-*.dist-info"))
-
-
-def is_made_for(package: Path, environment: Path) -> bool:
-    """Return whether an environment for one server is complete and has this version of nemo-gym."""
-    contents = environment / "installed.txt"
-    versions = list_versions(package)
-    return contents.is_file() and contents.read_text().splitlines()[: len(versions)] == versions

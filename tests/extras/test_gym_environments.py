@@ -78,17 +78,13 @@ def test_an_interpreter_without_nemo_gym_has_no_package(tmp_path):
     assert process_specs.find_package(str(tmp_path / "no such file")) is None
 
 
-def test_an_environment_for_another_version_of_nemo_gym_is_not_used(tmp_path, monkeypatch):
-    environment = tmp_path / ".venv-gym-servers" / "mcqa"
-    (environment / "bin").mkdir(parents=True)
-    (environment / "bin" / "python").touch()
-    monkeypatch.setattr(process_specs, "environment_folder", lambda *_: environment)
+def test_a_server_uses_its_environment_once_it_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_specs, "environment_folder", lambda *_: tmp_path)
     monkeypatch.setattr(process_specs, "PYTHON", str(GYM_PYTHON))
-    (version,) = process_specs.list_versions(SITE_PACKAGES)
-    for text, is_used in ((version, True), ("nemo_gym-0.0.1.dist-info", False), ("", False)):
-        (environment / "installed.txt").write_text(f"{text}\nscipy\n")
-        expected = environment / "bin" / "python" if is_used else GYM_PYTHON
-        assert process_specs.resolve_python("mcqa", {}) == str(expected), text
+    assert process_specs.resolve_python("mcqa", {}) == str(GYM_PYTHON)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    assert process_specs.resolve_python("mcqa", {}) == str(tmp_path / "bin" / "python")
 
 
 def test_environments_for_servers_are_next_to_the_one_that_has_nemo_gym(tmp_path):
