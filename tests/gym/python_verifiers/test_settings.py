@@ -27,7 +27,7 @@ from tests.helpers.verifiers import EXAMPLE_SOURCE, make_recipe
         ),
         ("my.py:PairStep", r"step returned \('only', 1.0\); it must return \(observation, reward"),
         ("my.py:Unpicklable", "an instance of Unpicklable cannot be pickled"),
-        ("verl", "the row has data_source=None, by which verl chooses the scorer"),
+        ("verl", "the row has data_source=None, by which verl scores it"),
     ],
 )
 def test_a_verifier_that_cannot_work_is_an_error_of_one_line(
