@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import math
 import tempfile
@@ -30,7 +29,7 @@ from gym_client import (
     sanitize_json,
 )
 from kit.data import rollout_files
-from kit.data.episode import Episode, append_tokens, from_output_items
+from kit.data.episode import Episode, append_tokens
 from kit.data.row_files import parse_object
 from kit.data.tasks import TaskLoader
 from kit.data.verl_rows import check_gym_row
@@ -254,25 +253,6 @@ def test_a_server_may_answer_anything(kind, script, arguments):
             assert not result.details.keys() & ROW.keys()
         else:
             assert is_writable(result)
-
-
-@many_examples
-@given(items)
-def test_the_items_of_an_agent_become_an_episode_or_an_error(output):
-    answer = {"reward": 1.0, "response": {"output": output}}
-    results = run_client("agent", [(200, encode_json(answer))])
-    if not results:
-        return
-    episode = Episode("r", "g", "s", [], reward=1.0)
-    try:
-        from_output_items(episode, results[1]["output"])
-    except GymError as error:
-        assert error.reason == "not_contiguous"
-        return
-    assert all(0 <= i < 9 for i in episode.prompt_ids + episode.response_ids)
-    file = io.BytesIO()
-    rollout_files.write_record(file, rollout_files.to_record(episode, 0, 0))
-    assert is_writable([episode.response, episode.transcript, json.loads(file.getvalue())])
 
 
 # --- rows ----------------------------------------------------------------------------------------

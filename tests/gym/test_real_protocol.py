@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import httpx
 import pytest
@@ -14,7 +13,7 @@ from extras.judges.judge_proxy import JudgeProxy
 from extras.judges.judge_settings import Judge
 from gym_client import Gym, GymError, message_response
 from kit.gym.network import HOST, find_free_port
-from kit.gym.servers import GymServers, running_servers
+from kit.gym.servers import running_servers
 from kit.rollout import openai_server
 from kit.rollout.sampling import repeat_per_group, request_group
 from tests.helpers.http import StubJudge, completion
@@ -168,49 +167,39 @@ def test_a_verifier_that_compares_a_group_gets_its_members(comparing_verifier):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Start two Environment Servers, and return (their URLs, the port of the policy endpoint)."""
+    """Start an Environment Server, and return (its URL, the port of the policy endpoint)."""
     port = find_free_port()
     policy = {"base_url": f"http://127.0.0.1:{port}/v1", "api_key": KEY, "model": "policy"}
     start = {"python": str(GYM_PYTHON), "server": "reasoning_gym", "agent": "simple_agent"}
-    servers = {
-        name: {"start": {**start, "environment": name}}
-        for name in ("single_agent_turn", "single_agent_turn_legacy")
-    }
+    servers = {"turn": {"start": {**start, "environment": "single_agent_turn"}}}
     folder = tmp_path_factory.mktemp("environment")
-    with contextlib.closing(GymServers(servers, folder, policy=policy)) as group:
-        group.start()
-        yield group.wait_ready(), port
+    with running_servers(servers, folder, policy=policy) as urls:
+        yield urls["turn"], port
 
 
-def run_episodes(environment, name, client, count):
+def run_episodes(environment, client, count):
     """Sample a group with this rollout engine. Return its episodes, and the kind of the server."""
-    urls, port = environment
+    url, port = environment
     tokenizer = chatml_tokenizer()
     context = context_of(client, tokenizer, timeout_s=60.0)
     task_row = row()
     messages, _ = env.render_row(task_row, "x:1")
     ids = env.encode_messages(messages, [], tokenizer, "x:1")
-    task = env.Task("x:1", task_row, name, messages, ids)
+    task = env.Task("x:1", task_row, "turn", messages, ids)
 
     async def run():
         endpoint = openai_server.serve(context, HOST, port, KEY)
-        async with endpoint, Gym({name: urls[name]}, attempts=2) as gym:
+        async with endpoint, Gym({"turn": url}, attempts=2) as gym:
             episodes = await inference.rollout(request_group(task, "g", count), {}, context, gym)
-            return episodes, await gym.kind(name)
+            return episodes, await gym.kind("turn")
 
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("name", "expected_kind"),
-    [("single_agent_turn", "environment"), ("single_agent_turn_legacy", "agent")],
-)
-def test_an_environment_server_of_gym_returns_the_reward_and_the_sampled_ids(
-    environment, name, expected_kind
-):
+def test_an_environment_server_of_gym_returns_the_reward_and_the_sampled_ids(environment):
     policy = Script(encode_turns(["7", "8"], chatml_tokenizer()))
-    episodes, kind = run_episodes(environment, name, policy, 2)
-    assert kind == expected_kind
+    episodes, kind = run_episodes(environment, policy, 2)
+    assert kind == "environment"
     assert [e.status for e in episodes] == ["ok", "ok"], episodes[0].error
     assert {e.response: e.reward for e in episodes} == {"7": 1.0, "8": 0.0}
     for e in episodes:
@@ -228,17 +217,10 @@ class FailingPolicy:
         raise GymError("aborted", "no response")
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "calls"),
-    [("single_agent_turn", "environment_agent", 2), ("single_agent_turn_legacy", "masked", 1)],
-)
-def test_a_failure_of_an_environment_server_of_gym_is_no_reward(environment, name, status, calls):
+def test_a_failure_of_an_environment_server_of_gym_is_no_reward(environment):
     policy = FailingPolicy()
-    (episode,), _ = run_episodes(environment, name, policy, 1)
-    assert (episode.status, episode.reward) == (status, None)
-    assert policy.count == calls  # a failure that is not terminal has one retry
-    prefix = "" if name == "single_agent_turn" else "_ng_failure_"
-    assert episode.failure[f"{prefix}stage"] == "agent"
-    assert episode.failure[f"{prefix}terminal"] is False
-    reason = episode.failure.get("failure_reason") or episode.failure["_ng_failure_message"]
-    assert reason[:100] in episode.error
+    (episode,), _ = run_episodes(environment, policy, 1)
+    assert (episode.status, episode.reward) == ("environment_agent", None)
+    assert policy.count == 2  # a failure that is not terminal has one retry
+    assert (episode.failure["stage"], episode.failure["terminal"]) == ("agent", False)
+    assert episode.failure["failure_reason"][:100] in episode.error

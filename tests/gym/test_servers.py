@@ -6,11 +6,9 @@ import asyncio
 import json
 import queue
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import httpx
 import psutil
@@ -307,20 +305,12 @@ def test_real_servers_start_verify_restart_and_stop(tmp_path, monkeypatch):
 # --- restarts ------------------------------------------------------------------------------------
 
 
-class BreakableServer(NamedTuple):
-    """A server that exits immediately while the file `broken` exists."""
-
-    servers: dict
-    broken: Path
-    processes: list[subprocess.Popen]  # started so far
-
-
-@pytest.fixture
-def breakable_server(tmp_path, monkeypatch):
-    """A BreakableServer. Each restart takes a second."""
+def test_a_server_that_dies_is_restarted_after_an_interval(tmp_path, monkeypatch, caplog):
+    caplog.set_level("WARNING", "kit")  # an import of vLLM changes the levels of all loggers
     port = find_free_port()
-    broken = tmp_path / "broken"
+    broken = tmp_path / "broken"  # while it exists, the server exits immediately
     processes = []
+    restarts = queue.Queue()
     start_server = gym_servers.start_server
     serve = f"{sys.executable} -m http.server --bind 127.0.0.1 --directory {tmp_path} {port}"
     (tmp_path / "openapi.json").write_text('{"paths": {}}')
@@ -328,26 +318,16 @@ def breakable_server(tmp_path, monkeypatch):
     (tmp_path / "python").write_text(script)
     (tmp_path / "python").chmod(0o755)
 
-    def start_slowly(*args):
-        (tmp_path / f"start {len(processes)}").touch()
-        time.sleep(1.0 if processes else 0.0)
+    def record_start(*args):
         processes.append(start_server(*args))
         return processes[-1]
-
-    monkeypatch.setattr(gym_servers, "start_server", start_slowly)
-    servers = {"a": {"start": {"python": str(tmp_path / "python"), "port": port}}}
-    return BreakableServer(servers, broken, processes)
-
-
-def test_a_server_that_dies_is_restarted_after_an_interval(breakable_server, tmp_path, caplog):
-    caplog.set_level("WARNING", "kit")  # an import of vLLM changes the levels of all loggers
-    servers, broken, processes = breakable_server
-    restarts = queue.Queue()
 
     def fail_on_restart(name):
         restarts.put(time.monotonic())
         raise AttributeError(name)
 
+    monkeypatch.setattr(gym_servers, "start_server", record_start)
+    servers = {"a": {"start": {"python": str(tmp_path / "python"), "port": port}}}
     with running_servers(servers, tmp_path, on_restart=fail_on_restart) as urls:
         broken.touch()
         processes[0].kill()
@@ -361,15 +341,3 @@ def test_a_server_that_dies_is_restarted_after_an_interval(breakable_server, tmp
     for status in (-9, 3):
         message = f"a exited with status {status} and is restarted; log {tmp_path}/gym_a.log"
         assert message in caplog.text
-
-
-def test_a_server_that_is_restarted_during_the_stop_is_stopped(breakable_server, tmp_path):
-    servers, _, processes = breakable_server
-    with running_servers(servers, tmp_path):
-        processes[0].kill()  # its child still runs
-        while not (tmp_path / "start 1").exists():
-            time.sleep(0.05)
-    time.sleep(1.5)
-    assert len(processes) == 2
-    assert processes[1].poll() is not None
-    network.check_address("a", "127.0.0.1", servers["a"]["start"]["port"])  # it is free
