@@ -355,7 +355,7 @@ def test_arrays_that_would_unpack_to_much_memory_are_not_read(tmp_path, monkeypa
 )
 def test_a_process_of_others_sees_the_variables_of_a_list(monkeypatch, name, is_seen):
     monkeypatch.setenv(name, "x")
-    spec = ProcessSpec("s", "127.0.0.1")
+    spec = ProcessSpec("s")
     assert (name in servers.build_environment(spec)) == is_seen
     assert (name in servers.list_public_variables(())) == is_seen
     spec.visible_variables = [name]

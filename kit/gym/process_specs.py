@@ -136,9 +136,7 @@ def plan_processes(name: str, start: Json, policy: Json | None) -> list[ProcessS
     )
     key = f"gym.servers.{name}.start"
     config = start.get("config") or {}
-    specs = [
-        make_spec(name, kind=RESOURCES, folder=folder, overrides=config, config_key=f"{key}.config")
-    ]
+    specs = [make_spec(name, RESOURCES, folder, config, f"{key}.config")]
     if start.get("agent"):
         specs += plan_agent(name, start, policy, make_spec)
     for spec in specs:
@@ -166,36 +164,16 @@ def plan_agent(
         "model_server": {"type": MODELS, "name": POLICY_MODEL},
         **(start.get("agent_config") or {}),
     }
-    specs = [
-        make_spec(
-            POLICY_MODEL,
-            kind=MODELS,
-            folder="vllm_model",
-            overrides=model,
-            config_key="policy",
-            visible_variables=[],  # all agents of a run share it
-            global_config={},
-        ),
-        make_spec(
-            agent_name,
-            kind=AGENTS,
-            folder=agent,
-            overrides=agent_config,
-            config_key=f"{key}.agent_config",
-        ),
-    ]
+    model_spec = make_spec(POLICY_MODEL, MODELS, "vllm_model", model, "policy")
+    model_spec.visible_variables = []  # all agents of a run share this process
+    model_spec.global_config = {}
+    specs = [model_spec, make_spec(agent_name, AGENTS, agent, agent_config, f"{key}.agent_config")]
     environment = start.get("environment")
     if environment:
         agent_server = {"type": AGENTS, "name": agent_name}
-        specs.append(
-            make_spec(
-                f"{name}_{environment}",
-                kind=ENVIRONMENTS,
-                folder=environment,
-                overrides={"resources_server": resources_server, "agent_server": agent_server},
-                config_key=f"{key}.environment",
-            )
-        )
+        config = {"resources_server": resources_server, "agent_server": agent_server}
+        env_name = f"{name}_{environment}"
+        specs.append(make_spec(env_name, ENVIRONMENTS, environment, config, f"{key}.environment"))
     return specs
 
 

@@ -38,15 +38,15 @@ class ProcessSpec:
     """One process of a run."""
 
     name: str  # in Gym's configuration
-    host: str
-    port: int = 0
     kind: str = ""  # its code: the folder kind/folder of the package; "": not of Gym
     folder: str = ""  # or an absolute path
-    resources_server: str = ""  # the folder of the server whose YAML files describe this process
     overrides: Json | None = None  # of the YAML's settings. None: a reader must not see them
+    config_key: str = ""  # the key of the recipe that sets `overrides`, for messages
+    host: str = "127.0.0.1"
+    port: int = 0
+    resources_server: str = ""  # the folder of the server whose YAML files describe this process
     # entries of Gym's configuration that describe no process, such as a sandbox
     global_config: Json = field(default_factory=dict)
-    config_key: str = ""  # the key of the recipe that sets `overrides`, for messages
     python: str = ""  # its interpreter
     log: str = ""
     visible_variables: Sequence[str] = ()  # environment variables besides the public ones

@@ -222,7 +222,7 @@ def redact_spec(spec: ProcessSpec, reader: ProcessSpec) -> ProcessSpec:
     """Return the part of `spec` that the server of `reader` may see."""
     if spec.name == reader.name or READS_SETTINGS.get(reader.folder) == spec.folder:
         return spec
-    return ProcessSpec(spec.name, spec.host, spec.port, spec.kind, spec.folder)
+    return ProcessSpec(spec.name, spec.kind, spec.folder, host=spec.host, port=spec.port)
 
 
 def build_environment(spec: ProcessSpec) -> dict[str, str]:
