@@ -13,7 +13,7 @@ from gym_client import EpisodeIndex, Gym, GymError
 from inference import record_failure
 from kit.data import rollout_files
 from kit.data.episode import Episode
-from tests.helpers.fault_server import ENVIRONMENT_SCHEMA
+from tests.helpers.fault_server import ENVIRONMENT
 from tests.helpers.http import MESSAGE, ScriptedServer, after, catch_reason
 
 PARAMS = {"input": "x"}
@@ -39,10 +39,7 @@ FAILED = {**SUCCESS, "result": None, "failure": FAILURE}
 def make_environment_server(*answers):
     """Make an Environment Server with these answers of /run."""
     server = ScriptedServer(run=[(200, answer) for answer in answers])
-    schema = {"$ref": "#/components/schemas/Request"}
-    operation = {"requestBody": {"content": {"application/json": {"schema": schema}}}}
-    components = {"schemas": {"Request": ENVIRONMENT_SCHEMA}}
-    server.openapi = {"paths": {"/run": {"post": operation}}, "components": components}
+    server.openapi = ENVIRONMENT
     return server
 
 
@@ -60,7 +57,7 @@ def run_row(server, row=ROW, limit_s=5.0, on_start=None, vocabulary=None, **sett
             return await gym.kind("e"), await gym.run("e", row, limit_s, vocabulary, index)
 
     kind, result = asyncio.run(run())
-    assert kind == ("agent" if "components" not in server.openapi else "environment")
+    assert kind == ("environment" if server.openapi is ENVIRONMENT else "agent")
     return result
 
 
