@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import logging
 import random
@@ -33,9 +32,7 @@ from tests.helpers.http import (
     verify_x,
 )
 
-SESSION_ID = "5f0e1c7a-0000-4000-8000-a12345678901"  # ends like the id of an attempt
-SESSION = base64.b64encode(json.dumps({"session_id": SESSION_ID}).encode()).decode()
-OPEN = (200, {}, f"Gym={SESSION}.x")
+OPEN = (200, {}, "sid=0")
 HUGE = b"1" + b"0" * 400  # a valid number of JSON, but no finite float
 
 
@@ -125,9 +122,7 @@ def test_a_reward_that_its_server_marks_as_invalid_does_not_count(fields, mask):
     assert caught.value.reason == "masked"
 
 
-@pytest.fixture
-def pauses(monkeypatch):
-    """(bounds, sleeps) of the pauses between attempts, in seconds. Nothing really sleeps."""
+def test_the_pauses_between_attempts_grow_to_five_seconds(monkeypatch):
     bounds = []
     sleeps = []
     sleep = asyncio.sleep
@@ -142,11 +137,6 @@ def pauses(monkeypatch):
 
     monkeypatch.setattr(random, "uniform", draw_upper_bound)
     monkeypatch.setattr(asyncio, "sleep", skip_sleep)
-    return bounds, sleeps
-
-
-def test_the_pauses_between_attempts_grow_to_five_seconds(pauses):
-    bounds, sleeps = pauses
     server = make_server(verify=[(503, "busy")] * 7 + [(200, {"reward": 1.0})])
 
     async def run():
@@ -226,10 +216,7 @@ def test_an_invalid_tool_call_does_not_reach_the_server(name, arguments):
 
 
 def test_a_name_of_another_route_is_no_tool_even_if_a_row_lists_it():
-    names = [
-        *sorted(RESERVED),
-        *("..", "../look", "%76erify", "verify\n", "", 7),
-    ]
+    names = [*sorted(RESERVED), "..", "../look", "%76erify", "verify\n", "", 7]
     good = "what is it?#"
     tools = [{"type": "function", "name": name} for name in [*names, good]]
     row = {"responses_create_params": {"input": "x", "tools": tools}}
