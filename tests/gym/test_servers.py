@@ -19,11 +19,7 @@ from extras.judges import judge_proxy, judge_settings
 from gym_client import Gym, GymError, message_response
 from kit.gym import network, process_specs, server_process
 from kit.gym import servers as gym_servers
-from kit.gym.network import (
-    GymStartError,
-    find_free_port,
-    wait_ready,
-)
+from kit.gym.network import GymStartError, find_free_port, wait_ready
 from kit.gym.process_specs import check_server
 from kit.gym.servers import running_servers
 from tests.helpers.http import StubJudge

@@ -120,7 +120,7 @@ def test_no_process_outlives_a_driver_that_is_killed(build_router, tmp_path):
 
 @pytest.fixture
 def build_hostile(tmp_path, monkeypatch):
-    """A function that makes a router: build_hostile("my.py:can_write")."""
+    """A function that makes a router: build_hostile("my.py:answer_in_advance")."""
     enter_hostile_folder(tmp_path, monkeypatch)
     return functools.partial(make_router, tmp_path, timeout_s=60.0, memory_gb=2.0)
 
