@@ -128,6 +128,16 @@ def test_the_first_observation_writes_no_turn():
     assert turn_counts == [2, 2]  # the turn of the user, and the opening of the policy's
 
 
+def test_an_observation_that_cannot_fit_is_not_tokenized():
+    task = env.Task("x:1", {"responses_create_params": {"input": []}}, "server", [], [])
+    session = SimpleNamespace(kind="step", observation="x" * (256 * 100 + 1))
+    context = context_of(None, bytes_tokenizer(CHATML, STOPS["chatml"]), max_prompt_length=100)
+    context.tokenizer = None
+    with pytest.raises(inference.GymError, match="25601 characters observed") as error:
+        inference.build_prompt(Episode("x:1", "g", "server", []), task, session, context)
+    assert error.value.reason == "prompt_too_long"
+
+
 def test_no_part_of_a_reward_is_at_an_observed_token_or_at_padding():
     """The reward of an episode is at its last token, that of a turn at its last sampled token."""
     two_turns = Episode(

@@ -15,7 +15,6 @@ from env import Json
 from kit.config.keys import to_plain
 from kit.features import Feature
 from kit.gym import process_specs
-from kit.gym.network import HOST as HOST
 from kit.gym.network import GymStartError
 from kit.gym.server_process import MODELS, RESOURCES, ProcessSpec, build_settings
 

@@ -28,6 +28,7 @@ from kit.errors import QuotingError
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
 CHECK_TIMEOUT_S = 5.0  # for the answer to one check
+MAX_BODY_BYTES = 2**22  # of the answer to a check: as objects it takes 100 MB
 # In a random order. They are above the ports of Ray's workers and below those that Linux gives to
 # outgoing connections: both could take a port before the server listens.
 ports = iter(random.SystemRandom().sample(range(20000, 32768), 12768))
@@ -117,8 +118,21 @@ def wait_ready(
 
 
 def get(url: str) -> httpx.Response:
-    """Send one request, without the proxy of the environment. A redirect is not followed."""
-    return httpx.get(url, timeout=CHECK_TIMEOUT_S, trust_env=False)
+    """Send one request, without the proxy of the environment. A redirect is not followed.
+
+    The timeout of httpx is that of each part, and a server may send parts without end.
+    """
+    end = time.monotonic() + CHECK_TIMEOUT_S
+    plain = {"Accept-Encoding": "identity"}  # so that a short body cannot become a long one
+    body = bytearray()
+    with httpx.stream(
+        "GET", url, headers=plain, timeout=CHECK_TIMEOUT_S, trust_env=False
+    ) as answer:
+        for part in answer.iter_raw():
+            body += part
+            if len(body) > MAX_BODY_BYTES or time.monotonic() > end:
+                raise httpx.ReadTimeout(f"over {MAX_BODY_BYTES} bytes or {CHECK_TIMEOUT_S:g} s")
+    return httpx.Response(answer.status_code, content=bytes(body), request=answer.request)
 
 
 def check_kind(name: str, url: str, kind: str | None, kinds: list[str]) -> None:

@@ -1,20 +1,6 @@
 """Check `gym.servers` of a recipe, and plan the processes of the servers that it starts.
 
-`start` of a server has these keys, all optional:
-
-    python         interpreter with nemo-gym; default .venv-gym/bin/python
-    install        true: make an environment with the server's own requirements
-    server         folder under resources_servers of nemo-gym; default the server's name
-    path           instead of `server`: a folder with app.py that is not part of nemo-gym
-    config         settings that replace those of the server's YAML
-    global_config  entries of Gym's configuration next to the server's, for example
-                   {sandbox: {docker: {}}}; its agent sees them too
-    host, port     default 127.0.0.1 and a free port, of the process that answers for the name
-    agent          folder under responses_api_agents: this agent runs the episodes
-    agent_config   settings that replace those of the agent's YAML
-    environment    folder under environment_servers: this server of Gym 0.7 has the agent run the
-                   episodes, for example single_agent_turn
-    env            names of environment variables that the server needs, such as keys and proxies
+docs/tutorial.md lists the keys of `start` of a server.
 
 Without `agent` one process serves /seed_session, the tools and /verify. With `agent` there are
 three: Gym's agent (POST /run), the resources server behind it, and `policy_model`. This is Gym's
@@ -55,7 +41,6 @@ def check_server(name: str, server: Json) -> None:
 
     server: as in gym.servers.
     """
-    start = server.get("start") or {}
     if not is_valid_name(name):
         raise GymStartError(
             f"gym.servers: {name!r} is not a valid name. "
@@ -63,12 +48,8 @@ def check_server(name: str, server: Json) -> None:
         )
     if server.get("url"):
         network.wait_ready(name, str(server["url"]).rstrip("/"), kind=server.get("kind"))
-    else:
-        check_start(name, start)
-
-
-def check_start(name: str, start: Json) -> None:
-    """Check the `start` section of a server. Raises GymStartError."""
+        return
+    start = server.get("start") or {}
     key = f"gym.servers.{name}.start"
     missing = [variable for variable in start.get("env") or [] if variable not in os.environ]
     if missing:
@@ -151,14 +132,9 @@ def plan_agent(
     """Return the specs of the policy's model server, of the agent and of the environment server."""
     agent = start["agent"]
     key = f"gym.servers.{name}.start"
-    if not policy:
-        raise GymStartError(
-            f"{key}.agent={agent} needs a policy endpoint, but none is configured. "
-            "Pass `policy`, or remove agent."
-        )
     agent_name = f"{name}_{agent}"
     resources_server = {"type": RESOURCES, "name": name}
-    model = {"return_token_id_information": True, "uses_reasoning_parser": True, **policy}
+    model = {"return_token_id_information": True, "uses_reasoning_parser": True, **(policy or {})}
     agent_config = {
         "resources_server": resources_server,
         "model_server": {"type": MODELS, "name": POLICY_MODEL},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import random
@@ -26,6 +27,7 @@ from tests.helpers.http import (
     ScriptedServer,
     after,
     catch_reason,
+    measure_longest_pause,
     run_session,
     step_x,
     verify_result,
@@ -175,6 +177,19 @@ def test_a_session_is_closed_with_its_cookie_after_its_result():
     assert server.log[-1] == ("/close_session", {}, OPEN[2])
 
 
+def test_a_server_that_requires_a_typed_body_gets_the_id_of_the_cookie():
+    text = base64.b64encode(b'{"session_id": "5f0e1c7a-0000-4000-8000-a12345678901"}').decode()
+    server = make_closing_server(seed_session=[(200, {}, f"Gym={text}.x")])
+    schema = {"properties": {"resources_session_id": {}}}
+    body = {"content": {"application/json": {"schema": schema}}}
+    server.openapi["paths"]["/close_session"] = {"post": {"requestBody": body}}
+    run_session(server.url, verify_x)
+    # Gym rejects a rollout id that ends with "-a" and a number.
+    episode_id = {"rollout_id": "5f0e1c7a000040008000a12345678901", "attempt": 0}
+    session_id = "5f0e1c7a-0000-4000-8000-a12345678901"
+    assert server.log[-1][1] == {"resources_session_id": session_id, "episode_id": episode_id}
+
+
 def test_a_session_that_cannot_be_closed_keeps_its_result(caplog, monkeypatch):
     caplog.set_level(logging.WARNING, "gym_client")
     monkeypatch.setattr(gym_client, "CLOSE_TIMEOUT_S", 0.3)
@@ -289,6 +304,7 @@ def test_a_step_is_retried_only_if_the_server_recognizes_it():
     "changes",
     [
         {"info": {"tool_outputs": [{"output": "no call_id"}]}},
+        {"info": {"tool_outputs": [{"call_id": "c", "output": [{"type": "input_image"}]}]}},
         {"observation": 1},
         {"terminated": 1},
         {"reward": True},
@@ -297,10 +313,14 @@ def test_a_step_is_retried_only_if_the_server_recognizes_it():
     ids=str,
 )
 def test_a_step_answer_of_another_form_is_a_failure(changes):
-    good = {"observation": "go", "reward": 1.0, "terminated": False, "truncated": None}
+    parts = [{"type": "input_text", "text": "18 "}, {"type": "text", "text": "degrees"}]
+    outputs = [{"call_id": "c", "output": parts}, {"call_id": "d", "output": None}]
+    good = {"observation": "go", "reward": 1.0, "info": {"tool_outputs": outputs}}
+    good |= {"terminated": False, "truncated": None}
     bad = {**good, **changes} if isinstance(changes, dict) else changes
     server = ScriptedServer(reset=[(200, good)], step=[(200, good)])
-    assert run_session(server.url, step_x).observation == "go"
+    result = run_session(server.url, step_x)
+    assert [output["output"] for output in result.tool_outputs] == ["18 degrees", ""]
     server = ScriptedServer(reset=[(200, good)], step=[(200, bad)])
     assert catch_reason(run_session, server.url, step_x) == "bad_answer"
     if {*changes} & {"info", "observation"} or not changes:
@@ -347,6 +367,17 @@ def test_no_redirect_is_followed():
 
 
 # --- sizes ---------------------------------------------------------------------------------------
+
+
+def test_no_answer_blocks_the_event_loop():
+    answer = b'{"reward": 1.0, "x": [' + b"1.5," * 250_000 + b"1]}"
+    server = ScriptedServer(**{**VERIFY_ROUTES, "verify": [(200, answer)]})
+
+    async def run():
+        async with Gym({"s": server.url}) as gym, gym.session("s", ROW) as session:
+            assert (await verify_x(session)).reward == 1.0
+
+    assert measure_longest_pause(run, 0.1) < 0.1
 
 
 def test_an_answer_may_be_as_long_as_its_request():

@@ -165,62 +165,48 @@ def test_a_verifier_that_compares_a_group_gets_its_members(comparing_verifier):
 # --- Environment Servers -------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """Start an Environment Server, and return (its URL, the port of the policy endpoint)."""
+class FailingPolicy(Script):
+    """A rollout engine that fails after its script."""
+
+    failed = 0
+
+    async def generate(self, *args, **options):
+        if not self.answers:
+            self.failed += 1
+            raise GymError("aborted", "no response")
+        return await super().generate(*args, **options)
+
+
+@pytest.mark.soak
+def test_an_environment_server_of_gym_returns_the_reward_and_the_sampled_ids(tmp_path):
+    """If the policy fails, so does the episode, without a reward."""
     port = find_free_port()
-    policy = {"base_url": f"http://127.0.0.1:{port}/v1", "api_key": KEY, "model": "policy"}
+    endpoint = {"base_url": f"http://{HOST}:{port}/v1", "api_key": KEY, "model": "policy"}
     start = {"python": str(GYM_PYTHON), "server": "reasoning_gym", "agent": "simple_agent"}
     servers = {"turn": {"start": {**start, "environment": "single_agent_turn"}}}
-    folder = tmp_path_factory.mktemp("environment")
-    with running_servers(servers, folder, policy=policy) as urls:
-        yield urls["turn"], port
-
-
-def run_episodes(environment, client, count):
-    """Sample a group with this rollout engine. Return its episodes, and the kind of the server."""
-    url, port = environment
     tokenizer = chatml_tokenizer()
-    context = context_of(client, tokenizer, timeout_s=60.0)
-    task_row = row()
-    messages, _ = env.render_row(task_row, "x:1")
+    policy = FailingPolicy(encode_turns(["7", "8"], tokenizer))
+    context = context_of(policy, tokenizer, timeout_s=60.0)
+    messages, _ = env.render_row(row(), "x:1")
     ids = env.encode_messages(messages, [], tokenizer, "x:1")
-    task = env.Task("x:1", task_row, "turn", messages, ids)
+    task = env.Task("x:1", row(), "turn", messages, ids)
 
-    async def run():
-        endpoint = openai_server.serve(context, HOST, port, KEY)
-        async with endpoint, Gym({"turn": url}, attempts=2) as gym:
-            episodes = await inference.rollout(request_group(task, "g", count), {}, context, gym)
-            return episodes, await gym.kind("turn")
+    async def run(url):
+        served = openai_server.serve(context, HOST, port, KEY)
+        async with served, Gym({"turn": url}, attempts=2) as gym:
+            sampled = await inference.rollout(request_group(task, "g", 2), {}, context, gym)
+            failed = await inference.rollout(request_group(task, "h", 1), {}, context, gym)
+            return sampled, failed[0], await gym.kind("turn")
 
-    return asyncio.run(run())
-
-
-def test_an_environment_server_of_gym_returns_the_reward_and_the_sampled_ids(environment):
-    policy = Script(encode_turns(["7", "8"], chatml_tokenizer()))
-    episodes, kind = run_episodes(environment, policy, 2)
+    with running_servers(servers, tmp_path, policy=endpoint) as urls:
+        sampled, failed, kind = asyncio.run(run(urls["turn"]))
     assert kind == "environment"
-    assert [e.status for e in episodes] == ["ok", "ok"], episodes[0].error
-    assert {e.response: e.reward for e in episodes} == {"7": 1.0, "8": 0.0}
-    for e in episodes:
-        assert e.response_ids == encode_turns([e.response], chatml_tokenizer())[0]
+    assert [e.status for e in sampled] == ["ok", "ok"], sampled[0].error
+    assert {e.response: e.reward for e in sampled} == {"7": 1.0, "8": 0.0}
+    for e in sampled:
+        assert e.response_ids == encode_turns([e.response], tokenizer)[0]
         assert e.log_probs == [-0.5, -1.5] and e.ended == "stop"
-
-
-class FailingPolicy:
-    """A rollout engine that fails, and counts its requests."""
-
-    count = 0
-
-    async def generate(self, *_, **__):
-        self.count += 1
-        raise GymError("aborted", "no response")
-
-
-def test_a_failure_of_an_environment_server_of_gym_is_no_reward(environment):
-    policy = FailingPolicy()
-    (episode,), _ = run_episodes(environment, policy, 1)
-    assert (episode.status, episode.reward) == ("environment_agent", None)
-    assert policy.count == 2  # a failure that is not terminal has one retry
-    assert (episode.failure["stage"], episode.failure["terminal"]) == ("agent", False)
-    assert episode.failure["failure_reason"][:100] in episode.error
+    assert (failed.status, failed.reward) == ("environment_agent", None)
+    assert policy.failed == 2  # a failure that is not terminal has one retry
+    assert (failed.failure["stage"], failed.failure["terminal"]) == ("agent", False)
+    assert failed.failure["failure_reason"][:100] in failed.error

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import json
 import queue
+import re
 import socket
 import sys
 import time
 from pathlib import Path
 
-import httpx
-import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from extras.judges import judge_proxy, judge_settings
-from gym_client import Gym, GymError, message_response
 from kit.gym import network, process_specs, server_process
 from kit.gym import servers as gym_servers
 from kit.gym.network import GymStartError, find_free_port, wait_ready
 from kit.gym.process_specs import check_server
+from kit.gym.server_process import MODELS, ProcessSpec
 from kit.gym.servers import running_servers
-from tests.helpers.http import StubJudge
-from tests.helpers.recipes import GYM_PYTHON, row
+from tests.helpers.recipes import GYM_PYTHON
 
 START = {"python": str(GYM_PYTHON)}
 
@@ -71,141 +68,79 @@ def test_a_url_without_a_server_is_an_error_with_the_command_that_starts_one():
 
 # --- the settings and secrets of a server --------------------------------------------------------
 
-SPY_SERVER = """
-import os
-import sys
+# It stands for the interpreter of each server, and for a server that is not Gym's.
+READER = """#!{python}
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
-from nemo_gym import base_resources_server as gym
-from nemo_gym.global_config import get_global_config_dict
-from omegaconf import OmegaConf
-
-
-class Config(gym.BaseResourcesServerConfig):
-    shop_key: str
-
-
-class Server(gym.SimpleResourcesServer):
-    config: Config
-
-    def setup_webserver(self):
-        app = super().setup_webserver()
-        app.get("/look")(self.look)
-        return app
-
-    async def look(self) -> dict:
-        config = OmegaConf.to_container(get_global_config_dict())
-        view = {"environment": dict(os.environ), "arguments": sys.argv, "config": config}
-        return {**view, "stdin": sys.stdin.read()}
-
-    async def verify(self, body: gym.BaseVerifyRequest) -> gym.BaseVerifyResponse:
-        return gym.BaseVerifyResponse(**body.model_dump(), reward=0.0)
+text = sys.stdin.read()
+task = json.loads(text) if text else {{"name": "other", "specs": []}}
+ports = {{spec["name"]: spec["port"] for spec in task["specs"]}}
+view = {{"environment": dict(os.environ), "text": text, "specs": task["specs"]}}
+Path(__file__).with_name(task["name"] + ".json").write_text(json.dumps(view))
 
 
-if __name__ == "__main__":
-    Server.run_webserver()
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{{"paths": {{}}}}')
+
+
+HTTPServer(("127.0.0.1", ports.get(task["name"]) or int(sys.argv[1])), Handler).serve_forever()
 """
 SECRETS = {  # {variable: value} in the environment of the run
     "HF_TOKEN": "hidden-1",
-    "WANDB_API_KEY": "hidden-2",
-    "MY_PASSWORD": "hidden-3",
-    "aws_secret_access": "hidden-4",
-    "A_CREDENTIALS_FILE": "hidden-5",
-    "PLAIN": "hidden-7",
-    "JUDGE_WORD": "hidden-6",  # only api_key_env names it
+    "MY_PASSWORD": "hidden-2",
+    "PLAIN": "hidden-3",
 }
 
 
-def read_process(pid):
-    """Return the environment and the command line of a process, as /proc shows them to the user."""
-    folder = Path("/proc") / str(pid)
-    return (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
-
-
-def list_children():
-    """Return {process id: process} of all descendants of this process."""
-    return {child.pid: child for child in psutil.Process().children(recursive=True)}
-
-
-def fetch_view(folder, children):
-    """Find the server in `folder`/shop among the processes, and return the answer of its /look."""
-    for child in children:
-        connections = child.net_connections("tcp")
-        ports = [c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN]
-        for port in ports:
-            answer = httpx.get(f"http://127.0.0.1:{port}/look")
-            if answer.status_code == 200:
-                return answer.json()
-    raise AssertionError((folder / "gym_shop.log").read_text())
-
-
-def send_to_policy(config):
-    """Send a request to the model server of the policy, which forwards it to the policy."""
-    model = config["policy_model"]["responses_api_models"]["vllm_model"]
-    url = f"http://{model['host']}:{model['port']}/v1/chat/completions"
-    httpx.post(url, json={"messages": [], "model": "x"}, timeout=60.0)
-
-
-def test_a_server_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
+def test_a_process_sees_its_settings_and_no_secret_that_its_recipe_does_not_name(
     tmp_path, monkeypatch
 ):
-    """The servers are one in a folder, Gym's agent, and the model servers of policy and judge."""
-    for name, value in {**SECRETS, "SHOP_TOKEN": "shown-1"}.items():
+    """The processes are one in a folder, an agent, the models of policy and judge, and vLLM."""
+    for name, value in {**SECRETS, "SHOP_TOKEN": "shop-token"}.items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "shop").mkdir()
-    (tmp_path / "shop" / "app.py").write_text(SPY_SERVER)
-    start = START | {"path": str(tmp_path / "shop"), "agent": "simple_agent"}
-    start |= {"config": {"shop_key": "own-key"}, "env": ["SHOP_TOKEN"]}
+    (tmp_path / "app.py").touch()
+    reader = tmp_path / "reader"
+    reader.write_text(READER.format(python=sys.executable))
+    reader.chmod(0o755)
+    start = {"python": str(reader), "path": str(tmp_path), "agent": "simple_agent"}
+    start |= {"config": {"shop_key": "shop-key"}, "env": ["SHOP_TOKEN"]}
     start["global_config"] = {"sandbox": {"docker": {"key": "sandbox-key"}}}
-    endpoint = StubJudge((500, {}))
-    policy = {"base_url": endpoint.url, "api_key": "policy-key", "model": "policy"}
-    judge = {"base_url": endpoint.url, "model": "m", "api_key_env": "JUDGE_WORD"}
-    judges = judge_settings.build_judges({"judge": judge}, 60.0)
-    earlier = list_children()  # processes of other tests, such as Ray
-    with judge_proxy.JudgeProxy(judges) as proxy:
-        specs = proxy.process_specs(tmp_path, str(GYM_PYTHON))
-        with running_servers(
-            {"shop": {"start": start}}, tmp_path, policy=policy, other_specs=specs
-        ) as urls:
-            children = [child for pid, child in list_children().items() if pid not in earlier]
-            process_texts = {child.pid: read_process(child.pid) for child in children}
-            paths = httpx.get(f"{urls['shop']}/openapi.json").json()["paths"]
-            assert "/run" in paths, paths  # the URL is that of the agent
-            view = fetch_view(tmp_path, children)
-            send_to_policy(view["config"])
-        key = proxy.key
-    assert len(process_texts) >= 4
-    for pid, text in process_texts.items():
-        for secret in [*SECRETS.values(), "policy-key", "own-key", "sandbox-key", key]:
-            assert secret.encode() not in text, (pid, secret)
-    view_text = json.dumps(view)
-    for secret in [*SECRETS.values(), "policy-key", key]:
-        assert secret not in view_text, secret
-    assert view["environment"]["SHOP_TOKEN"] == "shown-1"
-    config = view["config"]
-    assert config["shop"]["resources_servers"]["shop"]["shop_key"] == "own-key"
-    assert config["sandbox"] == {"docker": {"key": "sandbox-key"}}
-    judge_view = config["judge"]["responses_api_models"]["vllm_model"]
-    assert judge_view.keys() == {"entrypoint", "host", "port"}
-    assert view["stdin"] == ""
-    assert len(view["arguments"]) == 1
-    # The policy's model server has the key that it needs.
-    assert endpoint.log[0][:2] == ("/v1/chat/completions", "Bearer policy-key")
-
-
-def test_the_model_server_of_the_policy_does_not_see_the_secrets_of_an_agent(monkeypatch):
-    monkeypatch.setenv("SHOP_TOKEN", "x")
-    start = START | {"agent": "simple_agent", "env": ["SHOP_TOKEN"]}
-    sandbox = {"sandbox": {"docker": {"key": "k"}}}
-    policy = {"base_url": "http://x/v1", "api_key": "k", "model": "m"}
-    specs = process_specs.plan_processes("mcqa", {**start, "global_config": sandbox}, policy)
-    visible = {spec.name: (spec.visible_variables, spec.global_config) for spec in specs}
-    assert visible == {
-        "mcqa": (["SHOP_TOKEN"], sandbox),
-        "policy_model": ([], {}),
-        "mcqa_simple_agent": (["SHOP_TOKEN"], sandbox),
+    policy = {"base_url": "http://x", "api_key": "policy-key", "model": "policy"}
+    judge = ProcessSpec("judge", MODELS, "vllm_model", {"api_key": "judge-key"})
+    judge.python = str(reader)
+    other = ProcessSpec("other", port=find_free_port())
+    other.command = [str(reader), str(other.port)]
+    judge.port = find_free_port()
+    for spec in (judge, other):
+        spec.log = str(tmp_path / "log")
+    servers = {"shop": {"start": start}}
+    group = gym_servers.GymServers(servers, tmp_path, policy, other_specs=[judge, other])
+    with contextlib.closing(group):
+        group.start()
+        group.wait_ready()
+        for name, process in group.processes.items():
+            folder = Path("/proc") / str(process.pid)  # other users read it, too
+            shown = (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
+            keys = b"(?:shop|policy|sandbox|judge)-key|hidden-"
+            assert not re.search(keys, shown), name
+    seen = {}
+    for path in tmp_path.glob("*.json"):
+        view = json.loads(path.read_text())
+        seen[path.stem] = set(re.findall(r"[a-z]+-(?:key|token|\d)", json.dumps(view)))
+    shop = {"shop-token", "sandbox-key"}
+    assert seen == {
+        "shop": {"shop-key"} | shop,
+        "shop_simple_agent": shop,
+        "policy_model": {"policy-key"},
+        "judge": {"judge-key"},
+        "other": set(),
     }
-    shown = gym_servers.redact_spec(specs[0], specs[2])
-    assert shown.global_config == {} and shown.overrides is None
+    assert json.loads((tmp_path / "other.json").read_text())["text"] == ""
 
 
 def test_the_settings_of_a_server_come_from_its_yaml_and_from_global_config(tmp_path):
@@ -225,9 +160,6 @@ def test_the_settings_of_a_server_come_from_its_yaml_and_from_global_config(tmp_
         build({"other": "k"})
     with pytest.raises(SystemExit, match=r"start\.global_config\.dry_run of x: the run sets"):
         build({"shop_key": "k", "dry_run": True})
-
-
-# --- real servers of nemo-gym --------------------------------------------------------------------
 
 
 def test_a_head_server_lists_servers_and_agents():
@@ -251,62 +183,17 @@ def test_a_head_server_lists_servers_and_agents():
     assert servers == dict.fromkeys(("puzzles", "one_turn", "relay"), "http://10.0.0.7:8001")
 
 
-async def verify_with_two_servers(urls):
-    """Return the rewards of four responses."""
-    math_row = row("What is 1/2 + 1/4?", expected_answer="\\frac{3}{4}")
-    cases = [
-        ("reasoning_gym", row(), "7"),
-        ("reasoning_gym", row(), "it is 7"),
-        ("math", math_row, "It is \\boxed{0.75}."),
-        ("math", math_row, "It is \\boxed{0.5}."),
-    ]
-    rewards = []
-    async with Gym(urls, concurrency=4) as gym:
-        for server, task_row, text in cases:
-            async with gym.session(server, task_row) as session:
-                rewards.append((await session.verify(message_response(text))).reward)
-        incomplete = {"responses_create_params": {"input": "x"}}  # without the verifier's fields
-        with pytest.raises(GymError) as caught:
-            async with gym.session("reasoning_gym", incomplete) as session:
-                await session.verify(message_response("7"))
-        assert caught.value.reason == "http_422"
-    return rewards
-
-
-def test_real_servers_start_verify_restart_and_stop(tmp_path, monkeypatch):
-    start_server = gym_servers.start_server
-    processes = []
-
-    def record_start(*args):
-        processes.append(start_server(*args))
-        return processes[-1]
-
-    monkeypatch.setattr(gym_servers, "start_server", record_start)
-    servers = {
-        "reasoning_gym": {"start": START},
-        "math": {"start": START | {"server": "math_with_judge"}},
-    }
-    with running_servers(servers, tmp_path) as urls:
-        for _ in range(2):
-            rewards = asyncio.run(verify_with_two_servers(urls))
-            assert rewards == [1.0, pytest.approx(1 / 7), 1.0, 0.0]
-            processes[0].kill()
-    assert len(processes) == 3
-    assert all(process.poll() is not None for process in processes)
-    for name, url in urls.items():
-        with pytest.raises(GymStartError, match="does not answer"):
-            wait_ready(name, url)
-
-
 # --- restarts ------------------------------------------------------------------------------------
 
 
 def test_a_server_that_dies_is_restarted_after_an_interval(tmp_path, monkeypatch, caplog):
+    """The last restart takes a second, in which the run stops its servers."""
     caplog.set_level("WARNING", "kit")  # an import of vLLM changes the levels of all loggers
+    monkeypatch.setattr(gym_servers, "RESTART_INTERVAL_S", 2.0)
     port = find_free_port()
     broken = tmp_path / "broken"  # while it exists, the server exits immediately
     processes = []
-    restarts = queue.Queue()
+    starts, restarts = queue.Queue(), queue.Queue()
     start_server = gym_servers.start_server
     serve = f"{sys.executable} -m http.server --bind 127.0.0.1 --directory {tmp_path} {port}"
     (tmp_path / "openapi.json").write_text('{"paths": {}}')
@@ -314,7 +201,9 @@ def test_a_server_that_dies_is_restarted_after_an_interval(tmp_path, monkeypatch
     (tmp_path / "python").write_text(script)
     (tmp_path / "python").chmod(0o755)
 
-    def record_start(*args):
+    def start_slowly(*args):
+        starts.put(len(processes))
+        time.sleep(1.0 if len(processes) == 3 else 0.0)
         processes.append(start_server(*args))
         return processes[-1]
 
@@ -322,7 +211,7 @@ def test_a_server_that_dies_is_restarted_after_an_interval(tmp_path, monkeypatch
         restarts.put(time.monotonic())
         raise AttributeError(name)
 
-    monkeypatch.setattr(gym_servers, "start_server", record_start)
+    monkeypatch.setattr(gym_servers, "start_server", start_slowly)
     servers = {"a": {"start": {"python": str(tmp_path / "python"), "port": port}}}
     with running_servers(servers, tmp_path, on_restart=fail_on_restart) as urls:
         broken.touch()
@@ -332,8 +221,13 @@ def test_a_server_that_dies_is_restarted_after_an_interval(tmp_path, monkeypatch
         broken.unlink()
         second = restarts.get(timeout=60)  # an error of on_restart does not end the watch
         wait_ready("a", urls["a"], processes[2])
-    assert second - first > 4.5
-    assert (tmp_path / "gym_a.log").read_text().count("begins") == 3
+        assert (tmp_path / "gym_a.log").read_text().count("begins") == 3
+        processes[2].kill()  # its child still runs
+        while starts.get(timeout=60) < 3:
+            pass
+    assert second - first > 1.9
+    assert len(processes) == 4 and processes[3].poll() is not None
+    network.check_address("a", "127.0.0.1", port)  # it is free
     for status in (-9, 3):
         message = f"a exited with status {status} and is restarted; log {tmp_path}/gym_a.log"
         assert message in caplog.text

@@ -21,7 +21,7 @@ from tests.helpers.rollouts import TOOL, call, encode_turns, keep_samples
 FAILURE_RATE = 0.3
 # The client's timeout if a server hangs. In other tests it is ten times as long.
 TIMEOUT_S = 3.0
-GROUPS = 120
+GROUPS = 60
 MEMBERS = {group: 2 if group % 2 else 4 for group in range(GROUPS)}
 # {fault: the statuses of episodes with this fault}
 FAULTS = {

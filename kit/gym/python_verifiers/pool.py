@@ -31,6 +31,7 @@ from kit.gym.python_verifiers.settings import VerifierSpec
 LOAD_TIMEOUT_S = 300.0  # to start a process and import the verifier
 EXIT_TIMEOUT_S = 5.0  # for a killed process to be gone
 MAX_ANSWER_BYTES = 64 * 2**20
+MAX_LOG_BYTES = 16 * 2**20  # a longer log is emptied
 
 
 def make_pools(recipe: Recipe, specs: Mapping[str, VerifierSpec], logs: Path) -> dict[str, Pool]:
@@ -166,6 +167,8 @@ class Worker:
         """
         process = self.process
         assert process
+        if self.log.stat().st_size > MAX_LOG_BYTES:
+            os.truncate(self.log, 0)  # the process appends to it
         result = None
         try:
             async with asyncio.timeout(timeout_s):

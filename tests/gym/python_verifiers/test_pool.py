@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from gym_client import GymError
+from kit.gym.python_verifiers import pool
 from tests.helpers.recipes import ROOT
 from tests.helpers.verifiers import (
     EXAMPLE_SOURCE,
@@ -113,6 +114,14 @@ def test_no_process_outlives_a_driver_that_is_killed(build_router, tmp_path):
     driver.communicate()
     psutil.wait_procs([worker], timeout=5)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_long_log_is_emptied(build_router, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "MAX_LOG_BYTES", 1000)
+    source = "def score(**_):\n    print('x' * 2000)\n    return 1\n"
+    (tmp_path / "loud.py").write_text(source)
+    assert list_rewards(play(build_router("loud.py:score"), "x", "y")) == [1.0, 1.0]
+    assert (tmp_path / "verifier_score_0.log").stat().st_size < 3000
 
 
 # --- functions that misuse their process ---------------------------------------------------------
