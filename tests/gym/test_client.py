@@ -18,9 +18,11 @@ from gym_client import (
     RESERVED,
     Gym,
     GymError,
+    ServerDownError,
     message_response,
     parse_verify_result,
 )
+from kit.gym.network import find_free_port
 from tests.helpers.http import (
     ROW,
     VERIFY_ROUTES,
@@ -199,6 +201,45 @@ def test_a_session_that_cannot_be_closed_keeps_its_result(caplog, monkeypatch):
     assert time.monotonic() - began < 2.0
     assert count_calls(server, "/close_session") == 1
     assert "/close_session: the session may be open: TimeoutError" in caplog.text
+
+
+# --- outages and restarts ------------------------------------------------------------------------
+
+
+def test_a_server_that_refuses_connections_ends_the_run():
+    async def verify(gym):
+        with pytest.raises(ServerDownError) as caught:
+            async with gym.session("s", ROW):
+                pass
+        return caught.value
+
+    async def run():
+        async with Gym({"s": f"http://127.0.0.1:{find_free_port()}"}, outage_budget_s=1.0) as gym:
+            return await asyncio.gather(*[verify(gym) for _ in range(16)])
+
+    began = time.monotonic()
+    for error in asyncio.run(run()):
+        assert (error.reason, error.retryable, error.session_lost) == ("server_down", False, False)
+        assert re.match(r"Gym server s \(\S+\) unreachable for \d+ s \(gym\.outage_", str(error))
+    assert 1.0 < time.monotonic() - began < 30.0
+
+
+def test_a_restart_by_the_run_loses_sessions():
+    server = make_server(look=[(200, {})])
+
+    async def run():
+        async with Gym({"s": server.url}) as gym:
+            async with gym.session("s", ROW) as mutated, gym.session("s", ROW) as new:
+                await mutated.call_tool("look", "{}")
+                gym.mark_restarted("s")
+                with pytest.raises(GymError) as caught:  # a lost session must end the retries
+                    call = gym._retry("s", mutated.call_tool, "look", "{}")
+                    await asyncio.wait_for(call, 5)
+                return (await verify_x(new)).reward, caught.value
+
+    reward, error = asyncio.run(run())
+    assert reward == 1.0
+    assert (error.reason, error.session_lost) == ("session_lost", True)
 
 
 # --- tools ---------------------------------------------------------------------------------------
