@@ -9,10 +9,13 @@ import logging
 import random
 import re
 import time
+from collections import defaultdict
 
 import pytest
 
 import gym_client
+import inference
+from env import Task
 from gym_client import (
     MAX_RESULT_BYTES,
     RESERVED,
@@ -23,6 +26,7 @@ from gym_client import (
     parse_verify_result,
 )
 from kit.gym.network import find_free_port
+from kit.rollout.sampling import repeat_per_group
 from tests.helpers.http import (
     ROW,
     VERIFY_ROUTES,
@@ -35,6 +39,7 @@ from tests.helpers.http import (
     verify_result,
     verify_x,
 )
+from tests.helpers.rollouts import chatml_tokenizer, context_of, one_turn_each
 
 OPEN = (200, {}, "sid=0")
 HUGE = b"1" + b"0" * 400  # a valid number of JSON, but no finite float
@@ -164,6 +169,29 @@ def test_a_row_that_is_no_row_of_gym_is_an_error_before_any_call():
     assert not server.log
 
 
+def test_a_verifier_that_compares_a_group_gets_its_members():
+    """All groups are of one row, as in two steps. genrm_compare needs their numbers."""
+    tokenizer = chatml_tokenizer()
+    server = make_server()
+    schema = {"properties": {"_ng_task_index": {}, "_ng_rollout_index": {}}}
+    body = {"content": {"application/json": {"schema": schema}}}
+    server.openapi["paths"]["/verify"] = {"post": {"requestBody": body}}
+    task = Task("x:1", ROW, "s", [{"role": "user", "content": "x"}], [1])
+
+    async def run():
+        async with Gym({"s": server.url}) as gym:
+            for step in ("1", "2"):
+                context = context_of(one_turn_each("abcd", tokenizer), tokenizer)
+                await inference.rollout(repeat_per_group([task] * 2, 2, step), {}, context, gym)
+
+    asyncio.run(run())
+    groups = defaultdict(list)
+    for path, sent, _ in server.log:
+        if path == "/verify":
+            groups[sent["_ng_task_index"]].append(sent["_ng_rollout_index"])
+    assert [sorted(members) for members in groups.values()] == [[0, 1]] * 4
+
+
 # --- closing of sessions -------------------------------------------------------------------------
 
 
@@ -288,19 +316,6 @@ def test_a_name_of_another_route_is_no_tool_even_if_a_row_lists_it():
     assert server.paths() == ["/seed_session", f"/{path}"]
 
 
-def test_a_session_in_which_a_tool_was_called_is_not_retried():
-    """A new session would not have the effect of the tool, so its reward would be wrong."""
-    server = make_server(look=[(200, {})], verify=["reset", (200, {"reward": 0.0})])
-
-    async def conversation(session):
-        await session.call_tool("look", "{}")
-        return await verify_x(session)
-
-    error = catch_error(server.url, conversation)
-    assert (error.reason, error.session_lost) == ("connect", True)
-    assert len(server.paths()) == 3
-
-
 # --- steps ---------------------------------------------------------------------------------------
 
 
@@ -369,44 +384,6 @@ def test_a_step_answer_of_another_form_is_a_failure(changes):
         assert catch_reason(run_session, server.url, step_x) == "bad_answer"
 
 
-RUN_ANSWER = {"reward": 0.5, "response": {"output": []}}
-
-
-def run_agent(url):
-    """Return the result of /run."""
-
-    async def run():
-        async with Gym({"a": url}) as gym:
-            return await gym.run("a", ROW, 60.0)
-
-    return asyncio.run(run())
-
-
-# --- redirects -----------------------------------------------------------------------------------
-
-
-def test_no_redirect_is_followed():
-    """Otherwise another host would get the row, and could send a tool output or a reward."""
-    other = ScriptedServer(look=[(200, {"found": 1})], run=[(200, RUN_ANSWER)])
-
-    def redirect(path):
-        location = f"http://user:secret@127.0.0.1:{other.server.server_port}{path}"
-        return [(307, "", "stolen=1", [("Location", location)])]
-
-    async def conversation(session):
-        with pytest.raises(GymError) as caught:
-            await session.call_tool("look", "{}")
-        assert not session.connection.cookies
-        return caught.value
-
-    server = ScriptedServer(**VERIFY_ROUTES, look=redirect("/look"))
-    error = run_session(server.url, conversation)
-    assert (error.reason, error.retryable) == ("http_307", False)
-    assert "host 127.0.0.1" in str(error) and "secret" not in str(error)
-    assert catch_reason(run_agent, ScriptedServer(run=redirect("/run")).url) == "http_307"
-    assert not other.log
-
-
 # --- sizes ---------------------------------------------------------------------------------------
 
 
@@ -430,8 +407,14 @@ def test_an_answer_may_be_as_long_as_its_request():
     assert catch_reason(verify_result, {"reward": 1.0, "said": text}) == "too_large"
     echo = ScriptedServer(**{**VERIFY_ROUTES, "verify": [(200, {"reward": 1.0, "image": text})]})
     assert run_session(echo.url, verify_x, row).reward == 1.0
-    agent = ScriptedServer(run=[(200, {**RUN_ANSWER, "said": text})])
-    assert run_agent(agent.url).result.reward == 0.5
+    output = {"reward": 0.5, "response": {"output": []}, "said": text}
+    agent = ScriptedServer(run=[(200, output)])
+
+    async def run():
+        async with Gym({"a": agent.url}) as gym:
+            return await gym.run("a", ROW, 60.0)
+
+    assert asyncio.run(run()).result.reward == 0.5
 
 
 # --- text ----------------------------------------------------------------------------------------

@@ -9,14 +9,11 @@ import pytest
 
 import env
 import inference
-from extras.judges.judge_proxy import JudgeProxy
-from extras.judges.judge_settings import Judge
 from gym_client import Gym, GymError, message_response
 from kit.gym.network import HOST, find_free_port
 from kit.gym.servers import running_servers
 from kit.rollout import openai_server
-from kit.rollout.sampling import repeat_per_group, request_group
-from tests.helpers.http import StubJudge, completion
+from kit.rollout.sampling import request_group
 from tests.helpers.recipes import GYM_PYTHON, row
 from tests.helpers.rollouts import Script, chatml_tokenizer, context_of, encode_turns
 
@@ -119,47 +116,6 @@ def test_no_sandbox_stays_open_for_sessions_that_ended_failed_or_were_canceled(s
     assert asyncio.run(run()) == (0.25, 1)
     # a crash has one retry, in a new session
     assert httpx.get(f"{sandbox_server}/sandboxes").json() == {"seeded": 4, "open": 0}
-
-
-# --- a verifier that compares a group ------------------------------------------------------------
-
-
-@pytest.fixture
-def comparing_verifier(tmp_path):
-    """The URL of genrm_compare, which waits for both responses of a group and compares them."""
-    judge = StubJudge((200, completion('{"score_1": 4, "score_2": 4, "ranking": 3}')))
-    start = {"python": str(GYM_PYTHON), "server": "genrm_compare"}
-    start["config"] = {
-        "num_rollouts_per_prompt": 2,
-        "genrm_model_server": {"type": "responses_api_models", "name": "judge_model"},
-    }
-    with JudgeProxy({"judge_model": Judge("judge_model", judge.url, "stub")}) as proxy:
-        specs = proxy.process_specs(tmp_path, str(GYM_PYTHON))
-        with running_servers({"groups": {"start": start}}, tmp_path, other_specs=specs) as urls:
-            yield urls["groups"]
-
-
-def test_a_verifier_that_compares_a_group_gets_its_members(comparing_verifier):
-    """All groups are of one row, as in two steps. Without indices the server answers 422."""
-    tokenizer = chatml_tokenizer()
-    task_row = {"responses_create_params": {"input": [{"role": "user", "content": "Say it."}]}}
-    messages, _ = env.render_row(task_row, "x:1")
-    ids = env.encode_messages(messages, [], tokenizer, "x:1")
-    task = env.Task("x:1", task_row, "groups", messages, ids)
-
-    async def run():
-        async with Gym({"groups": comparing_verifier}, attempts=1) as gym:
-            episodes = []
-            for step in ("1", "2"):
-                answers = encode_turns([f"answer {n} of {step}" for n in range(4)], tokenizer)
-                context = context_of(Script(answers), tokenizer)
-                requests = repeat_per_group([task] * 2, 2, step)
-                episodes += await inference.rollout(requests, {}, context, gym)
-            return episodes
-
-    episodes = asyncio.run(run())
-    assert [(e.status, e.error) for e in episodes] == [("ok", "")] * 8
-    assert {e.reward for e in episodes} == {4.0}
 
 
 # --- Environment Servers -------------------------------------------------------------------------
