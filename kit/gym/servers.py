@@ -12,13 +12,7 @@ package; a recipe sets only the differences (kit/gym/process_specs.py).
 A server receives its settings and the addresses of the others through its standard input. Of the
 environment variables it sees PUBLIC_VARIABLES and those that `start.env` names.
 
-To serve one resources server until Ctrl-C:
-
-    python -m kit.gym.servers NAME [--path FOLDER] [--port 8001] [--python PYTHON]
-
-To make an environment for a server with more requirements:
-
-    python -m kit.gym.servers install NAME
+The command `python -m kit.gym.servers NAME` serves one resources server until Ctrl-C.
 """
 
 from __future__ import annotations
