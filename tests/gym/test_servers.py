@@ -131,7 +131,7 @@ def test_a_process_sees_its_settings_and_no_secret_that_its_recipe_does_not_name
     seen = {}
     for path in tmp_path.glob("*.json"):
         view = json.loads(path.read_text())
-        seen[path.stem] = set(re.findall(r"[a-z]+-(?:key|token|\d)", json.dumps(view)))
+        seen[path.stem] = set(re.findall(r"[a-z]+-(?:key|token)|hidden-\d", json.dumps(view)))
     shop = {"shop-token", "sandbox-key"}
     assert seen == {
         "shop": {"shop-key"} | shop,
