@@ -15,7 +15,7 @@ from env import Json
 from kit.config.keys import to_plain
 from kit.features import Feature
 from kit.gym import process_specs
-from kit.gym.network import HOST, GymStartError
+from kit.gym.network import GymStartError
 from kit.gym.server_process import MODELS, RESOURCES, ProcessSpec, build_settings
 
 if TYPE_CHECKING:
@@ -116,7 +116,8 @@ def list_models(name: str, start: Json) -> dict[str, str]:
         return {}
     if package is None or not (package / RESOURCES / folder / "app.py").is_file():
         return {}
-    spec = ProcessSpec(name, HOST, 0, RESOURCES, folder, folder, start.get("config") or {})
+    config = start.get("config") or {}
+    spec = ProcessSpec(name, RESOURCES, folder, config, resources_server=folder)
     return find_models(build_settings(spec, package))
 
 

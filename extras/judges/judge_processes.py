@@ -37,16 +37,15 @@ def model_server_spec(judge: Judge, base_url: str, api_key: str, python: str) ->
         f"{prefix}api_key": api_key,
         f"{prefix}model": judge.model,
     }
-    if judge.server in ("vllm_model", "genrm_model"):
+    if judge.server == "vllm_model":
         settings |= {"return_token_id_information": False, "uses_reasoning_parser": False}
     return ProcessSpec(
         judge.name,
-        network.HOST,
-        network.find_free_port(),
         MODELS,
         judge.server,
-        overrides=settings | judge.config,
-        config_key=f"gym.judges.{judge.name}.config",
+        settings | judge.config,
+        f"gym.judges.{judge.name}.config",
+        port=network.find_free_port(),
         python=str(Path(python).absolute()),
     )
 
@@ -75,8 +74,7 @@ def vllm_process_spec(judge: Judge) -> ProcessSpec:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     return ProcessSpec(
         f"{judge.name}_vllm",
-        network.HOST,
-        port or 0,
+        port=port or 0,
         command=command + _format_options(options | start.args),
         env=env,
         visible_variables=[name for name in os.environ if VLLM_VARIABLES.fullmatch(name)],

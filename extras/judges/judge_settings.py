@@ -114,7 +114,7 @@ class Entry(Section):
     timeout_s: PositiveFloat | None = None
     attempts: PositiveInt | None = None
     concurrency: PositiveInt | None = None
-    server: Literal["vllm_model", "openai_model", "inference_provider", "genrm_model"] | None = None
+    server: Literal["vllm_model", "openai_model", "inference_provider"] | None = None
     config: Json | None = None
 
     @field_validator("api_key_env")

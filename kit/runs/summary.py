@@ -13,9 +13,9 @@ from kit.config.load import FSDP
 from kit.config.neutral_sampling import find_distortions
 from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
+from kit.config.resources import cores
 from kit.config.training_effect import warn_of_lost_updates
 from kit.data.ground_truths import find_marks, is_missing
-from kit.gym.python_verifiers.settings import count_processes
 from kit.rollout import template_trial
 from kit.rollout.chat_template import TURNS, ChatTemplate, RenderError, find_opening
 from kit.rollout.inputs import RunInputs
@@ -126,8 +126,8 @@ def describe_verifiers(recipe: Recipe, inputs: RunInputs) -> list[str]:
         names = ", ".join(map(str, inputs.verifiers.specs.values()))
         pool = recipe.env.verifier_pool
         lines.append(
-            f"verifier    {names}: {count_processes(pool)} processes, {pool.timeout_s:g} s a call, "
-            f"{pool.memory_gb:g} GiB each"
+            f"verifier    {names}: {pool.processes or cores()} processes, "
+            f"{pool.timeout_s:g} s a call, {pool.memory_gb:g} GiB each"
         )
         lines += [f"            {line}" for line in inputs.trials]
     else:

@@ -228,11 +228,6 @@ def test_a_server_needs_two_routes_and_neither_a_description_nor_a_scheme(
     assert server.paths()[:2] == ["/seed_session", "/verify"]
 
 
-def test_a_head_server_at_an_ipv6_address_lists_servers_there():
-    address = {"host": "localhost", "port": 8001}
-    assert network.public_url(address, "http://[::1]:11000") == "http://[::1]:8001"
-
-
 def test_a_public_policy_endpoint_needs_a_key(workspace, monkeypatch):
     monkeypatch.delenv("POLICY_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="environment variable POLICY_API_KEY"):

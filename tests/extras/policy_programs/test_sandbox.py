@@ -25,7 +25,7 @@ from tests.helpers.verifiers import (
 
 @pytest.fixture
 def build_router(tmp_path, monkeypatch):
-    """A function that makes a router: build_router("my.py:flood"). The logs are in tmp_path."""
+    """A function that makes a router: build_router("my.py:look_around")."""
     enter_hostile_folder(tmp_path, monkeypatch)
     return functools.partial(make_router, tmp_path, timeout_s=60.0, memory_gb=2.0)
 
