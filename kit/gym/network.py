@@ -47,6 +47,7 @@ def fetch(
     method: str = "GET",
     timeout_s: float = CHECK_TIMEOUT_S,
     use_proxy: bool = False,
+    max_bytes: int = MAX_BODY_BYTES,
     **request: Any,  # as for httpx
 ) -> httpx.Response:
     """Send one request and read the whole answer, within a timeout and a size limit.
@@ -62,10 +63,10 @@ def fetch(
             httpx.Client(timeout=timeout_s, trust_env=use_proxy) as http,
             http.stream(method, url, headers=headers, **request) as answer,
         ):
-            body = read_body(answer, end)
+            body = read_body(answer, end, max_bytes)
     except httpx.TimeoutException:
         raise FetchError(
-            f"no complete answer of at most {MAX_BODY_BYTES:,} bytes within {timeout_s:.1f} s"
+            f"no complete answer of at most {max_bytes:,} bytes within {timeout_s:.1f} s"
         ) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise FetchError(f"{type(error).__name__}: {error}") from None
@@ -75,12 +76,12 @@ def fetch(
     return httpx.Response(answer.status_code, content=body)
 
 
-def read_body(answer: httpx.Response, end: float) -> bytes:
+def read_body(answer: httpx.Response, end: float, max_bytes: int) -> bytes:
     """Read a body until `end`, of time.monotonic(). The timeout of httpx is that of each part."""
     body = bytearray()
     for part in answer.iter_raw():
         body += part
-        if len(body) > MAX_BODY_BYTES or time.monotonic() > end:
+        if len(body) > max_bytes or time.monotonic() > end:
             raise httpx.ReadTimeout("a long or slow body")
     return bytes(body)
 
