@@ -53,13 +53,9 @@ def divide_up(number: int, divisor: int) -> int:
 
 
 class WorkerResult(NamedTuple):
-    """The episodes of one call, and the worker's metrics after it.
-
-    greedy: with `baselines`, the greedy episodes, which only count as ended.
-    """
+    """The episodes of one call, and the worker's metrics after it."""
 
     episodes: list[Episode]
-    greedy: list[Episode]
     metrics: dict[str, float]
 
 
@@ -95,18 +91,11 @@ class RolloutWorker:
         """
         rollout = inference.rollout_with_baselines if baselines else inference.rollout
         verifiers: Any = self.verifiers
-        ended: list[Episode] = []
-
-        def on_done(_index: int, episode: Episode) -> None:
-            ended.append(episode)
-
         try:
-            episodes = await rollout(requests, sampling, self.context, verifiers, on_done)
+            episodes = await rollout(requests, sampling, self.context, verifiers)
         except GymError as error:
             raise RunError(str(error)) from None
-        returned = {id(episode) for episode in episodes}
-        greedy = [episode for episode in ended if id(episode) not in returned]
-        return WorkerResult(episodes, greedy, self.limits.metrics())
+        return WorkerResult(episodes, self.limits.metrics())
 
     async def set_policy_version(self, step: int) -> None:
         """Record that the vLLM servers have the weights of a step."""
@@ -166,26 +155,25 @@ class RolloutWorkers:
     ) -> list[Episode]:
         """Run episodes as inference.rollout does, or with `baselines` rollout_with_baselines.
 
-        When the last episode of a group ends, `on_done` is called for each episode of the group,
-        also for a greedy one, with the number of the group as index.
+        When the last episode of a group ends, `on_done` is called for each of them, and with
+        `baselines` once more, since the greedy episode counts, too.
         """
         group_indices: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             group_indices.setdefault(request.id.group_id, []).append(index)
         episodes: list[Any] = [None] * len(requests)
 
-        async def run_group(worker: Any, number: int, indices: list[int]) -> None:
+        async def run_group(worker: Any, indices: list[int]) -> None:
             group = [requests[index] for index in indices]
             result = await self._call(worker, group, sampling, baselines)
             for index, episode in zip(indices, result.episodes, strict=True):
                 episodes[index] = episode
                 on_done(index, episode)
-            for episode in result.greedy:
-                on_done(number, episode)
+            if baselines:
+                on_done(indices[0], result.episodes[0])
 
         workers = itertools.cycle(self.workers)
-        groups = enumerate(group_indices.values())
-        calls = [run_group(next(workers), number, indices) for number, indices in groups]
+        calls = [run_group(next(workers), indices) for indices in group_indices.values()]
         await asyncio.gather(*calls)
         return episodes
 

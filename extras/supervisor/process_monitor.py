@@ -172,25 +172,13 @@ def remove_leftovers(started_at: float) -> None:
 
 
 def list_used_inodes() -> set[int]:
-    """Return the inodes in /dev/shm that any process has mapped or open.
+    """Return the inodes in /dev/shm that any process has mapped.
 
     Names would not identify them: glibc maps a semaphore before it gives it the final name.
     """
     inodes: set[int] = set()
-    for process in Path("/proc").glob("[0-9]*"):
+    for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
-            maps = (process / "maps").read_text().splitlines()
-            inodes |= {int(line.split()[4]) for line in maps if "/dev/shm/" in line}
-            inodes |= _list_open_inodes(process / "fd")
-    return inodes
-
-
-def _list_open_inodes(descriptors: Path) -> set[int]:
-    """Return the inodes in /dev/shm that a process has open. descriptors: /proc/PID/fd."""
-    inodes = set()
-    for link in os.listdir(descriptors):
-        path = descriptors / link
-        with contextlib.suppress(OSError):  # it has just been closed
-            if os.readlink(path).startswith("/dev/shm/"):
-                inodes.add(path.stat().st_ino)
+            lines = maps.read_text().splitlines()
+            inodes |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
     return inodes
