@@ -144,14 +144,6 @@ def call_attention(query, key, value, positions, **options):
     )
 
 
-def test_a_batch_that_is_not_one_packed_row_is_refused(attend):
-    with pytest.raises(ValueError, match="one row, not 2"):
-        call_attention(*make_inputs(2))
-    for positions in (None, torch.zeros(3, 1, 6), torch.zeros(1, 5)):
-        with pytest.raises(ValueError, match="packed micro-batches with position ids"):
-            call_attention(*make_inputs()[:3], positions)
-
-
 @pytest.mark.parametrize(
     ("options", "feature"),
     [
@@ -167,13 +159,6 @@ def test_features_that_are_missing_are_refused(attend, options, feature):
     with pytest.raises(NotImplementedError, match="values that are not as wide as keys"):
         call_attention(*make_inputs(value_width=4))
     assert not attend
-
-
-def test_options_without_effect_are_accepted(attend):
-    output, weights = call_attention(
-        *make_inputs(), sliding_window=6, softcap=None, s_aux=None, dropout=0.0, scaling=0.3
-    )
-    assert output.shape == (1, 6, 4, 8) and output.dtype == torch.bfloat16 and weights is None
 
 
 def test_a_vision_tower_uses_sdpa(attend):
