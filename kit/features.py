@@ -92,10 +92,7 @@ class Feature:
         """Start processes that the Gym servers need, or plan those to start with them."""
 
     def before_ray(self, launch: Launch) -> None:
-        """Start processes, or set values, that Ray needs.
-
-        Add to launch.on_ray what has to wait until Ray runs.
-        """
+        """Start processes that Ray needs. Add what has to wait for Ray to launch.on_ray."""
 
     def make_loop(self) -> EventLoop | None:
         """Return an event loop to use in place of make_runner's."""
@@ -121,10 +118,7 @@ class Feature:
     # --- while it runs ---
 
     async def after_episode(self, episode: Episode, gym: Gym) -> None:
-        """Look at a verified episode, and maybe add to its `measures`. Must not raise.
-
-        It may run in another process than the driver.
-        """
+        """Look at a verified episode, in any process, and maybe add to its `measures`."""
 
     def sandbox_command(self, command: Sequence[str], readable: Sequence[Path]) -> list[str] | None:
         """Return the command line that runs a verifier process in a sandbox.

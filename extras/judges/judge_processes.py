@@ -65,6 +65,8 @@ def vllm_process_spec(judge: Judge) -> ProcessSpec:
         "allowed_origins": "[]",
         "middleware": "kit.rollout.vllm_routes.JudgeRoutes",
     }
+    if judge.cpu_dtype:
+        options |= {"dtype": judge.cpu_dtype, "enforce_eager": True, "kv_cache_memory_bytes": 2**30}
     # PYTHONPATH: for the middleware
     env = {"VLLM_API_KEY": judge.key, "PYTHONPATH": str(ROOT)}
     if start.gpus:

@@ -24,9 +24,10 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
@@ -45,6 +46,7 @@ ROUTES = ("chat/completions", "responses")
 MESSAGE_FIELDS = ("role", "content", "refusal", "tool_calls")
 FIRST_RETRY_DELAY_S = 0.5  # doubled for each further retry
 MAX_REQUEST_BYTES = 2**28
+LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")  # reached without the environment's proxy
 MAX_QUOTE = 200  # characters of a judge's reply in an error
 logger = logging.getLogger(__name__)
 
@@ -204,11 +206,7 @@ class JudgeProxy:
         self._thread.join()
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call, as judge/<name>/<metric>.
-
-        The metrics: asked (number of requests), prompt_tokens, completion_tokens, retries and
-        failed/<reason>.
-        """
+        """Return the metrics since the last call, as judge/<name>/<metric>."""
         with self._counts_lock:
             metrics = {name: float(count) for name, count in self._counts.items()}
             self._counts.clear()
@@ -232,43 +230,37 @@ class JudgeProxy:
     async def _serve(self) -> None:
         """Serve until `__exit__`."""
         self._stop = asyncio.Event()
-        try:
-            async with self._listen():
-                self._started.set_result(asyncio.get_running_loop())
-                await self._stop.wait()
-        except OSError as error:  # the port is taken
-            self._started.set_exception(error)
-
-    @contextlib.asynccontextmanager
-    async def _listen(self) -> AsyncGenerator[None, None]:
-        """Open a client session for each judge, and listen on the port, until exit."""
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post("/{name}/v1/{route:.*}", self._handle)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         async with contextlib.AsyncExitStack() as stack:
             for name, judge in self.judges.items():
                 # no limits here: query_judge has a timeout, and the slots limit requests
                 session = aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=0),
                     timeout=aiohttp.ClientTimeout(total=None),
-                    trust_env=not judge.is_local,
+                    trust_env=urlsplit(judge.url).hostname not in LOCAL_HOSTS,
                 )
                 self._sessions[name] = await stack.enter_async_context(session)
                 self._slots[name] = asyncio.Semaphore(judge.settings.concurrency)
-            runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
-            await web.TCPSite(runner, network.HOST, self.port).start()
-            yield
+            try:
+                await web.TCPSite(runner, network.HOST, self.port).start()
+            except OSError as error:  # the port is taken
+                self._started.set_exception(error)
+                return
+            self._started.set_result(asyncio.get_running_loop())
+            await self._stop.wait()
 
     async def _handle(self, request: web.Request) -> web.Response:
         """Respond to one request of a model server."""
         name = request.match_info["name"]
         route = request.match_info["route"]
         if request.headers.get("Authorization") != f"Bearer {self.key}":
-            return web.json_response({"error": {"message": "wrong or missing key"}}, status=401)
+            raise web.HTTPUnauthorized
         if name not in self.judges or route not in ROUTES:
-            message = f"no such route: {request.path}"
-            return web.json_response({"error": {"message": message}}, status=404)
+            raise web.HTTPNotFound
         async with self._slots[name]:
             return await self._forward(self.judges[name], route, await request.json())
 

@@ -16,7 +16,6 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -38,23 +37,13 @@ PAGE = 'See docs/guides/judges.md, "Configure judges".'
 DEFAULT_TIMEOUT_SHARE = 0.8  # of gym.timeout_s, for a judge without timeout_s
 
 
-class Section(BaseModel):
-    """A section of a recipe. A key without a value has its default."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def drop_nulls(cls, values: object) -> object:
-        """Return the keys that have a value."""
-        if not isinstance(values, dict):
-            return values
-        return {key: value for key, value in values.items() if value is not None}
+SECTION = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
 
 
-class Start(Section):
+class Start(BaseModel):
     """A vLLM server that the run starts."""
 
+    model_config = SECTION
     model: str
     gpus: list[str] = []
     args: Json = {}  # of `vllm serve`
@@ -69,9 +58,10 @@ class Start(Section):
         return model
 
 
-class Entry(Section):
+class Entry(BaseModel):
     """An entry of gym.judges."""
 
+    model_config = SECTION
     base_url: str | None = Field(None, pattern="^https?://")
     model: str | None = None
     api_key_env: str | None = None
@@ -113,11 +103,7 @@ class Judge:
     key: str = field(repr=False)
     timeout_s: float
     settings: Entry
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the endpoint is on this machine, where the environment's proxy is not used."""
-        return urlsplit(self.url).hostname in ("127.0.0.1", "::1", "localhost")
+    cpu_dtype: str = ""  # of a vLLM that this run starts on a CPU
 
     def redact(self, text: str) -> str:
         """Replace the key in `text`: an error of the provider may quote it."""
@@ -157,7 +143,7 @@ def build_judges(
     """Return {name: Judge} for gym.judges, which must have passed `find_problems`.
 
     timeout_s: gym.timeout_s. policy: {base_url, api_key, model} of this run's policy endpoint.
-    cpu_dtype: dtype of a started vLLM on a CPU; "" if it has GPUs.
+    cpu_dtype: dtype of a vLLM that this run starts on a CPU, "" if it has GPUs.
     """
     judges = {}
     for name, spec in specs.items():
@@ -172,18 +158,8 @@ def build_judges(
             key = os.environ[entry.api_key_env]
         url = str(entry.base_url).rstrip("/")
         if entry.start:
-            entry = set_cpu_arguments(entry, entry.start, cpu_dtype)
             key = secrets.token_hex(16)
             url = f"http://{network.HOST}:{network.find_free_port()}/v1"
         limit_s = entry.timeout_s or DEFAULT_TIMEOUT_SHARE * timeout_s
-        judges[name] = Judge(name, url, entry.model or name, key, limit_s, entry)
+        judges[name] = Judge(name, url, entry.model or name, key, limit_s, entry, cpu_dtype)
     return judges
-
-
-def set_cpu_arguments(entry: Entry, start: Start, dtype: str) -> Entry:
-    """Return an entry whose vLLM has small defaults on a CPU. dtype: empty if it has GPUs."""
-    if not dtype:
-        return entry
-    defaults = {"dtype": dtype, "enforce_eager": True, "kv_cache_memory_bytes": 2**30}
-    start = start.model_copy(update={"args": defaults | start.args})
-    return entry.model_copy(update={"start": start})

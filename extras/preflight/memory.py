@@ -33,7 +33,7 @@ ASSUMED_GPU_BYTES = 80 * GIB  # if this node has no GPU
 # A recipe is refused if a stage needs more than this times the GPU's memory. Below it, the error of
 # the estimate may be larger than the shortage.
 REFUSED_FROM = 1.15
-OVERRIDE = "To start in spite of this estimate, set trainer.allow_memory_over_estimate=true. "
+OVERRIDE = "To start in spite of this estimate, set trainer.allow_memory_over_estimate=true."
 # Runtime overhead: Python, torch, Ray, verl and vLLM. For a CPU it is the part of the demo's memory
 # that the estimate does not explain (docs/performance.md). For a GPU it is what nvidia-smi showed
 # on the H100 during an update, minus what the trainer's allocator had reserved.
@@ -62,13 +62,6 @@ Bytes = dict[str, float]  # {part: bytes}
 # --- sizes of a model ----------------------------------------------------------------------------
 
 
-class ParameterCount(NamedTuple):
-    """The number of parameters."""
-
-    model: int
-    layer: int
-
-
 def head_widths(text_config: PretrainedConfig) -> tuple[int, int]:
     """The widths of queries and keys of a text model."""
     heads = text_config.num_attention_heads
@@ -82,13 +75,17 @@ def layer_outputs(text_config: PretrainedConfig) -> int:
     return 2 * sum(head_widths(text_config)) + 3 * text_config.intermediate_size
 
 
-def count_parameters(text_config: PretrainedConfig) -> ParameterCount:
-    """The parameters of a model and of one of its layers."""
-    hidden = text_config.hidden_size
-    layer = hidden * (layer_outputs(text_config) + 2)
+def count_layer(text_config: PretrainedConfig) -> int:
+    """The parameters of one layer."""
+    return int(text_config.hidden_size * (layer_outputs(text_config) + 2))
+
+
+def count_parameters(text_config: PretrainedConfig) -> int:
+    """The parameters of a model."""
     embeddings = 1 if getattr(text_config, "tie_word_embeddings", False) else 2
-    outside = (embeddings * text_config.vocab_size + 1) * hidden  # the embeddings and the last norm
-    return ParameterCount(text_config.num_hidden_layers * layer + outside, layer)
+    # the embeddings and the last norm
+    outside = (embeddings * text_config.vocab_size + 1) * text_config.hidden_size
+    return int(text_config.num_hidden_layers * count_layer(text_config) + outside)
 
 
 def activation_bytes(text_config: PretrainedConfig, itemsize: int) -> int:
@@ -127,7 +124,7 @@ def estimate_states(
 
     Weights and moments are in engine.model_dtype. An adapter is assumed to be on all linear layers.
     """
-    count = count_parameters(text_config).model
+    count = count_parameters(text_config)
     trained = count
     if model.lora_rank:
         widths = 7 * text_config.hidden_size + layer_outputs(text_config)
@@ -162,16 +159,15 @@ def estimate_pass(
     """
     engine = section.get("fsdp_config") or section.fsdp
     tokens = section.ppo_max_token_len_per_gpu
-    count = count_parameters(text_config)
     width = itemsize((engine.get("mixed_precision") or {}).get("param_dtype"))
     layers = text_config.num_hidden_layers
     activations = layers * activation_bytes(text_config, width)
     if model.enable_gradient_checkpointing:
         inputs = width * text_config.hidden_size * layers
         activations = inputs + activation_bytes(text_config, width)
-    gathered = count.model
+    gathered = count_parameters(text_config)
     if engine.reshard_after_forward:
-        gathered -= (layers - 2) * count.layer
+        gathered -= (layers - 2) * count_layer(text_config)
     parts = {"all-gathered": float(width * gathered), "activations": float(tokens * activations)}
     if section is recipe.actor and not recipe.model.use_fused_kernels:
         parts["logits"] = 3 * tokens * width * text_config.vocab_size
@@ -183,7 +179,7 @@ def estimate_rollout_engine(
 ) -> Bytes:
     """The memory of the rollout engine while it samples."""
     rollout = recipe.rollout
-    weights = itemsize(rollout.dtype) * count_parameters(text_config).model
+    weights = itemsize(rollout.dtype) * count_parameters(text_config)
     weights /= rollout.tensor_model_parallel_size
     workspace = 0.0 if recipe.trainer.device == "cpu" else VLLM_WORKSPACE
     cache = OmegaConf.select(rollout, "engine_kwargs.vllm.kv_cache_memory_bytes")
@@ -330,16 +326,14 @@ def find_excess(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
     """
     is_allowed = recipe.kit.allow_memory_over_estimate or recipe.trainer.device == "cpu"
     if not is_allowed and not find_device(recipe).note:
-        yield from find_large_stages(recipe, text_config, REFUSED_FROM, OVERRIDE)
+        for problem in find_large_stages(recipe, text_config, REFUSED_FROM):
+            yield f"{problem} {OVERRIDE}"
 
 
 def find_large_stages(
-    recipe: Recipe, text_config: PretrainedConfig, factor: float = 1.0, override: str = ""
+    recipe: Recipe, text_config: PretrainedConfig, factor: float = 1.0
 ) -> Iterator[str]:
-    """Each stage that needs more than `factor` times the device's memory, and the key to change.
-
-    override: a sentence for the message.
-    """
+    """Each stage that needs more than `factor` times the device's memory, and the key to change."""
     if find_obstacle(recipe, text_config):
         return
     device = find_device(recipe)
@@ -348,7 +342,7 @@ def find_large_stages(
         if needed > factor * device.size:
             yield (
                 f"{stage} needs {needed / GIB:.1f} GiB, {describe_device(recipe, device)}. Lower "
-                f"{KEYS[stage]}, or raise trainer.n_gpus_per_node. {override}{PAGE}"
+                f"{KEYS[stage]}, or raise trainer.n_gpus_per_node. {PAGE}"
             )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from omegaconf import OmegaConf
 
 import env
 import training
@@ -201,33 +200,20 @@ def test_text_of_the_environment_is_encoded_for_the_model(processor):
 
 
 def test_options_that_do_not_work_with_images_are_refused(processor):
-    task = env.Task(
-        "", {}, "s", [{"role": "user", "content": [{"type": "image", "image": "x"}]}], [1]
-    )
-    settings = {
-        "actor_rollout_ref": {
-            "rollout": {"name": "hf", "limit_images": None, "engine_kwargs": {"vllm": {}}},
-            "model": {"lora_rank": 8},
-            "actor": {
-                "ulysses_sequence_parallel_size": 1,
-                "policy_loss": {"loss_mode": "vanilla"},
-            },
-        },
-        "gym": {"servers": {"s": {"start": {"agent": "simple_agent"}}}},
-        "trainer": {"device": "cpu", "n_gpus_per_node": 1, "nnodes": 1, "resource_pools": {}},
-        "model_engine": "dp",
-    }
-    config = OmegaConf.create(settings)
+    message = {"role": "user", "content": [{"type": "image", "image": "x"}]}
+    task = env.Task("", {}, "s", [message], [1])
+    agent = "gym.servers={s: {start: {agent: simple_agent}}}"
+    lora = "actor_rollout_ref.model.lora_rank=8"
+    config, _ = load_config([], ["actor_rollout_ref.rollout.name=hf", lora, agent])
     with pytest.raises(
         ConfigError, match=r"do not work with .*rollout\.name=hf; .*lora_rank; an agent server"
     ):
         processor.check(config, [task], "evaluate")
-    config.actor_rollout_ref.rollout.name = "vllm"
-    config.actor_rollout_ref.model.lora_rank = 0
-    config.gym.servers.s.start.agent = None
+    config, _ = load_config([], [])
     processor.check(config, [task], "evaluate")
     assert config.actor_rollout_ref.rollout.limit_images == 1
-    config.actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config = {"method": "ngram"}
+    drafts = "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={method: ngram}"
+    config, _ = load_config([], [drafts])
     with pytest.raises(ConfigError, match="speculative_config: vLLM cannot ban tokens with it"):
         processor.check(config, [], "evaluate")
 
@@ -318,8 +304,9 @@ def test_sft_of_a_model_that_reads_images_is_refused(workspace, vision_model):
         sft.prepare(config, defaults)
 
 
-def run_colors(workspace, vision_model, steps: int) -> list[float]:
-    """Train a model to name the color of an image. Return the accuracy of each evaluation.
+@pytest.mark.soak
+def test_a_model_learns_to_name_a_color(workspace, vision_model):
+    """All texts are equal, so only the image helps. A constant answer is right in half of them.
 
     Rows of Gym's circle_click are in the same batches, and the model never calls their tool. Both
     rollout engine and trainer ban the token <image>, so their probabilities agree.
@@ -339,7 +326,7 @@ def run_colors(workspace, vision_model, steps: int) -> list[float]:
         "data.max_response_length=1",
         "actor_rollout_ref.actor.optim.lr=0.003",
         "trainer.experiment_name=colors",
-        f"trainer.total_training_steps={steps}",
+        "trainer.total_training_steps=34",
     ]
     done = run(command(workspace, *tiny(workspace, *changes)), workspace, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -347,7 +334,7 @@ def run_colors(workspace, vision_model, steps: int) -> list[float]:
     trained = [m for m in metrics_of(folder) if "actor/grad_norm" in m]
     print("rewards", [round(m["reward/reasoning_gym/mean"], 2) for m in trained])
     print("largest difference", max(m["training/rollout_probs_diff_max"] for m in trained))
-    assert len(trained) == steps
+    assert len(trained) == 34
     # If all eight groups of a step have equal rewards, there is no gradient.
     with_signal = [m for m in trained if m["rollout/zero_variance_groups"] < 8]
     assert with_signal and all(m["actor/grad_norm"] > 0 for m in with_signal)
@@ -358,11 +345,5 @@ def run_colors(workspace, vision_model, steps: int) -> list[float]:
     assert max(map(len, lines)) < 20_000
     assert (folder / "export" / "processor_config.json").is_file()
     key = "val-core/reasoning_gym/acc/mean@1"
-    return [m[key] for m in metrics_of(folder) if key in m]
-
-
-@pytest.mark.soak
-def test_a_model_learns_to_name_a_color(workspace, vision_model):
-    """All texts are equal, so only the image helps. A constant answer is right in half of them."""
-    held_out = run_colors(workspace, vision_model, steps=34)
+    held_out = [m[key] for m in metrics_of(folder) if key in m]
     assert held_out[0] <= 0.5 < held_out[-1]

@@ -118,16 +118,6 @@ def test_a_packed_row_gives_what_each_sequence_gives_alone(attend, case, is_chec
     assert len({id(packing) for _, packing in attend}) == 1
 
 
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12))
-@settings(max_examples=50, deadline=None)
-def test_sequences_begin_where_positions_begin_again(lengths):
-    _, positions = make_rows(lengths)
-    packing = substitute.find_sequences(positions)
-    assert packing.offsets.tolist() == [0, *itertools.accumulate(lengths)]
-    assert packing.offsets.dtype == torch.int32 and packing.max_length == max(lengths)
-    assert substitute.find_sequences(positions) is packing
-
-
 def make_inputs(rows=1, tokens=6, width=8, value_width=8):
     """Make query [B, 4, T, D], key and value [B, 2, T, D], and positions [B, T]."""
     query = torch.randn(rows, 4, tokens, width)

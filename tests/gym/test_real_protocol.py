@@ -11,7 +11,7 @@ import pytest
 import env
 import inference
 from extras.judges.judge_proxy import JudgeProxy
-from extras.judges.judge_settings import Judge
+from extras.judges.judge_settings import build_judges
 from gym_client import Gym, GymError, message_response
 from kit.gym.network import HOST, find_free_port
 from kit.gym.servers import GymServers, running_servers
@@ -180,7 +180,8 @@ def comparing_verifier(tmp_path):
         "num_rollouts_per_prompt": 2,
         "genrm_model_server": {"type": "responses_api_models", "name": "judge_model"},
     }
-    with JudgeProxy({"judge_model": Judge("judge_model", judge.url, "stub")}) as proxy:
+    judges = build_judges({"judge_model": {"base_url": judge.url, "model": "stub"}}, 60.0)
+    with JudgeProxy(judges) as proxy:
         specs = proxy.process_specs(tmp_path, str(GYM_PYTHON))
         with running_servers({"groups": {"start": start}}, tmp_path, other_specs=specs) as urls:
             yield urls["groups"]
