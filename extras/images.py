@@ -305,7 +305,7 @@ def folder_of(where: str) -> Path:
     return Path(where.rpartition(":")[0]).parent
 
 
-@functools.lru_cache(maxsize=16)  # the responses to a prompt share its images
+@functools.lru_cache(maxsize=4)  # the responses to a prompt share its images
 def decode(raw: bytes) -> Any:
     """The image in RGB. Raises the errors of PIL, which also refuses over 179 million pixels."""
     from PIL import Image

@@ -55,7 +55,7 @@ def check_model(config: DictConfig, hf_config: PretrainedConfig, command: str) -
     is_packed = config.actor_rollout_ref.model.use_remove_padding
     has_package = is_installed(PACKAGE) or not trains_here(config, command)
     needs = {}
-    if size > 1 and lacks_flash_attention(config, command):
+    if lacks_flash_attention(config, command) and size > 1:  # with FSDP, so that it is set
         needs[f"{key}={size}"] = f"set {key}=1"
     if kind in CALLS_FLASH_ATTENTION and is_packed and not has_package:
         needs[f"the model type {kind}"] = "use another model"

@@ -41,14 +41,9 @@ OVERHEAD = {"cpu": 6 * GIB, "cuda": 2.3 * GIB}
 NCCL_BUFFERS = 2 * GIB  # with several GPUs, in each process: a guess, not measured
 # vLLM takes activations, graphs and libraries from its fraction of the GPU (0.7 and 0.9 GiB there).
 VLLM_WORKSPACE = 0.8 * GIB
-NEEDED_FIELDS = (  # of the Hugging Face configuration
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-)
-# {stage: the key to lower if it does not fit}, in the order in which they are printed
+# of the Hugging Face configuration
+NEEDED_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# {stage: the key to lower if it does not fit}
 KEYS = {
     "generate": f"{ROLLOUT}.gpu_memory_utilization (on a CPU "
     "engine_kwargs.vllm.kv_cache_memory_bytes)",
@@ -219,13 +214,10 @@ def estimate_stages(
     overhead = OVERHEAD["cpu"] if is_cpu else OVERHEAD["cuda"]
     if recipe.all_gpus > 1 and not is_cpu:
         overhead += NCCL_BUFFERS
-    sampler = estimate_rollout_engine(recipe, text_config, device_bytes)
-    stages = {"generate": sampler}
+    stages = {"generate": estimate_rollout_engine(recipe, text_config, device_bytes)}
     if recipe.trains:
-        stages = estimate_training(recipe, text_config, sampler)
-    return {
-        stage: stages[stage] | {"runtime overhead": overhead} for stage in KEYS if stage in stages
-    }
+        stages = estimate_training(recipe, text_config, stages["generate"])
+    return {stage: parts | {"runtime overhead": overhead} for stage, parts in stages.items()}
 
 
 def estimate_training(
@@ -288,7 +280,7 @@ def find_obstacle(recipe: Recipe, text_config: PretrainedConfig) -> str:
     """The reason why no estimate is possible. Empty if one is possible."""
     missing = [name for name in NEEDED_FIELDS if not getattr(text_config, name, None)]
     if missing:
-        return f"the model's recipe has no {', '.join(missing)}"
+        return f"the model's configuration has no {', '.join(missing)}"
     if expert_count(text_config):
         return "the model is a mixture of experts"
     if recipe.verl.model_engine != FSDP:
