@@ -41,17 +41,15 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessMonitor:
-    """Use as `with ProcessMonitor(logs, checkpoints, report)` around ray.init and ray.shutdown.
+    """Use as `with ProcessMonitor(logs, report)` around ray.init and ray.shutdown.
 
     Call `stop_watching` before ray.shutdown.
 
-    checkpoints: the run's folder of checkpoints.
     report: called once, from the thread, with a message about a lost process.
     """
 
-    def __init__(self, logs: Path, checkpoints: Path, report: Callable[[str], None]):
+    def __init__(self, logs: Path, report: Callable[[str], None]):
         self.logs = logs
-        self.checkpoints = checkpoints
         self.report = report
         self.started_at = time.time()  # wall clock, like file times
         self.excluded: set[int] = set()  # processes of trackers, which end after the run
@@ -68,7 +66,7 @@ class ProcessMonitor:
     def __enter__(self) -> ProcessMonitor:
         script = str(Path(__file__).with_name("reaper.py"))
         self.reaper = subprocess.Popen(
-            [sys.executable, "-P", script, str(os.getpid()), str(self.checkpoints)],
+            [sys.executable, "-P", script, str(os.getpid())],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )

@@ -236,27 +236,19 @@ def qwen(workspace) -> Path:
     tokenizer.chat_template = IMAGE_CHAT_TEMPLATE.replace(
         "<image>", "<|vision_start|><|image_pad|><|vision_end|>"
     )
-    text: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-    }
-    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8192}
+    text: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 64, "num_hidden_layers": 2}
+    text |= {"intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    text |= {"max_position_embeddings": 8192}
     text |= {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "depth": 2,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-    }
-    ids: dict[str, Any] = {
-        "image_token_id": pad,
-        "vision_start_token_id": start,
-        "vision_end_token_id": end,
-    }
-    Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids).save_pretrained(folder)
+    vision = {"hidden_size": 32, "intermediate_size": 64, "depth": 2, "num_heads": 2}
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision | {"out_hidden_size": 64},
+        image_token_id=pad,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+    )
+    config.save_pretrained(folder)
     Qwen2VLImageProcessorPil().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -204,12 +204,9 @@ def test_the_children_of_a_program_end_with_its_call(build_router):
 
 def test_memory_that_a_program_maps_counts_for_its_limit(build_router):
     program = fence(MAP_MEMORY)
-    assert list_rewards(play(build_router("verl", memory_gb=1.0), program, row=PROGRAM_ROW)) == [
-        0.0
-    ]
-    assert list_rewards(play(build_router("verl", memory_gb=6.0), program, row=PROGRAM_ROW)) == [
-        1.0
-    ]
+    for memory_gb, reward in ((1.0, 0.0), (6.0, 1.0)):
+        router = build_router("verl", memory_gb=memory_gb)
+        assert list_rewards(play(router, program, row=PROGRAM_ROW)) == [reward]
 
 
 # --- programs that raise or exit -----------------------------------------------------------------

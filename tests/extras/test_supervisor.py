@@ -71,7 +71,7 @@ def test_the_monitor_names_a_dead_engine_and_ends_its_processes(tmp_path):
     problems: list[str] = []
     with contextlib.ExitStack() as stack:
         temporary = Path(stack.enter_context(isolation.use_own_tmpdir()))
-        monitor = stack.enter_context(ProcessMonitor(tmp_path, tmp_path, problems.append))
+        monitor = stack.enter_context(ProcessMonitor(tmp_path, problems.append))
         monitor.register_folder(str(temporary))
         engine = start_engine()
         (tmp_path / "ray").mkdir()
@@ -98,7 +98,7 @@ from extras.supervisor.process_monitor import ProcessMonitor
 from kit.runs import isolation
 from tests.helpers.recipes import CLEAN_ENV, ROOT
 
-monitor = ProcessMonitor(Path("."), Path("checkpoints"), print)
+monitor = ProcessMonitor(Path("."), print)
 with isolation.use_own_tmpdir() as folder, monitor:
     monitor.register_folder(folder)
     worker = subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -111,8 +111,6 @@ with isolation.use_own_tmpdir() as folder, monitor:
 
 @pytest.mark.parametrize("victim", ["driver", "nobody"])
 def test_the_death_of_the_driver_is_reported_and_everything_is_cleaned_up(tmp_path, victim):
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7")
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER],
         cwd=tmp_path,
@@ -129,14 +127,11 @@ def test_the_death_of_the_driver_is_reported_and_everything_is_cleaned_up(tmp_pa
     else:
         driver.kill()
     _, errors = driver.communicate()  # the reaper has the same stderr, so this waits for both
-    checkpoint = (
-        "Last checkpoint: checkpoints/global_step_7. Rerun the same command to resume from it"
-    )
     if victim == "nobody":
         assert errors == ""
     else:
-        text = f"the driver (pid {driver.pid}) died, so the run ended. {checkpoint}"
-        assert errors == f'error: {text}. See docs/troubleshooting.md, "Resume".\n'
+        assert errors.startswith(f"error: the driver (pid {driver.pid}) died, so the run ended. ")
+        assert errors.count("\n") == 1
     assert not psutil.pid_exists(int(worker))
     assert not Path(folder).exists()
     assert driver.returncode == {"driver": -signal.SIGKILL, "nobody": 0}[victim]
