@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from extras.preflight import gpus
 from kit import features
 from kit.config.load import ACTOR, FSDP
-from kit.features import is_installed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,6 +28,11 @@ PACKAGE = "flash_attn"
 PACKAGES = (PACKAGE, "kernels")  # transformers downloads the same kernel by `kernels`
 WINDOWS = ("sliding_window", "attention_chunk_size")  # of a model's configuration
 CALLS_FLASH_ATTENTION = ("qwen2_vl", "qwen2_5_vl")  # by model_type: verl's code, packed batches
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    return features.is_installed(package)
 
 
 def trains_here(config: DictConfig, command: str) -> bool:

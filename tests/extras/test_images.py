@@ -241,14 +241,10 @@ def qwen(workspace) -> Path:
     text |= {"max_position_embeddings": 8192}
     text |= {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
     vision = {"hidden_size": 32, "intermediate_size": 64, "depth": 2, "num_heads": 2}
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision | {"out_hidden_size": 64},
-        image_token_id=pad,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
-    )
-    config.save_pretrained(folder)
+    vision |= {"out_hidden_size": 64}
+    ids: dict[str, Any] = {"image_token_id": pad, "vision_start_token_id": start}
+    ids |= {"vision_end_token_id": end}
+    Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids).save_pretrained(folder)
     Qwen2VLImageProcessorPil().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
