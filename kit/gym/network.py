@@ -117,21 +117,24 @@ def wait_ready(
     )
 
 
-def get(url: str) -> httpx.Response:
-    """Send one request, without the proxy of the environment. A redirect is not followed.
+def get(
+    url: str,
+    timeout_s: float = CHECK_TIMEOUT_S,
+    max_bytes: int = MAX_BODY_BYTES,
+    use_proxy: bool = False,
+) -> httpx.Response:
+    """Send one request. A redirect is not followed. use_proxy: the one of the environment.
 
     The timeout of httpx is that of each part, and a server may send parts without end.
     """
-    end = time.monotonic() + CHECK_TIMEOUT_S
+    end = time.monotonic() + timeout_s
     plain = {"Accept-Encoding": "identity"}  # so that a short body cannot become a long one
     body = bytearray()
-    with httpx.stream(
-        "GET", url, headers=plain, timeout=CHECK_TIMEOUT_S, trust_env=False
-    ) as answer:
+    with httpx.stream("GET", url, headers=plain, timeout=timeout_s, trust_env=use_proxy) as answer:
         for part in answer.iter_raw():
             body += part
-            if len(body) > MAX_BODY_BYTES or time.monotonic() > end:
-                raise httpx.ReadTimeout(f"over {MAX_BODY_BYTES} bytes or {CHECK_TIMEOUT_S:g} s")
+            if len(body) > max_bytes or time.monotonic() > end:
+                raise httpx.ReadTimeout(f"over {max_bytes} bytes or {timeout_s:g} s")
     return httpx.Response(answer.status_code, content=bytes(body), request=answer.request)
 
 

@@ -168,7 +168,8 @@ def resolve_python(name: str, start: Json) -> str:
     if start.get("install"):
         key = f"gym.servers.{name}.start.install"
         try:
-            return str(features.install_environment(folder, python, key))
+            environments = features.load("environments", key)
+            return str(environments.install_environment(folder, python))
         except GymStartError as error:
             raise GymStartError(f"{key}: {error}") from None
     package = find_package(python)

@@ -106,7 +106,7 @@ def plan(
     if recording:
         resume_from = recorded.prepare(config, recording)
     if command in features.COMMANDS:
-        module = features.load_command(command)
+        module = features.load(command, f"the command {command}")
         recipe, inputs = module.prepare(config, defaults, on_features)
     else:
         recipe, inputs = prepare.prepare(config, defaults, command, on_features)
@@ -228,7 +228,7 @@ def read_plan() -> Plan | None:
     Returns None if nothing is left to run: after a dry run, and after one of features.TOOLS.
     """
     if sys.argv[1:] and sys.argv[1] in features.TOOLS:
-        features.run_tool(sys.argv[1], sys.argv[2:])
+        features.load(sys.argv[1], f"the command {sys.argv[1]}").main(sys.argv[2:])
         return None
     args = parse_arguments()
     console.is_interactive = console.is_interactive and not args.quiet
@@ -291,7 +291,7 @@ def run_other(planned: Plan) -> None:
     run_command = collect.run_command
     command = planned.recipe.command
     if command in features.COMMANDS:
-        run_command = features.load_command(command).run_command
+        run_command = features.load(command, f"the command {command}").run_command
     with Run(planned.recipe, planned.resume_from, planned.fingerprint) as started:
         run_command(planned.recipe, started, planned.inputs)
 

@@ -166,7 +166,9 @@ def make_processor(
     """The processor of a model: for text, or the one for images if the model reads them."""
     processor = None
     if getattr(hf_config, "vision_config", None) is not None:
-        processor = features.make_image_processor(config, hf_config, tokenizer)
+        needed_by = f"the model {config.actor_rollout_ref.model.path}, which reads images,"
+        images = features.load("images", needed_by)
+        processor = images.make_processor(config, hf_config, tokenizer)
     return processor or TextProcessor(tokenizer)
 
 
@@ -510,7 +512,7 @@ def list_code_sources(inputs: RunInputs) -> list[tuple[VerifierSpec, str]]:
 def check_code_execution(config: DictConfig, inputs: RunInputs) -> None:
     """Refuse to run the policy's programs here unless the recipe allows it. Raises ConfigError."""
     for spec, source in list_code_sources(inputs):
-        features.require_code_scorer(f"{spec.key}={spec.reference} with data_source={source}")
+        features.load("programs", f"{spec.key}={spec.reference} with data_source={source}")
     if config.env.allow_unsandboxed_code:
         return
     for name, is_here in find_unsandboxed(config, inputs).items():

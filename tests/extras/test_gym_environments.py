@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -73,11 +72,6 @@ def test_two_runs_build_an_environment_once(tmp_path, monkeypatch):
     assert built == ["mcqa"] and len(set(folders)) == 1
 
 
-def test_an_interpreter_without_nemo_gym_has_no_package(tmp_path):
-    assert process_specs.find_package(sys.executable) is None
-    assert process_specs.find_package(str(tmp_path / "no such file")) is None
-
-
 def test_a_server_uses_its_environment_once_it_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(process_specs, "environment_folder", lambda *_: tmp_path)
     monkeypatch.setattr(process_specs, "PYTHON", str(GYM_PYTHON))
@@ -85,19 +79,6 @@ def test_a_server_uses_its_environment_once_it_is_there(tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").touch()
     assert process_specs.resolve_python("mcqa", {}) == str(tmp_path / "bin" / "python")
-
-
-def test_environments_for_servers_are_next_to_the_one_that_has_nemo_gym(tmp_path):
-    folders = []
-    for name in (".venv-gym", ".venv-other"):
-        package = tmp_path / name / "lib" / "python3.11" / "site-packages"
-        package.mkdir(parents=True)
-        (tmp_path / name / "pyvenv.cfg").touch()
-        folders.append(process_specs.environment_folder("mcqa", package))
-    assert folders == [
-        tmp_path / ".venv-gym-servers" / "mcqa",
-        tmp_path / ".venv-other-servers" / "mcqa",
-    ]
 
 
 def test_a_requirement_with_another_source_is_not_installed_from_pypi():

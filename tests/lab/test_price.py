@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from kit import features
 from kit.config import resources
 from kit.config.load import load_config
 from kit.config.redaction import redacted
@@ -55,14 +54,14 @@ def test_the_estimate_adds_steps_evaluations_and_checkpoints(tmp_path, capsys):
     lines += [step(4, 14, timing_s__save_checkpoint=4.0), step(5, 10)]
     changes = ["trainer.save_freq=4", "trainer.test_freq=10"]
     folder = plant(tmp_path / "r", lines, *changes, *GPU)
-    features.run_tool("price", [str(folder), "--rate", "3600"])
+    price.main([str(folder), "--rate", "3600"])
     output = capsys.readouterr().out
     assert "r: step 5 of 20\nstep        10 s, the mean of 4" in output
     assert "so far      2.73 min, 0.364 device-hours on 8 GPUs, money 1312.00" in output
     assert "to the end  3.77 min, 0.502 device-hours on 8 GPUs, money 1808.00" in output
     shares = "of the episodes, 12.5% failed, 25.0% were filtered, and 50.0% had a group"
     assert "tokens      1,000 a step" in output and shares in output
-    features.run_tool("price", [str(folder), "--steps", "105"])
+    price.main([str(folder), "--steps", "105"])
     assert "step 5 of 105" in capsys.readouterr().out
 
 

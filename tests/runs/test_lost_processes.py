@@ -52,12 +52,12 @@ LOST_PROCESSES = {
     "raylet killed": (
         "raylet/raylet ",
         signal.SIGKILL,
-        r"the driver \(pid \d+\) died, so the run ended\. Last",
+        r"the driver \(pid \d+\) died, so the run ended\. ",
     ),
     "driver killed": (
         r"algorithm\.py ",
         signal.SIGKILL,
-        r"the driver \(pid \d+\) died, so the run ended\. Last",
+        r"the driver \(pid \d+\) died, so the run ended\. ",
     ),
 }
 

@@ -1,7 +1,7 @@
 """verl's scorer, `default_compute_score`, as a verifier.
 
 For some data sources verl runs the response as a program, or evaluates it as Python. An optional
-feature scores these (score_code in kit/features.py).
+feature scores these (extras/policy_programs/program_scores.py).
 """
 
 from __future__ import annotations
