@@ -30,10 +30,7 @@ from kit.runs.console import say
 from lab.explain.explanation import (
     Explanation,
     Gradient,
-    describe_tokens,
-    find_bad,
     list_bad_numbers,
-    list_rewards,
     measure_signal,
     name_episode,
 )
@@ -45,8 +42,7 @@ if TYPE_CHECKING:
     from algorithm import Trainer
     from lab.explain.gradients import GradientMeter
 
-SHOWN = 5  # groups, and tokens
-BLAMED_SHOWN = 8
+SHOWN = 5  # groups, and episodes
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -87,7 +83,7 @@ def main(arguments: Sequence[str]) -> None:
     out = write(explanation, folder)
     shutil.rmtree(run.folder, ignore_errors=True)  # it has only the logs of this command
     print_explanation(explanation)
-    say(f"Written to {out}. report.html shows it: python -m lab.report.report_page {folder}")
+    say(f"Written to {out}")
 
 
 def find_start(folder: Path, step: int) -> list[str]:
@@ -135,22 +131,16 @@ def explain_step(trainer: Trainer) -> Explanation:
         "mask": batch.batch["response_mask"],
         "behavior": batch.batch["rollout_log_probs"],
         "log_probs": log_probs,
-        "advantages": batch.batch["advantages"],
     }
     is_sampled = tensors["mask"].bool() & (batch.batch["turn"] >= 0)
     shift = measure_shift(log_probs, tensors["behavior"], is_sampled)
     explanation.importance = shift._asdict()
-    rows = range(len(episodes))
-    reasons = {row: list_bad_numbers(row, episodes[row], tensors) for row in rows}
-    blamed = [row for row in rows if reasons[row]]
+    for row, episode in enumerate(episodes):
+        reasons = list_bad_numbers(row, episode, tensors)
+        if reasons:
+            explanation.blame.append(name_episode(episode) | {"reasons": reasons})
     with measuring(actor, batch, trainer.recipe) as meter:
         measure_gradients(explanation, episodes, meter)
-        if not math.isfinite(explanation.gradient_norm) and not blamed:
-            blamed = find_bad(rows, meter.is_bad)
-    for row in blamed[:BLAMED_SHOWN]:
-        named = {"reasons": reasons[row] or ["its gradient is not finite"]}
-        explanation.blame.append(name_episode(episodes[row]) | named)
-    explanation.tokens = describe_tokens(episodes, tensors, trainer.inputs.tokenizer)
     return explanation
 
 
@@ -191,14 +181,15 @@ def measure_gradients(
 
 def describe_group(name: str, episodes: Sequence[Episode], part: Gradient, batch: float) -> Json:
     """Describe the gradient of a group. batch: the norm of the whole gradient."""
-    means = {name: math.fsum(rs) / len(rs) for name, rs in list_rewards(episodes).items()}
+    trained = [float(episode.trained_reward or 0.0) for episode in episodes]
+    verified = [float(episode.reward or 0.0) for episode in episodes]
     return {
         "group": name,
         "row": episodes[0].row_id,
         "prompt": episodes[0].question,
         "episodes": len(episodes),
-        "reward": next(iter(means.values())),  # the one trained on
-        "rewards": means,
+        "reward": math.fsum(trained) / len(trained),  # the one trained on
+        "verified_reward": math.fsum(verified) / len(verified),
         "norm": part.norm,
         "cosine": part.cosine(batch),
         "share": part.share(batch),
@@ -222,7 +213,7 @@ def print_explanation(explanation: Explanation) -> None:
     say(f"step {explanation.step}, from {explanation.checkpoint}")
     if explanation.reason:
         say(f"  not usable: {explanation.reason}")
-    for culprit in explanation.blame:
+    for culprit in explanation.blame[:SHOWN]:
         reasons = "; ".join(culprit["reasons"])
         say(f"  blame: episode {culprit['episode']} of {culprit['row']}: {reasons}")
     if explanation.reason and not explanation.blame:
@@ -238,14 +229,10 @@ def print_explanation(explanation: Explanation) -> None:
     groups = sorted(explanation.groups, key=lambda group: -abs(group["share"]))
     for group in groups[:SHOWN]:
         cosine = "none" if group["cosine"] is None else f"{group['cosine']:+.2f}"
-        rewards = ", ".join(f"{name} {mean:.3g}" for name, mean in group["rewards"].items())
+        reward = f"reward {group['reward']:.3g}"
+        if group["verified_reward"] != group["reward"]:
+            reward += f" (the verifier's {group['verified_reward']:.3g})"
         say(
             f"  group {group['group']}: share {group['share']:.0%}, norm {group['norm']:.3g}, "
-            f"cosine {cosine}, {rewards}  {group['prompt'][:50]!r}"
-        )
-    for token in explanation.tokens[:SHOWN]:
-        direction = "up" if token["advantage"] > 0 else "down"
-        say(
-            f"  token {token['token']!r} {direction}, p {token['probability']:.2g}, after "
-            f"{token['before']!r} ({token['row']})"
+            f"cosine {cosine}, {reward}  {group['prompt'][:50]!r}"
         )

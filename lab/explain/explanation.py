@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from env import Json
 from kit.data.episode import Episode
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-TOKENS_SHOWN = 20
-CONTEXT = 5  # tokens before and after a token
 NAMES = {"behavior": "recorded log-probs", "log_probs": "log-probs"}
 
 
@@ -53,7 +48,6 @@ class Explanation:
     signal_to_noise: float | None = None
     importance: Json = dataclasses.field(default_factory=dict)
     groups: list[Json] = dataclasses.field(default_factory=list)
-    tokens: list[Json] = dataclasses.field(default_factory=list)
     blame: list[Json] = dataclasses.field(default_factory=list)
 
 
@@ -75,55 +69,7 @@ def measure_signal(norms: Sequence[float], batch_norm: float) -> float | None:
     return batch_norm / math.sqrt(trace / n) if trace > 0 else None
 
 
-def find_bad(rows: Sequence[int], is_bad: Callable[[Sequence[int]], bool]) -> list[int]:
-    """Halve the rows until single ones are bad -> the bad rows.
-
-    is_bad: of a set of rows; a set is bad if one of its rows is. k bad rows of n take about
-    2 k log2(n) calls.
-    """
-    if not rows or not is_bad(rows):
-        return []
-    if len(rows) == 1:
-        return list(rows)
-    middle = len(rows) // 2
-    return find_bad(rows[:middle], is_bad) + find_bad(rows[middle:], is_bad)
-
-
-# --- tokens and episodes -------------------------------------------------------------------------
-
-
-def list_rewards(episodes: Sequence[Episode]) -> dict[str, list[float]]:
-    """List the rewards of episodes by name: those of the verifier only if training had others."""
-    trained = [float(episode.trained_reward or 0.0) for episode in episodes]
-    verified = [float(episode.reward or 0.0) for episode in episodes]
-    if trained == verified:
-        return {"reward": trained}
-    return {"reward trained on": trained, "verifier's reward": verified}
-
-
-def describe_tokens(
-    episodes: Sequence[Episode], tensors: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase
-) -> list[Json]:
-    """Describe the tokens that the step moves most. tensors: log_probs, advantages, mask: [B, R].
-
-    The size of a move is |A| (1 - p): at the first optimizer step, the gradient of the loss by the
-    logit of a sampled token is proportional to it (A: advantage, p: its probability).
-    """
-    probabilities = tensors["log_probs"].exp()
-    advantages = tensors["advantages"]
-    moves = advantages.abs() * (1 - probabilities) * tensors["mask"]  # [B, R]
-    moves = moves.nan_to_num(0.0, 0.0, 0.0)
-    count = min(TOKENS_SHOWN, int((moves > 0).sum()))
-    sizes, places = moves.flatten().topk(count)
-    described = []
-    for size, place in zip(sizes.tolist(), places.tolist(), strict=True):
-        row, position = divmod(place, moves.shape[1])
-        episode = episodes[row]
-        token = name_episode(episode) | name_token(episode, position, tokenizer)
-        token["advantage"] = float(advantages[row, position])
-        token["probability"] = float(probabilities[row, position])
-        described.append(token | {"size": size})
-    return described
+# --- episodes ------------------------------------------------------------------------------------
 
 
 def name_episode(episode: Episode) -> Json:
@@ -132,17 +78,6 @@ def name_episode(episode: Episode) -> Json:
         "group": episode.group_id,
         "row": episode.row_id,
         "episode": episode.record_index.rollout,
-    }
-
-
-def name_token(episode: Episode, position: int, tokenizer: PreTrainedTokenizerBase) -> Json:
-    """Decode a response token with the tokens around it."""
-    ids = episode.response_ids
-    return {
-        "position": position,
-        "before": tokenizer.decode(ids[max(0, position - CONTEXT) : position]),
-        "token": tokenizer.decode(ids[position : position + 1]),
-        "after": tokenizer.decode(ids[position + 1 : position + 1 + CONTEXT]),
     }
 
 

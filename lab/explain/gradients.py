@@ -64,10 +64,6 @@ class GradientMeter:
         training.wait_for_output(self.actor.update_actor(data))
         return call_workers(self.actor, take_last)
 
-    def is_bad(self, rows: Sequence[int]) -> bool:
-        """Whether the gradient of some rows is not finite."""
-        return not self.measure(rows).is_finite
-
 
 @contextlib.contextmanager
 def measuring(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -64,26 +64,6 @@ def format_components(components: dict[str, float]) -> str:
 def replace_nan(values: list[Any]) -> list[Any]:
     """Replace NaN by None, which JSON has."""
     return [None if value is None or value != value else value for value in values]
-
-
-def pair_held_out_rows(run: RunFolder) -> Iterator[dict[str, Any]]:
-    """Pair the responses and rewards of each held-out row in the first and the last evaluation."""
-    episodes = run.episodes[run.episodes["file"].str.startswith("val_")]
-    first_step = episodes["step"].min()
-    last_step = episodes["step"].max()
-    if episodes.empty or first_step == last_step:
-        return
-    first = episodes[episodes["step"] == first_step].drop_duplicates("row_id")
-    last = episodes[episodes["step"] == last_step].drop_duplicates("row_id")
-    for pair in first.merge(last, on="row_id", suffixes=("", "_after")).itertuples():
-        responses = [pair.response, pair.response_after]
-        rewards = [round(pair.reward, 4), round(pair.reward_after, 4)]
-        yield {
-            "run": run.name,
-            "prompt": pair.prompt[:MAX_CELL_CHARACTERS],
-            "responses": [response[:MAX_CELL_CHARACTERS] for response in responses],
-            "rewards": replace_nan(rewards),
-        }
 
 
 # --- an opened episode ---------------------------------------------------------------------------

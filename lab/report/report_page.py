@@ -111,9 +111,6 @@ def render_page(runs: Sequence[RunFolder], comparison: Mapping[str, object] | No
     vocabularies = [
         episode_view.decode_vocabulary(run, load_tokenizer(run), chosen) for run in runs
     ]
-    pairs: list[dict[str, Any]] = []
-    for run in runs:
-        pairs += episode_view.pair_held_out_rows(run)
     data = {
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "runs": [describe_run(run) for run in runs],
@@ -121,10 +118,8 @@ def render_page(runs: Sequence[RunFolder], comparison: Mapping[str, object] | No
         "metrics": [tabulate_metrics(run) for run in runs],
         "meanings": list_meanings(runs),
         "episodes": {"columns": columns, "chunk": EPISODES_PER_CHUNK},
-        "pairs": pairs,
         "config_diff": diff_configs(runs),
         "comparison": comparison,
-        "explanations": list_explanations(runs),
     }
     parts: dict[str, Any] = {"data": data, "vocabularies": vocabularies}
     for number, start in enumerate(range(0, len(views), EPISODES_PER_CHUNK)):
@@ -192,15 +187,6 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
         "config": yaml.safe_dump(without_settings(run.recipe), sort_keys=False),
         "note": "; ".join(notes),
     }
-
-
-def list_explanations(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """List the explained steps of the runs: the contents of explain_<N>.json."""
-    explanations = []
-    for run in runs:
-        for path in sorted(run.path.glob("explain_*.json"), key=lambda path: path.stat().st_mtime):
-            explanations.append(json.loads(path.read_text()) | {"run": run.name})
-    return explanations
 
 
 def list_meanings(runs: Sequence[RunFolder]) -> dict[str, str]:

@@ -18,25 +18,10 @@ from lab.explain import command
 from lab.explain.explanation import (
     Explanation,
     Gradient,
-    describe_tokens,
-    find_bad,
     list_bad_numbers,
     measure_signal,
 )
 from tests.helpers.workers import make_episode
-
-
-@given(st.integers(1, 40), st.sets(st.integers(0, 39), max_size=4))
-def test_halving_finds_all_bad_rows_in_few_calls(count, bad):
-    bad = {row for row in bad if row < count}
-    calls = []
-
-    def is_bad(rows):
-        calls.append(rows)
-        return bool(bad & set(rows))
-
-    assert find_bad(range(count), is_bad) == sorted(bad)
-    assert len(calls) <= 1 + 2 * len(bad) * math.ceil(math.log2(count) if count > 1 else 0)
 
 
 @given(st.integers(2, 8), st.integers(0, 2**32 - 1))
@@ -61,25 +46,6 @@ def test_cosines_and_shares_of_parts():
     assert sum(part.share(5.0) for part in parts) == pytest.approx(1.0)
     assert parts[0].cosine(5.0) == pytest.approx(0.6)
     assert Gradient(0.0, 0.0).cosine(5.0) is None and Gradient(1.0, 0.0).share(0.0) == 0.0
-
-
-class Letters:
-    """A tokenizer whose id k is the k-th letter."""
-
-    def decode(self, ids):
-        return "".join(chr(97 + k) for k in ids)
-
-
-def test_the_tokens_that_move_most_have_their_context():
-    episodes = [make_episode([5], [1, 2, 3]), make_episode([5], [4, 5, 6])]
-    log_probs = torch.tensor([[0.9, 0.5, 0.5], [0.99, 0.9, 0.5]]).log()
-    advantages = torch.tensor([[1.0, 1.0, 9.0], [-3.0, -3.0, math.nan]])
-    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    tensors = {"log_probs": log_probs, "advantages": advantages, "mask": mask}
-    tokens = describe_tokens(episodes, tensors, Letters())
-    assert [t["token"] for t in tokens] == ["c", "f", "b", "e"]
-    assert tokens[0]["size"] == pytest.approx(0.5)
-    assert (tokens[0]["before"], tokens[0]["after"]) == ("b", "d")
 
 
 def test_what_is_not_finite_is_named_but_not_the_advantages_of_its_group():

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from lab.report import report_page
 from lab.run_folder import RunFolder
 from tests.helpers.models import make_model
-from tests.helpers.runs import SCRIPT, write_synthetic_run
+from tests.helpers.runs import write_synthetic_run
 
 pytestmark = pytest.mark.soak
 # JavaScript: the texts of the cells of each row in the table
@@ -122,29 +121,3 @@ def test_an_episode_opens_with_its_tokens_colored(chromium, large_page):
         assert len(get_shades()) > 5
         episode.get_by_role("button", name="advantage").click()
         assert len(get_shades()) == 1
-
-
-def test_an_explained_step_is_a_section_with_its_blame(chromium, model, tmp_path):
-    """Its texts come from the policy and the rows, so they may contain a script."""
-    folder = write_synthetic_run(tmp_path / "runs" / "one", 2, 20, model)
-    group = {"group": "2/0", "row": "a:1", "prompt": SCRIPT, "episodes": 4, "reward": 0.5}
-    token = {"token": SCRIPT, "before": "=", "after": "", "probability": 0.5, "advantage": -1.0}
-    content = {
-        "step": 2,
-        "reason": "",
-        "gradient_norm": None,
-        "importance": {"kl": 0.01, "ess": 0.75},
-        "signal_to_noise": None,
-        "groups": [group | {"norm": 2.0, "cosine": None, "share": 1.0}],
-        "tokens": [token | {"row": "a:1"}],
-        "blame": [{"row": "a:1", "episode": 3, "reasons": ["its reward is nan"]}],
-    }
-    (folder / "explain_2.json").write_text(json.dumps(content))
-    path = report_page.write_page([RunFolder(folder)], tmp_path / "report.html")
-    with open_page(chromium, path) as page:
-        section = page.locator("#explained")
-        section.locator("summary").click()
-        text = section.inner_text()
-        assert "step 2: gradient norm not finite" in text and "its reward is nan" in text
-        assert "Episode 3 of a:1" in text and "100%" in text
-        assert section.locator("img").count() == 0
