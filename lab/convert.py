@@ -24,7 +24,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,11 +48,7 @@ from kit.data.row_files import (
 from kit.data.tasks import list_references
 from kit.data.verl_rows import GYM_ROW, from_verl, parse_row, read_rows
 from kit.errors import UserFunctionError
-
-FIND_EXAMPLES = (
-    "import pathlib, nemo_gym; "
-    "print(pathlib.Path(nemo_gym.__file__).parent.parent / 'resources_servers')"
-)
+from kit.gym import process_specs
 
 
 def report(line: str) -> None:
@@ -105,15 +100,12 @@ def read_examples(server: str, python: str) -> Iterator[Json]:
 
     A row without agent_ref gets that of the server. python: an interpreter that has nemo-gym.
     """
-    command = [str(Path(python).expanduser()), "-c", FIND_EXAMPLES]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
+    package = process_specs.find_package(str(Path(python).expanduser()))
+    if package is None:
         raise DataError(
-            f"--python {python} cannot import nemo_gym: {error}. Run `{make_command('gym')}` to "
-            "install it."
-        ) from None
-    folder = Path(done.stdout.strip()) / server / "data"
+            f"--python {python} has no nemo_gym. Run `{make_command('gym')}` to install it."
+        )
+    folder = package / "resources_servers" / server / "data"
     files = [file for file in sorted(folder.glob("*example*.jsonl")) if "rollouts" not in file.name]
     if not files:
         all_files = folder.parent.parent.glob("*/data/example*.jsonl")
