@@ -39,7 +39,7 @@ def tabulate_episodes(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
     for name in ("reward", "seconds"):
         frame[name] = frame[name].round(4)
     frame["reward_components"] = [format_components(parts) for parts in frame["reward_components"]]
-    return {name: replace_nan(frame[name].tolist()) for name in TABLE_COLUMNS}
+    return {name: frame[name].tolist() for name in TABLE_COLUMNS}
 
 
 def rank_episodes(episodes: pd.DataFrame) -> list[str]:
@@ -59,11 +59,6 @@ def rank_episodes(episodes: pd.DataFrame) -> list[str]:
 def format_components(components: dict[str, float]) -> str:
     """Format the components of a reward: "format=1 answer=0"."""
     return " ".join(f"{name}={value:.3g}" for name, value in components.items())
-
-
-def replace_nan(values: list[Any]) -> list[Any]:
-    """Replace NaN by None, which JSON has."""
-    return [None if value is None or value != value else value for value in values]
 
 
 # --- an opened episode ---------------------------------------------------------------------------

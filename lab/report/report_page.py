@@ -1,6 +1,6 @@
 """Write report.html, which shows one run or several. It needs no server and no network.
 
-    python -m lab.report.report_page runs/A [runs/B ...] [--out report.html]
+    python -m lab.report.report_page runs/A [runs/B ...]
 
 The page is report_page.html plus compressed data. plotly draws the charts, DataTables (bundled by
 itables) shows the tables. The browser unpacks large parts only when they are looked at.
@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import orjson
 import yaml
 
@@ -134,7 +133,7 @@ def render_page(runs: Sequence[RunFolder], comparison: Mapping[str, object] | No
 
 
 def pack(part: Any) -> str:
-    """Compress a text, or a value as JSON, to base64 for the page."""
+    """Compress a text, or a value as JSON, to base64 for the page. NaN becomes null."""
     try:
         text = part.encode() if isinstance(part, str) else orjson.dumps(part, option=KEYS)
     except TypeError:  # half of a surrogate pair: only the escapes of `json` can express it
@@ -258,9 +257,7 @@ def tabulate_metrics(run: RunFolder) -> dict[str, Any]:
     frame = run.steps.drop(columns="time", errors="ignore")
     columns = {}
     for name in sorted(frame):
-        columns[name] = [
-            None if np.isnan(value) else float(f"{value:.6g}") for value in frame[name]
-        ]
+        columns[name] = [float(f"{value:.6g}") for value in frame[name]]
     return {"steps": list(frame.index), "columns": columns}
 
 
@@ -284,17 +281,11 @@ def main(arguments: Sequence[str]) -> None:
         description="Write the report page of one run, or of several runs side by side.",
     )
     parser.add_argument("runs", nargs="+", type=Path, help="run directories")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="file to write (default: report.html in the run directory, or here for several runs)",
-    )
     args = parser.parse_args(arguments)
     folder = args.runs[0] if len(args.runs) == 1 else Path()
-    out = args.out or folder / "report.html"
     try:
         runs = [RunFolder(path.expanduser()) for path in args.runs]
-        print(write_page(runs, out.expanduser()))
+        print(write_page(runs, folder.expanduser() / "report.html"))
     except (ConfigError, RunError) as error:
         sys.exit(f"error: {error}")
 
