@@ -41,8 +41,8 @@ def open_evaluated(folder: Path) -> RunFolder:
     run = RunFolder(folder)
     if not run.evaluations:
         raise ConfigError(
-            f"{folder} has no evaluation of its own weights. Set env.val_files and "
-            "trainer.test_freq, or run `evaluate` on its export."
+            f"{folder} has no held-out scores of the model that it trained, so there is nothing to "
+            "compare. Set env.val_files and trainer.test_freq, or run `evaluate` on its export."
         )
     return run
 

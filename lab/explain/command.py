@@ -32,7 +32,6 @@ from lab.explain.explanation import (
     Gradient,
     list_bad_numbers,
     measure_signal,
-    name_episode,
 )
 from lab.run_folder import RunFolder
 
@@ -138,7 +137,8 @@ def explain_step(trainer: Trainer) -> Explanation:
     for row, episode in enumerate(episodes):
         reasons = list_bad_numbers(row, episode, tensors)
         if reasons:
-            explanation.blame.append(name_episode(episode) | {"reasons": reasons})
+            number = episode.record_index.rollout
+            explanation.blame.append({"row": episode.row_id, "episode": number, "reasons": reasons})
     with measuring(actor, batch, trainer.recipe) as meter:
         measure_gradients(explanation, episodes, meter)
     return explanation

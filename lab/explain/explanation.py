@@ -72,15 +72,6 @@ def measure_signal(norms: Sequence[float], batch_norm: float) -> float | None:
 # --- episodes ------------------------------------------------------------------------------------
 
 
-def name_episode(episode: Episode) -> Json:
-    """Name an episode: its group, its row, and its place among the episodes of the row."""
-    return {
-        "group": episode.group_id,
-        "row": episode.row_id,
-        "episode": episode.record_index.rollout,
-    }
-
-
 def list_bad_numbers(row: int, episode: Episode, tensors: Mapping[str, Tensor]) -> list[str]:
     """List what is NaN or infinite in an episode, besides the advantages: these are its group's.
 

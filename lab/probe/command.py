@@ -1,6 +1,6 @@
 """The command `probe`: can the verifier of a recipe be fooled, and does it accept right answers?
 
-python algorithm.py probe --config math_cpu --config cpu [--rows 8] [--output exploits.jsonl]
+python algorithm.py probe --config math_cpu --config cpu [--rows 8]
 
 It starts the verifiers of the recipe as a run does, and no model. Then it sends them constructed
 responses: some deserve nothing, the others are right. Exit status: 0 if no weakness was found, 3 if
@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import env
 from env import Task
 from gym_client import RUNS_EPISODES
 from kit.errors import ConfigError
@@ -26,7 +23,7 @@ from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.servers import GymServers
 from kit.gym.verifiers import make_verifiers
 from kit.rollout.sampling import make_rollout_context
-from kit.runs import files, isolation
+from kit.runs import isolation
 from kit.runs.cli import plan
 from kit.runs.console import console, count_nouns, say
 from kit.runs.event_loops import make_runner
@@ -39,7 +36,6 @@ if TYPE_CHECKING:
     from kit.rollout.inputs import RunInputs
 
 WEAK = 3  # exit status
-AGENT_KEYS = ("agent", "agent_config", "environment")
 MAX_OTHERS = 12  # truths of other rows
 
 
@@ -63,10 +59,6 @@ def main(arguments: Sequence[str]) -> None:
         broken += sum(row.is_broken for row in rows)
     kinds = count_nouns(len(weaknesses), "kind")
     say(f"\n{kinds} of weakness in {count_nouns(len(audits), 'verifier')}")
-    if args.output:
-        with files.explain_write_errors(args.output):
-            count = env.write_rows(args.output, report.list_exploits(weaknesses))
-        say(f"{args.output}: {count} rows with a response that is judged wrongly")
     if weaknesses or broken:
         sys.exit(WEAK)
 
@@ -93,7 +85,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="KIND",
         help="a kind of response that does not count, such as negated; wrong, leak or right",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="rows with the exploits")
     parser.add_argument("words", nargs="*", metavar="key=value", help="values of the recipe")
     return parser.parse_intermixed_args(arguments)
 
@@ -157,11 +148,7 @@ def running_verifiers(recipe: Recipe, inputs: RunInputs) -> Iterator[tuple[Sende
                 "gym.judges has the policy as a judge, and the probe runs no policy. Set base_url "
                 "or start for this judge."
             )
-        servers = copy.deepcopy(dict(recipe.get("gym.servers")))
-        for settings in servers.values():  # /verify needs no agent
-            for key in AGENT_KEYS:
-                (settings.get("start") or {}).pop(key, None)
-            settings.pop("kind", None)
+        servers = {name: server.model_dump() for name, server in recipe.gym.servers.items()}
         if servers:
             say(f"Starting the Gym servers {', '.join([*servers, *launch.gym_process_names])}")
         group = GymServers(servers, launch.logs, policy, launch.gym_processes)
@@ -171,9 +158,6 @@ def running_verifiers(recipe: Recipe, inputs: RunInputs) -> Iterator[tuple[Sende
         loop = stack.enter_context(make_runner())
         pools = make_pools(recipe, inputs.verifiers.specs, launch.logs)
         router, _ = make_verifiers(recipe, urls, pools)
-        for name, server in recipe.gym.servers.items():
-            if server.start and server.start.agent:
-                router.gym.kinds[name] = "verify"
         enter(router, loop, stack)
         client: Any = None  # nothing is sampled
         yield Sender(router, make_rollout_context(recipe, client, inputs, 60.0)), loop

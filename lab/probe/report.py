@@ -1,4 +1,4 @@
-"""Describe the results of a probe: as tables, and as a file of rows."""
+"""Describe the results of a probe as tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from env import Json
 from kit.errors import remove_control_characters
 from kit.runs.console import count_nouns
 from lab.probe import truths
@@ -74,12 +73,3 @@ def describe(rows: Sequence[RowAudit]) -> Iterator[str]:
     if failed:
         reasons = ", ".join(f"{number} {reason}" for reason, number in failed.most_common())
         yield f"    {failed.total()} responses got no reward, and count as neither: {reasons}"
-
-
-def list_exploits(weaknesses: Sequence[Weakness]) -> Iterator[Json]:
-    """Yield the row of each wrongly judged response, with the response in the field `probe`."""
-    for weakness in weaknesses:
-        for outcome in weakness.weak:
-            reply = outcome.reply
-            response = {"kind": outcome.kind, "response": reply.text, "reward": reply.reward}
-            yield {**outcome.task.row, "probe": response}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
-from lab.convert import check
 from lab.probe import command
 from lab.probe.audit import find_weaknesses
 from tests.helpers.recipes import CPU, RECIPE, tiny, write_rows
@@ -114,16 +112,12 @@ def test_a_verifier_without_a_planted_weakness_passes(probe):
 
 
 def test_a_verifier_that_searches_for_the_answer_is_fooled(probe):
-    status, result, console = probe("contains", "--output", "exploits.jsonl")
+    status, result, console = probe("contains")
     assert status == command.WEAK == 3
     assert {"the prompt", "every candidate, one by one"} <= list_kinds(result, "wrong")
     assert {"negated", "quoted in a refusal", "in a comment of code"} <= list_kinds(result, "leak")
     assert "empty" not in list_kinds(result, "wrong")
     assert "deserves nothing" in console
-    assert check("exploits.jsonl")  # env.py accepts the file
-    rows = [json.loads(line) for line in Path("exploits.jsonl").read_text().splitlines()]
-    assert len(rows) == sum(len(each.weak) for each in result)
-    assert rows[0]["probe"]["kind"] == result[0].kind and rows[0]["probe"]["reward"] == 1.0
 
 
 def test_a_verifier_that_no_response_can_satisfy_is_broken(probe):
