@@ -222,21 +222,17 @@ def test_rows_with_another_truth_are_others(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("none*", "b*"), "matches no run"),
         (("a*", "a*"), "is in both sets"),
         (("a*", "empty"), "has no held-out scores of the model that it trained"),
         (("a*", "other"), "share 0 rows of s with a reward"),
-        (("a*", "third"), "no test set in common, only s, t"),
     ],
 )
 def test_runs_that_cannot_be_compared_are_one_line(tmp_path, names, message):
     plant_both(tmp_path, 0.5, 0.5, seeds=1)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.yaml").write_text("{}")
-    changes = {"other": ("question", "another"), "third": ('"server":"s"', '"server":"t"')}
-    for name, (old, new) in changes.items():
-        for path in (plant(tmp_path / name, 0.5, 3) / "rollouts").iterdir():
-            path.write_text(path.read_text().replace(old, new))
+    for path in (plant(tmp_path / "other", 0.5, 3) / "rollouts").iterdir():
+        path.write_text(path.read_text().replace("question", "another"))
     with pytest.raises(ConfigError, match=message) as caught:
         compare.main([f"{tmp_path}/{names[0]}", "--with", f"{tmp_path}/{names[1]}"])
     assert "\n" not in str(caught.value)
