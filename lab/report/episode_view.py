@@ -38,27 +38,18 @@ def tabulate_episodes(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
         frame[name] = frame[name].str[:MAX_CELL_CHARACTERS]
     for name in ("reward", "seconds"):
         frame[name] = frame[name].round(4)
-    frame["reward_components"] = [format_components(parts) for parts in frame["reward_components"]]
+    frame["reward_components"] = [
+        " ".join(f"{name}={value:.3g}" for name, value in parts.items())
+        for parts in frame["reward_components"]
+    ]
     return {name: frame[name].tolist() for name in TABLE_COLUMNS}
 
 
 def rank_episodes(episodes: pd.DataFrame) -> list[str]:
     """Mark the RANKED best and worst episodes of each file, and the failed ones; others get ""."""
-    ranks = np.select(
-        [
-            episodes["status"] != "ok",
-            episodes["best"] <= RANKED,
-            episodes["worst"] <= RANKED,
-        ],
-        ["failed", "best", "worst"],
-        default="",
-    )
-    return [str(rank) for rank in ranks]
-
-
-def format_components(components: dict[str, float]) -> str:
-    """Format the components of a reward: "format=1 answer=0"."""
-    return " ".join(f"{name}={value:.3g}" for name, value in components.items())
+    is_failed = episodes["status"] != "ok"
+    cases = [is_failed, episodes["best"] <= RANKED, episodes["worst"] <= RANKED]
+    return list(map(str, np.select(cases, ["failed", "best", "worst"], default="")))
 
 
 # --- an opened episode ---------------------------------------------------------------------------
@@ -176,7 +167,7 @@ def format_item(item: dict[str, Any]) -> dict[str, Any]:
     if item.get("type") == "function_call_output":
         return {"role": "tool", "text": str(item.get("output"))}
     content = item.get("content") or item.get("summary") or ""
-    parts = content if isinstance(content, list) else [{"text": str(content)}]
+    parts = content if isinstance(content, list) else [content]
     role = item.get("role") or item.get("type") or ""
     return {"role": role, "text": "".join(format_part(part) for part in parts)}
 

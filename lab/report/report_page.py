@@ -57,23 +57,11 @@ CHARTS = [
     ),
     Chart("How episodes end", ["rollout/ended/*"], is_stacked=True),
     Chart("Entropy (nats)", ["actor/entropy"]),
-    Chart(
-        "KL divergence (nats)",
-        ["actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty"],
-    ),
-    Chart(
-        "Clipped ratios",
-        ["actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_clipfrac"],
-    ),
+    Chart("KL divergence (nats)", ["actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty"]),
+    Chart("Clipped ratios", ["*_clipfrac*"]),
     Chart("Gradient norm", ["actor/grad_norm", "critic/grad_norm"]),
-    Chart(
-        "Zero-variance and dropped groups",
-        ["rollout/zero_variance_groups", "rollout/groups_dropped"],
-    ),
-    Chart(
-        "Rollout engine against trainer (probability)",
-        ["training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"],
-    ),
+    Chart("Zero-variance and dropped groups", ["rollout/*groups*"]),
+    Chart("Rollout engine against trainer (probability)", ["training/rollout_probs_diff_m*"]),
     Chart("Failed episodes by reason", ["rollout/failed/*"], is_stacked=True),
     Chart("Advantages", ["critic/advantages/*"]),
     Chart("Critic", ["critic/vf_loss", "critic/vf_explained_var"]),
@@ -214,12 +202,10 @@ def build_charts(runs: Sequence[RunFolder]) -> Iterator[dict[str, Any]]:
 def build_lines(chart: Chart, number: int, run: RunFolder) -> list[dict[str, Any]]:
     """Build the lines of a chart for one run. A line that is 0 throughout is left out."""
     lines: list[dict[str, Any]] = []
-    for name in list_charted_metrics(chart, run):
+    names = itertools.chain.from_iterable(list_charted(run, pattern) for pattern in chart.patterns)
+    for name in dict.fromkeys(names):
         values = run.steps[name].dropna()
-        points = {
-            "x": list(values.index),
-            "y": [float(f"{value:.5g}") for value in values],
-        }
+        points = {"x": list(values.index), "y": [float(f"{value:.5g}") for value in values]}
         # two metrics may have the same values; one line is enough
         is_duplicate = any(points.items() <= line.items() for line in lines)
         if values.any() and not is_duplicate:
@@ -227,12 +213,10 @@ def build_lines(chart: Chart, number: int, run: RunFolder) -> list[dict[str, Any
     return lines
 
 
-def list_charted_metrics(chart: Chart, run: RunFolder) -> list[str]:
-    """List the metrics of a run that a chart shows, in the order of its patterns."""
-    names: list[str] = []
-    for pattern in chart.patterns:
-        names += [name for name in run.steps if matches_pattern(name, pattern)]
-    return list(dict.fromkeys(names))
+def list_charted(run: RunFolder, pattern: str) -> list[str]:
+    """List the metrics of a run that a chart with this pattern shows."""
+    names = [name for name in run.steps if fnmatch.fnmatchcase(name, pattern)]
+    return [name for name in names if name not in NOT_STAGES and not name.endswith((LOW, HIGH))]
 
 
 def list_margins(name: str, run: RunFolder) -> dict[str, list[float]]:
@@ -244,12 +228,6 @@ def list_margins(name: str, run: RunFolder) -> dict[str, list[float]]:
     above = run.steps[ends[HIGH]].reindex(scores.index) - scores
     below = scores - run.steps[ends[LOW]].reindex(scores.index)
     return {"above": above.fillna(0.0).tolist(), "below": below.fillna(0.0).tolist()}
-
-
-def matches_pattern(name: str, pattern: str) -> bool:
-    """Whether a chart with this pattern shows the metric."""
-    is_charted = name not in NOT_STAGES and not name.endswith((LOW, HIGH))
-    return is_charted and fnmatch.fnmatchcase(name, pattern)
 
 
 def tabulate_metrics(run: RunFolder) -> dict[str, Any]:
