@@ -14,11 +14,12 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
+from torch import Tensor
 
 from env import Json
 from kit.data.episode import Episode
@@ -27,21 +28,29 @@ from kit.errors import ConfigError, NonFiniteStep, SkippedStep
 from kit.runs import checkpoints, files
 from kit.runs.cli import plan
 from kit.runs.console import say
-from lab.explain.explanation import (
-    Explanation,
-    Gradient,
-    list_bad_numbers,
-    measure_signal,
-)
 from lab.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from verl import DataProto
 
     from algorithm import Trainer
-    from lab.explain.gradients import GradientMeter
+    from lab.explain.gradients import Gradient, GradientMeter
 
 SHOWN = 5  # groups, and episodes
+
+
+@dataclasses.dataclass
+class Explanation:
+    """What a step did: the content of explain_<N>.json. reason: why it cannot be used, if so."""
+
+    step: int
+    checkpoint: str  # the weights that the step started from
+    reason: str = ""
+    gradient_norm: float = math.nan
+    signal_to_noise: float | None = None
+    importance: Json = dataclasses.field(default_factory=dict)
+    groups: list[Json] = dataclasses.field(default_factory=list)
+    blame: list[Json] = dataclasses.field(default_factory=list)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -126,16 +135,14 @@ def explain_step(trainer: Trainer) -> Explanation:
     explanation = Explanation(step, start, reason=prepare_batch(trainer, batch))
     actor = trainer.workers.actor
     log_probs = training.compute_log_probs(actor, batch, trainer.recipe)["log_probs"]
-    tensors = {
-        "mask": batch.batch["response_mask"],
-        "behavior": batch.batch["rollout_log_probs"],
-        "log_probs": log_probs,
-    }
-    is_sampled = tensors["mask"].bool() & (batch.batch["turn"] >= 0)
-    shift = measure_shift(log_probs, tensors["behavior"], is_sampled)
+    recorded = batch.batch["rollout_log_probs"]
+    mask = batch.batch["response_mask"].bool()
+    shift = measure_shift(log_probs, recorded, mask & (batch.batch["turn"] >= 0))
     explanation.importance = shift._asdict()
     for row, episode in enumerate(episodes):
-        reasons = list_bad_numbers(row, episode, tensors)
+        own = mask[row]
+        values = {"recorded log-probs": recorded[row][own], "log-probs": log_probs[row][own]}
+        reasons = list_bad_numbers(episode, values)
         if reasons:
             number = episode.record_index.rollout
             explanation.blame.append({"row": episode.row_id, "episode": number, "reasons": reasons})
@@ -158,6 +165,22 @@ def prepare_batch(trainer: Trainer, batch: DataProto) -> str:
     return "; ".join(dict.fromkeys(reasons))
 
 
+def list_bad_numbers(episode: Episode, values: Mapping[str, Tensor]) -> list[str]:
+    """List what is NaN or infinite in an episode, besides the advantages: these are its group's.
+
+    values: {what they are: of its response tokens}.
+    """
+    reasons = []
+    reward = episode.trained_reward
+    if reward is None or not math.isfinite(reward):
+        reasons.append(f"its reward is {reward}")
+    for name, numbers in values.items():
+        count = int((~numbers.isfinite()).sum())
+        if count:
+            reasons.append(f"{count} of its {name} are NaN or infinite")
+    return reasons
+
+
 def measure_gradients(
     explanation: Explanation, episodes: Sequence[Episode], meter: GradientMeter
 ) -> None:
@@ -177,6 +200,21 @@ def measure_gradients(
         describe_group(name, [episodes[row] for row in members[name]], part, whole.norm)
         for name, part in parts.items()
     ]
+
+
+def measure_signal(norms: Sequence[float], batch_norm: float) -> float | None:
+    """Return |G| / the standard error of G, the sum of n group gradients g_i; None if unknown.
+
+    n g_i is an estimate of G from one group. With S = sum |n g_i - G|^2 / (n - 1), the trace of
+    their covariance, the standard error of G is sqrt(S / n). Source: McCandlish et al. 2018,
+    arXiv:1812.06162, appendix A.1.
+    """
+    n = len(norms)
+    if n < 2:
+        return None
+    squares = math.fsum(norm**2 for norm in norms)
+    trace = (n**2 * squares - n * batch_norm**2) / (n - 1)
+    return batch_norm / math.sqrt(trace / n) if trace > 0 else None
 
 
 def describe_group(name: str, episodes: Sequence[Episode], part: Gradient, batch: float) -> Json:

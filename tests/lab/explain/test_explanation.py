@@ -15,12 +15,8 @@ from hypothesis import strategies as st
 from kit.errors import ConfigError
 from kit.runs import checkpoints
 from lab.explain import command
-from lab.explain.explanation import (
-    Explanation,
-    Gradient,
-    list_bad_numbers,
-    measure_signal,
-)
+from lab.explain.command import Explanation, list_bad_numbers, measure_signal
+from lab.explain.gradients import Gradient
 from tests.helpers.workers import make_episode
 
 
@@ -48,22 +44,17 @@ def test_cosines_and_shares_of_parts():
     assert Gradient(0.0, 0.0).cosine(5.0) is None and Gradient(1.0, 0.0).share(0.0) == 0.0
 
 
-def test_what_is_not_finite_is_named_but_not_the_advantages_of_its_group():
-    episodes = [make_episode([5], [1, 2]) for _ in range(3)]
-    tensors = {
-        "mask": torch.ones(3, 2),
-        "behavior": torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [math.nan, -1.0]]),
-        "log_probs": torch.full((3, 2), -1.0),
-        "advantages": torch.full((3, 2), math.nan),
-    }
-    for episode, reward in zip(episodes, (1.0, math.inf, 1.0), strict=True):
+def test_what_is_not_finite_is_named():
+    episode = make_episode([5], [1, 2])
+    finite = torch.tensor([-1.0, -1.0])
+    for reward, recorded, reasons in (
+        (1.0, finite, []),
+        (math.inf, finite, ["its reward is inf"]),
+        (1.0, finite * math.nan, ["2 of its recorded log-probs are NaN or infinite"]),
+    ):
         episode.reward = reward
-    reasons = [list_bad_numbers(row, episodes[row], tensors) for row in range(3)]
-    assert reasons == [
-        [],
-        ["its reward is inf"],
-        ["1 of its recorded log-probs are NaN or infinite"],
-    ]
+        values = {"recorded log-probs": recorded, "log-probs": finite}
+        assert list_bad_numbers(episode, values) == reasons
 
 
 # --- the command ---------------------------------------------------------------------------------
