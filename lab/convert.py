@@ -1,21 +1,12 @@
 """Check row files, and make them from others: the commands of env.py that need the kit.
 
-    python env.py check FILES [--prompt-key prompt]    # which rows load, which do not, and why
-    python env.py to-verl FILES --out DIR              # Gym rows as verl's: <DIR>/<name>.parquet
-    python env.py from-verl FILES --out DIR            # verl's rows as Gym rows: <DIR>/<name>.jsonl
-    python env.py from --data FILE-or-hub-name --out DIR [--map my_map.py:row] \\
-        [--subset main] [--split train]                # rows from any table
-    python env.py examples --server mcqa --out DIR     # rows that nemo-gym ships for a server
-
-to-verl and from-verl undo each other. Parquet would change rows whose keys or types differ: each
-row gets the keys of all rows, and a column has one type. Such rows are refused.
+`python env.py --help` lists the commands. FILES are files, folders or patterns. A command writes a
+file only if all of its rows are valid, and changes no value. to-verl and from-verl undo each other.
+Parquet would change rows whose keys or types differ, so such rows are refused.
 
 `--map` names function(entry) -> a row of Gym or verl. Without it, each entry is a row. An entry is
-one row of a file (row_files.FORMATS), or of a data set of the hub, which Hugging Face's datasets
-reads in parts. No command changes a value. The cells of CSV and TSV files are text: 007 stays
-"007". Values that JSON cannot hold become those of kit/data/row_files.py.
-
-FILES are files, folders or patterns. A command writes a file only if all of its rows are valid.
+one row of a file (row_files.FORMATS), or of a data set of the hub. The cells of CSV and TSV files
+are text: 007 stays "007". Values that JSON cannot hold become those of kit/data/row_files.py.
 """
 
 from __future__ import annotations

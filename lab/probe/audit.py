@@ -40,7 +40,6 @@ class Outcome(NamedTuple):
     gain: the share of the full reward, at most 1: 0 for a wrong answer, below 0 for a penalty.
     """
 
-    task: Task
     kind: str
     expects: str
     reply: Reply
@@ -138,7 +137,7 @@ async def audit_row(row: RowAudit, sender: Sender) -> None:
         reply = min(some, key=lambda each: rank(each.reward))
         if reply.reward is not None:
             gain = 1.0 if row.scale.is_full(reply.reward) else row.scale.share(reply.reward)
-            row.outcomes.append(Outcome(row.task, probe.kind, probe.expects, reply, gain))
+            row.outcomes.append(Outcome(probe.kind, probe.expects, reply, gain))
 
 
 async def find_form(row: RowAudit, sender: Sender) -> None:

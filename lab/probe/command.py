@@ -103,8 +103,8 @@ def group_by_scorer(tasks: Sequence[Task]) -> dict[str, list[Task]]:
 
 
 def choose_rows(tasks: Sequence[Task], count: int) -> list[Task]:
-    """Choose rows evenly."""
-    count = min(len(tasks), count)
+    """Choose rows evenly, at least one."""
+    count = min(len(tasks), max(1, count))
     return [tasks[number * len(tasks) // count] for number in range(count)]
 
 

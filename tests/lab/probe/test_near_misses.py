@@ -29,11 +29,7 @@ class FakeSender:
 
     def __init__(self, verify):
         self.verify = verify
-        self.router = SimpleNamespace(kind=self.kind)
         self.context = SimpleNamespace(scales={})
-
-    async def kind(self, server):
-        return "verify"
 
     async def send(self, task, text):
         reward = self.verify(text, task.row["answer"])
