@@ -96,23 +96,13 @@ def test_check_counts_the_rows_and_names_the_first_line_of_each_problem(tmp_path
 # --- examples of nemo-gym -------------------------------------------------------------------------
 
 
-def read_shipped_rows(server: str) -> list[dict]:
-    """Read the example rows that nemo-gym ships with a server."""
-    folder = f"lib/*/site-packages/resources_servers/{server}/data"
-    rows = []
-    for path in sorted(GYM_PYTHON.parent.parent.glob(f"{folder}/*example*.jsonl")):
-        if "rollouts" not in path.name:
-            rows += [shipped for _, shipped in read_rows(str(path))]
-    return rows
-
-
 def test_examples_writes_the_rows_that_gym_ships_with_a_server(tmp_path):
     done = run_command("examples", "--server", "mcqa", "--out", tmp_path, "--python", GYM_PYTHON)
     output = f"{tmp_path}/mcqa_examples.jsonl: 10 rows\n"
     assert (done.returncode, done.stdout) == (0, output), done.stderr
     written = [example for _, example in read_rows(tmp_path / "mcqa_examples.jsonl")]
     reference = {"type": "responses_api_agents", "name": "mcqa_simple_agent"}
-    assert written == [{"agent_ref": reference} | shipped for shipped in read_shipped_rows("mcqa")]
+    assert len(written) == 10 and all(example["agent_ref"] == reference for example in written)
     servers = {"mcqa": "mcqa", "math": "math"}
     assert all(match_server(example, servers) == "mcqa" for example in written)
 
