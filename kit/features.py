@@ -262,7 +262,6 @@ ENTRIES = (
     Entry("extras.preflight", "Preflight", "every run", always, True),
     Entry("extras.supervisor", "Supervisor", "every run", always, True),
     Entry("lab.features", "Report", "every run", always, True),
-    Entry("lab.features", "Price", "every run", trains, True),
     Entry("lab.features", "RunCard", "every run", trains, True),
     Entry("extras.judges", "ServerJudges", "a Gym server", starts_servers, True),
     Entry("extras.judges", "Judges", "gym.judges"),
