@@ -276,18 +276,9 @@ def test_records_have_the_index_of_their_row_and_each_step_prints_a_line(
 
 def test_an_evaluation_with_failures_prints_a_warning(workspace, recorder, capsys):
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        rollout = trainer.servers.rollout
-
-        def fail_first(*arguments, **named):
-            episodes = rollout(*arguments, **named)
-            episodes[0].status = "timeout"
-            episodes[0].reward = None
-            episodes[0].error = "no answer"
-            return episodes
-
         trainer.evaluate()
         assert "WARNING" not in capsys.readouterr().out
-        trainer.servers.rollout = fail_first
+        recorder.servers.fails = "val_0/0"
         trainer.evaluate()
     output = capsys.readouterr().out.replace("\n", " ")
     assert "if a failed one counts as 0. See failures.jsonl" in output
@@ -755,21 +746,24 @@ def test_a_nonfinite_step_stops_immediately_and_its_error_has_the_batch(
 
 
 def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeypatch, capsys):
-    monkeypatch.setattr(training, "update_actor", break_update)
+    """They are saved like others. A finite step resets their count."""
+    finite = training.update_actor
     message = r"3 non-finite steps in a row, the last: actor/grad_norm is nan.* See docs/"
     with pytest.raises(RunError, match=message):
         with algorithm.train(make_plan(workspace, *QUIET, "trainer.save_freq=1")) as trainer:
-            for step in (1, 2):
-                recorder.calls.clear()
+            updates = [break_update, finite, break_update, break_update]
+            for step, count in enumerate((1, 0, 1, 2), 1):
+                monkeypatch.setattr(training, "update_actor", updates[step - 1])
                 metrics = trainer.step_or_skip()
-                assert metrics["training/skipped_nonfinite_steps"] == step
-                assert trainer.run.files.nonfinite_steps == step
-                assert recorder.calls[-2:] == [f"save {step}", f"update_weights {step}"]
-                assert (trainer.run.folder / "nonfinite" / f"step_{step}.pt").is_file()
+                assert metrics.get("training/skipped_nonfinite_steps", 0) == count
+                assert trainer.run.files.nonfinite_steps == count
+                assert recorder.list_stages()[-2:] == [f"save {step}", f"update_weights {step}"]
+                path = trainer.run.folder / "nonfinite" / f"step_{step}.pt"
+                assert path.is_file() == (count > 0)
                 assert trainer.saved_state.step == trainer.state.step == step
                 line = read_run_lines(trainer)[-1]
                 assert line["step"] == step
-                assert line["training/skipped_nonfinite_steps"] == step
+                assert line.get("training/skipped_nonfinite_steps", 0) == count
             trainer.step_or_skip()
     output = capsys.readouterr().out.replace("\n", "")
     reason = "actor/grad_norm is nan; the batch is in runs/tiny/nonfinite/step_1.pt"
@@ -787,16 +781,6 @@ def test_the_console_calls_a_step_skipped_only_if_it_has_no_update(
     output = capsys.readouterr().out.replace("\n", "")
     assert re.search(r"step 1 skipped: \d+ of \d+ advantages", output)
     assert "after its update" not in output
-
-
-def test_a_finite_step_resets_the_count_of_nonfinite_steps(workspace, recorder, monkeypatch):
-    finite = training.update_actor
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        for update, count in ((break_update, 1), (break_update, 2), (finite, 0), (break_update, 1)):
-            monkeypatch.setattr(training, "update_actor", update)
-            metrics = trainer.step_or_skip()
-            assert trainer.run.files.nonfinite_steps == count
-            assert metrics.get("training/skipped_nonfinite_steps", 0) == count
 
 
 def test_a_skipped_step_is_saved_and_evaluated_like_any_other(workspace, recorder):

@@ -36,13 +36,14 @@ IN_PROCESS = (
 
 
 class Servers:
-    """Servers that record each request. Episodes have 3 tokens. With `fails`, all fail.
+    """Servers that record each request. Episodes have 3 tokens.
 
-    reward(i, group id): the reward of the i-th response of a batch.
+    fails: True, or the group whose episodes fail. reward(i, group id): the reward of the i-th
+    response of a batch.
     """
 
     is_asleep = False
-    fails = False
+    fails: bool | str = False
 
     def __init__(self, calls: list[str]):
         self.calls = calls
@@ -59,6 +60,7 @@ class Servers:
         episodes = []
         for i, request in enumerate(requests):
             task = request.task
+            has_failed = self.fails in (True, request.id.group_id)
             episode = Episode(
                 task.row_id,
                 request.id.group_id,
@@ -66,14 +68,14 @@ class Servers:
                 task.prompt_ids,
                 row=task.row,
                 ended="stop",
-                status="timeout" if self.fails else "ok",
+                status="timeout" if has_failed else "ok",
                 policy_versions=[(3, self.version)],
                 reward_components={"right": 0.5},
                 baseline=0.25 if baselines else None,
             )
             episode.output.append(gym_client.message("six"))
             append_tokens(episode, [5, 6, 1], [-1.0, -2.0, -3.0])
-            episode.reward = None if self.fails else self.reward(i, episode.group_id)
+            episode.reward = None if has_failed else self.reward(i, episode.group_id)
             episodes.append(episode)
             on_done(i, episode)
         return episodes
