@@ -318,12 +318,8 @@ def list_checkpoint_folders(run: Path) -> list[Path]:
 
     run: its folder, which may have been moved.
     """
-    folders = [run / "checkpoints"]
-    path = run / "config.yaml"
-    if path.is_file():
-        saved = identity.read_recipe(path).get("trainer.default_local_dir")
-        folders = [Path(saved), *folders] if saved else folders
-    return folders
+    saved = identity.read_run(run).values.get("trainer.default_local_dir")
+    return [Path(saved), run / "checkpoints"] if saved else [run / "checkpoints"]
 
 
 def read_exported_step(export: Path) -> int | None:

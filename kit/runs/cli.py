@@ -27,7 +27,7 @@ from kit.errors import ConfigError, RunError, Stop, UserFunctionError, remove_co
 from kit.features import Feature, OnFeatures, ignore_features
 from kit.gym import network
 from kit.rollout.inputs import RunInputs
-from kit.runs import checkpoints, files, identity, isolation, prepare, summary, trial
+from kit.runs import checkpoints, files, identity, prepare, summary, trial
 from kit.runs import replay as recorded
 from kit.runs.console import LogFormatter, console, say
 from kit.runs.verifier_trial import try_verifiers
@@ -94,7 +94,6 @@ def plan(
     on_features: called with the features that are on, before the checks. is_dry_run: a finished run
     of this name is a warning. Raises EXPECTED_ERRORS.
     """
-    isolation.set_home()
     silence_libraries()
     problems: list[Exception] = []
     config, defaults = load_config(recipe_files, overrides, problems)

@@ -20,26 +20,7 @@ SOCKET_PATH_LIMIT = 107  # bytes: Linux's sun_path has 108, and the last one is 
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 RUN_SOCKET = "/kit-abcdefgh/rl-colocate-zmq-01000000-replica-999-rank-999.sock"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch would use TMPDIR
-# The variables by which Ray finds the GPUs of a process: NVIDIA's, AMD's and Intel's
-VISIBLE_GPUS = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
-    "ONEAPI_DEVICE_SELECTOR",
-)
 FOLDER_KEY = "ray_kwargs.ray_init._temp_dir"
-
-
-def set_home() -> None:
-    """Set HOME to /tmp/kit-UID if this user has no home folder, as in some containers.
-
-    Caches of libraries are there, for all runs. Raises RunError if others could use the folder.
-    """
-    if os.path.expanduser("~") == "~":  # HOME is not set, and the user has no entry in passwd
-        folder = Path(f"/tmp/kit-{os.getuid()}")
-        _make_private(folder)
-        os.environ["HOME"] = str(folder)
 
 
 def check_tmpdir_length() -> None:
@@ -115,12 +96,12 @@ def _make_private(folder: Path) -> None:
 
 @contextlib.contextmanager
 def show_logical_gpus(config: DictConfig) -> Iterator[None]:
-    """Hide VISIBLE_GPUS from the processes that a recipe for a CPU starts in the block.
+    """Hide CUDA_VISIBLE_DEVICES from the processes that a recipe for a CPU starts in the block.
 
     Such a recipe gives Ray logical GPUs. Ray and its workers read their ids from this variable, and
     users set it to "" or -1 to compute on the CPU.
     """
-    names = VISIBLE_GPUS if config.trainer.device == "cpu" else ()
+    names = ["CUDA_VISIBLE_DEVICES"] if config.trainer.device == "cpu" else []
     with change_environment(dict.fromkeys(names)):
         yield
 

@@ -185,7 +185,7 @@ class Stages:
         self._set_alarm(BLOCKED_LOOP_S)
 
     def _make_stop(self, reason: StopReason) -> Stop:
-        """Return the exception for a reason. If the run can still save, clear `lost_process`."""
+        """Return the exception for a reason."""
         if reason is StopReason.SIGNAL:
             return Stop("interrupted", 128 + self.stop_signal, save=True)
         stage = self.current_stage
@@ -194,11 +194,7 @@ class Stages:
                 f"stage {stage}: {self.lost_process}. {RESUME_HINT}. "
                 'See docs/troubleshooting.md, "Ray".'
             )
-            # Without Ray's GCS the workers still answer for a minute, until Ray ends the driver.
-            can_save = "gcs_server" in self.lost_process and stage not in UNINTERRUPTIBLE
-            if can_save:
-                self.lost_process = ""  # else the stage that saves would raise it again
-            return Stop(message, save=can_save)
+            return Stop(message)
         return Stop(
             f"Stage '{stage}' made no progress for {self.timeout_s:g} s "
             "(trainer.stage_timeout_s). Raise it if the stage is just slow. "

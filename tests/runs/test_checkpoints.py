@@ -16,7 +16,6 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from kit.config.keys import KEYS
 from kit.errors import ConfigError, RunError
 from kit.runs import checkpoints
 from tests.helpers.recipes import make_partial
@@ -267,24 +266,6 @@ def test_changed_keys_are_notes_or_errors(tmp_path):
     config.trainer.n_gpus_per_node = 4
     with pytest.raises(RunError, match="n_gpus_per_node 2 -> 4"):
         check(checkpoint, config)
-
-
-def test_a_checkpoint_with_old_names_of_keys_resumes_without_a_note(tmp_path):
-    """The old names are in the checkpoint's config.yaml, and the recipe has the new ones."""
-    assert KEYS.renamed
-    checkpoint = save(tmp_path, 1)
-    config = make_config(tmp_path)
-    path = checkpoint / "config.yaml"
-    saved = OmegaConf.load(path)
-    for old, new in KEYS.renamed.items():
-        below = ".port" if old == "gym.door" else ""  # gym.door was a section
-        OmegaConf.update(saved, old + below, f"value of {old}", force_add=True)
-        OmegaConf.update(config, new + below, f"value of {old}", force_add=True)
-    OmegaConf.save(saved, path)
-    assert check(checkpoint, config) == []
-    config.trainer.stage_timeout_s = 7
-    change = "trainer.stage_timeout_s value of env.stage_deadline_s -> 7"
-    assert check(checkpoint, config) == [f"Changed since {checkpoint}: {change}"]
 
 
 @pytest.mark.parametrize("name", ["lr", "override_optimizer_config"])
