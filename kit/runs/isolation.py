@@ -34,10 +34,8 @@ def use_own_tmpdir() -> Iterator[str]:
 
     All processes of the run keep their sockets and locks there. The kernels that torch compiles
     stay for the next run: in TORCHINDUCTOR_CACHE_DIR, or in ~/.cache/torchinductor if it is not
-    set. Other nodes of a cluster do not have the folder, and use /tmp. Raises RunError if socket
-    paths would be too long.
+    set. Other nodes of a cluster do not have the folder, and use /tmp.
     """
-    check_tmpdir_length()
     folder = tempfile.mkdtemp(prefix="kit-")
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     kernels = os.environ.get(INDUCTOR_CACHE, str(caches / "torchinductor"))
