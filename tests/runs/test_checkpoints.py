@@ -268,13 +268,12 @@ def test_changed_keys_are_notes_or_errors(tmp_path):
         check(checkpoint, config)
 
 
-@pytest.mark.parametrize("name", ["lr", "override_optimizer_config"])
-@pytest.mark.parametrize("part", ["actor_rollout_ref.actor", "critic"])
-def test_settings_in_the_saved_optimizer_must_not_change(tmp_path, name, part):
+def test_settings_in_the_saved_optimizer_must_not_change(tmp_path):
+    key = "actor_rollout_ref.actor"
     checkpoint = save(tmp_path, 1)
     config = make_config(tmp_path)
-    OmegaConf.update(config, f"{part}.optim.{name}", [0.5, 0.6], force_add=True)
-    with pytest.raises(RunError, match=rf"{part}\.optim\.{name} .*the saved optimizer"):
+    OmegaConf.update(config, f"{key}.optim.lr", [0.5, 0.6], force_add=True)
+    with pytest.raises(RunError, match=rf"{key}\.optim\.lr .*the saved optimizer"):
         check(checkpoint, config)
-    OmegaConf.update(config, f"{part}.checkpoint.load_contents", ["model"], force_add=True)
-    assert f"{part}.optim.{name}" in check(checkpoint, config)[0]
+    OmegaConf.update(config, f"{key}.checkpoint.load_contents", ["model"], force_add=True)
+    assert f"{key}.optim.lr" in check(checkpoint, config)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging.config
 import os
 import re
 import sys
@@ -197,13 +196,3 @@ def test_the_wrong_python_gets_a_one_line_error(tmp_path):
     assert done.returncode == 1
     message = "error: No module named 'omegaconf'. Run `source .venv/bin/activate` first.\n"
     assert done.stderr == message
-
-
-def test_a_library_that_is_imported_later_stays_silent(monkeypatch):
-    """vLLM calls dictConfig when it is imported. That resets all loggers below `vllm`."""
-    monkeypatch.setattr(cli, "QUIET", {"loud.parsers": logging.CRITICAL})
-    cli.silence_libraries()
-    loggers = {"loud": {"level": "INFO"}}
-    logging.config.dictConfig({"version": 1, "disable_existing_loggers": False, "loggers": loggers})
-    assert logging.getLogger("loud.other").isEnabledFor(logging.INFO)
-    assert not logging.getLogger("loud.parsers.hermes").isEnabledFor(logging.ERROR)

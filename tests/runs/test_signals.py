@@ -48,44 +48,6 @@ def test_a_signal_interrupts_sampling_but_lets_an_update_finish(run):
     assert (caught.value.status, str(caught.value)) == (143, "interrupted")
 
 
-def test_a_run_in_the_background_of_a_shell_ignores_sigint(workspace, tmp_path, monkeypatch):
-    """The shell starts it with SIGINT ignored. SIGTERM still stops it."""
-    monkeypatch.chdir(tmp_path)
-    recipe, _ = load(workspace)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with Run(recipe) as run, pytest.raises(Stop) as caught, run.stage("gen"):
-            os.kill(os.getpid(), signal.SIGINT)
-            assert not run.stages.stop_signal
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert caught.value.status == 143 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_a_stop_is_raised_once_if_several_tasks_wait_for_the_stopped_one(run):
-    """During shutdown, asyncio raises it from the loop again for each waiting task."""
-
-    async def wait_for(task):
-        await task
-
-    async def serve():
-        stopped = asyncio.create_task(request())
-        for _ in range(3):
-            stopped = asyncio.create_task(wait_for(stopped))
-        await stopped
-
-    async def request():
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.raises(Stop), asyncio.Runner() as loop, contextlib.ExitStack() as stack:
-        run.stages.loop = loop
-        stack.callback(run.stages.begin_shutdown)
-        stack.callback(run.stages.begin_shutdown)
-        with run.stage("start"):
-            loop.run(serve())
-
-
 def test_a_stage_without_progress_ends_the_run(run):
     run.stages.timeout_s = 1
     with pytest.raises(Stop, match="Stage 'ref' made no progress for 1 s"), run.stage("ref"):
@@ -213,20 +175,6 @@ def test_a_call_that_blocks_the_event_loop_does_not_block_the_stop(stages, monke
         stages.begin_shutdown()
 
 
-def test_the_first_lost_process_is_reported(stages):
-    """A second process is lost while the event loop is being stopped."""
-    runner = stages.loop
-
-    async def wait() -> None:
-        stages.report_lost("the raylet is gone")
-        stages.report_lost("a worker is gone")
-        await asyncio.sleep(30)
-
-    with pytest.raises(Stop, match="stage gen: the raylet is gone"), stages.stage("gen"):
-        runner.run(wait())
-    stages.begin_shutdown()
-
-
 def test_a_stop_in_the_last_round_of_a_loop_does_not_stop_later_work(stages):
     """The work ends in the same round as the loop, so a callback stays in the queue."""
     runner = stages.loop
@@ -253,13 +201,3 @@ def test_a_stop_in_the_last_round_of_a_loop_does_not_stop_later_work(stages):
     stages.begin_shutdown()
     assert ended == ["lingering"]
     assert runner.run(asyncio.sleep(0.01, "more")) == "more"
-
-
-def test_a_shutdown_that_takes_too_long_says_that_the_export_is_missing(stages, capsys):
-    stages.is_export_pending = True
-    stages.begin_shutdown()
-    with pytest.raises(SystemExit, match=r"exit_now\(1\)"):
-        stages.handle_alarm()
-    expected = "the run's processes did not end in 5 s and are killed"
-    hint = "Rerun the same command to export the model"
-    assert capsys.readouterr().err == f"error: {expected}; {hint}\n"
