@@ -49,10 +49,7 @@ def call_in_loop_of_thread(function: Callable[[], Any]) -> Any:
 THREADS = (call_in_thread, call_in_loop_of_thread)
 
 
-@pytest.mark.parametrize(
-    "call", [call_in_loop, *(pytest.param(f, marks=pytest.mark.soak) for f in THREADS)]
-)
-def test_coroutines_run_one_after_the_other_in_every_caller(call: Callable) -> None:
+def test_coroutines_run_one_after_the_other_in_a_notebook() -> None:
     async def echo(text: bytes) -> bytes:
         if "process" not in state:
             state["process"] = await asyncio.create_subprocess_exec(
@@ -79,7 +76,7 @@ def test_coroutines_run_one_after_the_other_in_every_caller(call: Callable) -> N
         return results
 
     state: dict[str, Any] = {}
-    assert call(use) == [b"one\n", b"two\n", 0]
+    assert call_in_loop(use) == [b"one\n", b"two\n", 0]
 
 
 def test_a_stop_in_a_notebook_cancels_the_work(tmp_path: Path) -> None:

@@ -88,14 +88,10 @@ def test_the_pythonpath_of_the_user_reaches_every_process(
     )
 
 
-@pytest.mark.parametrize("is_forked", [False, True])
 def test_a_python_with_an_odd_path_is_quoted_for_ray(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_forked: bool
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Ray inserts the path into a shell command.
-
-    is_forked: Ray starts its workers through the fork server.
-    """
+    """Ray inserts the path, which is that of the fork server, into a shell command."""
     settings: list[dict[str, Any]] = []
     python = "/tmp/a b/$(touch x)/python"
 
@@ -114,10 +110,7 @@ def test_a_python_with_an_odd_path_is_quoted_for_ray(
     run = SimpleNamespace(recipe=recipe, stages=SimpleNamespace(monitor=None), folder=tmp_path)
     with contextlib.ExitStack() as stack, pytest.raises(RunError, match="the end of"):
         starting = launch.Launch(run, inputs, stack, None)  # type: ignore[arg-type]
-        if is_forked:
-            fork_server.Preload(recipe.verl, "train").before_ray(starting)
-        else:
-            starting.python = python
+        fork_server.Preload(recipe.verl, "train").before_ray(starting)
         launch.start_ray(starting)
     assert shlex.split(settings[0]["runtime_env"]["py_executable"]) == [python]
     assert settings[0]["_temp_dir"] == "/tmp/mine made private"
