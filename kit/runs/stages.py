@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import itertools
 import os
 import re
@@ -40,14 +39,6 @@ UNINTERRUPTIBLE = ("update_critic", "update_actor", "update_weights", "save_chec
 OUTER_STAGE = "step"  # contains the other stages; it is only timed
 RESUME_HINT = "Rerun the same command to resume from the last checkpoint"
 EXPORT_HINT = "Rerun the same command to export the model"
-
-
-class StopReason(enum.Enum):
-    """Why a run ends before its work is done."""
-
-    SIGNAL = enum.auto()  # Ctrl-C or SIGTERM
-    LOST_PROCESS = enum.auto()  # a process or a Gym server is lost
-    STAGE_TIMEOUT = enum.auto()  # a stage made no progress for trainer.stage_timeout_s
 
 
 class Monitor(Protocol):
@@ -142,7 +133,11 @@ class Stages:
         repeat = "Press Ctrl-C" if signum == signal.SIGINT else f"Send {name}"
         say(f"{name}: saving and exiting. {repeat} again to exit immediately.")
         if self.current_stage and self.current_stage not in UNINTERRUPTIBLE:
-            self.stop(StopReason.SIGNAL)
+            self.stop(self.make_interruption())
+
+    def make_interruption(self) -> Stop:
+        """Return the exception for the signal that requested a stop."""
+        return Stop("interrupted", 128 + self.stop_signal, save=True)
 
     def handle_alarm(self, *_: object) -> None:
         """Handle SIGALRM: a timeout has passed, or `report_lost` was called."""
@@ -152,10 +147,15 @@ class Stages:
             return  # the next stage checks `lost_process`
         if self.loop_stop:
             self._raise_in_blocked_loop()
-        elif self.lost_process:
-            self.stop(StopReason.LOST_PROCESS)
-        else:
-            self.stop(StopReason.STAGE_TIMEOUT)
+            return
+        message = f"stage {self.current_stage}: {self.lost_process}. {RESUME_HINT}."
+        if not self.lost_process:
+            message = (
+                f"Stage '{self.current_stage}' made no progress for {self.timeout_s:g} s "
+                "(trainer.stage_timeout_s). Raise it if the stage is just slow. "
+                f"{log_files.read_newest_log_tail(self.logs)}."
+            )
+        self.stop(Stop(f'{message} See docs/troubleshooting.md, "Ray".'))
 
     def _raise_in_blocked_loop(self) -> None:
         """Raise Stop if a call inside the event loop does not return, so the loop cannot stop."""
@@ -165,8 +165,8 @@ class Stages:
 
     # --- stopping ---
 
-    def stop(self, reason: StopReason) -> None:
-        """Raise Stop, or stop this thread's event loop; then `stage` raises Stop.
+    def stop(self, ending: Stop) -> None:
+        """Raise `ending`, or stop this thread's event loop; then `stage` raises it.
 
         Only the first call has an effect, since the first reason is the cause.
 
@@ -176,30 +176,13 @@ class Stages:
         """
         if self.loop_stop:
             return
-        self.ending = self._make_stop(reason)
+        self.ending = ending
         loop = get_running_loop()
         if loop is None or loop is self.notebook_loop:
             raise self.ending
         self.loop_stop_at = time.monotonic()
         self.loop_stop = loop.call_soon_threadsafe(loop.stop)
         self._set_alarm(BLOCKED_LOOP_S)
-
-    def _make_stop(self, reason: StopReason) -> Stop:
-        """Return the exception for a reason."""
-        if reason is StopReason.SIGNAL:
-            return Stop("interrupted", 128 + self.stop_signal, save=True)
-        stage = self.current_stage
-        if reason is StopReason.LOST_PROCESS:
-            message = (
-                f"stage {stage}: {self.lost_process}. {RESUME_HINT}. "
-                'See docs/troubleshooting.md, "Ray".'
-            )
-            return Stop(message)
-        return Stop(
-            f"Stage '{stage}' made no progress for {self.timeout_s:g} s "
-            "(trainer.stage_timeout_s). Raise it if the stage is just slow. "
-            f'{log_files.read_newest_log_tail(self.logs)}. See docs/troubleshooting.md, "Ray".'
-        )
 
     def _exit_after_timeout(self) -> None:
         """Print the error that ended the run, which nothing else will print, and exit."""
@@ -259,7 +242,7 @@ class Stages:
     def begin_step(self, step: int) -> None:
         """Clear the timings for a new step. Raises Stop if a stop signal has arrived."""
         if self.stop_signal:
-            self.stop(StopReason.SIGNAL)
+            self.stop(self.make_interruption())
         self.timing.clear()
         self.display.set_progress(step - 1)
 
@@ -314,7 +297,7 @@ class Stages:
         if self.lost_process:
             self.handle_alarm()
         if self.stop_signal and name not in UNINTERRUPTIBLE:
-            self.stop(StopReason.SIGNAL)
+            self.stop(self.make_interruption())
         self.display.show_stage(name)
         self.record_progress()
 
@@ -347,7 +330,7 @@ class Stages:
         try:
             yield
             if self.stop_signal:
-                self.stop(StopReason.SIGNAL)
+                self.stop(self.make_interruption())
         except (Stop, Exception) as error:
             if self._can_save(error):
                 checkpoint = save()
