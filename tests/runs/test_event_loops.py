@@ -42,13 +42,6 @@ def call_in_thread(function: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def call_in_loop_of_thread(function: Callable[[], Any]) -> Any:
-    return call_in_thread(lambda: call_in_loop(function))
-
-
-THREADS = (call_in_thread, call_in_loop_of_thread)
-
-
 def test_coroutines_run_one_after_the_other_in_a_notebook() -> None:
     async def echo(text: bytes) -> bytes:
         if "process" not in state:
@@ -136,6 +129,5 @@ def test_a_run_in_a_thread_changes_no_signal(tmp_path: Path) -> None:
 
     signums = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
     before = [signal.getsignal(signum) for signum in signums]
-    for call in THREADS:
-        assert call(use) == 0.0
+    assert call_in_thread(use) == 0.0
     assert [signal.getsignal(signum) for signum in signums] == before

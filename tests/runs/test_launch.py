@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
@@ -14,65 +13,10 @@ from typing import Any
 
 import pytest
 
-import inference
 from kit.cpu import fork_server
 from kit.errors import RunError
 from kit.runs import cli, isolation, launch
 from tests.helpers.recipes import ROOT, load
-
-
-class Manager:
-    """A double of verl's LLMServerManager that records its arguments."""
-
-    instances: list[Manager]
-
-    def __init__(self, config: Any, worker_group: Any = None, start_rank: int = 0):
-        self.rollout = config.actor_rollout_ref.rollout
-        self.worker_group = worker_group
-        self.start_rank = start_rank
-        self.instances.append(self)
-
-    async def _initialize_llm_servers(self) -> None:
-        pass
-
-
-@pytest.fixture
-def managers(monkeypatch: pytest.MonkeyPatch) -> list[Manager]:
-    Manager.instances = []
-    monkeypatch.setattr(inference, "LLMServerManager", Manager)
-    return Manager.instances
-
-
-SEPARATE = [
-    "trainer.nnodes=4",
-    "actor_rollout_ref.rollout.nnodes=2",
-    "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
-]
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"), [(SEPARATE, 2), (SEPARATE[:1], 4)], ids=["separate", "shared"]
-)
-def test_a_rollout_engine_gets_the_number_of_nodes_from_the_recipe(
-    workspace: Path, managers: list[Manager], changes, expected
-) -> None:
-    recipe, _ = load(workspace, *changes)
-    before = recipe.rollout.nnodes
-    asyncio.run(inference.start_standalone_servers(recipe, start_rank=4))
-    (manager,) = managers
-    rollout = manager.rollout
-    assert (rollout.nnodes, rollout.load_format, manager.start_rank) == (expected, "auto", 4)
-    assert recipe.rollout.nnodes == before  # the recipe is not changed
-
-
-def test_separate_servers_do_not_use_the_actors_gpus(
-    workspace: Path, managers: list[Manager]
-) -> None:
-    actor = SimpleNamespace(init_model=lambda: None)
-    for changes in (SEPARATE, SEPARATE[:1]):
-        recipe, _ = load(workspace, *changes)
-        asyncio.run(inference.start_servers(recipe, actor))
-    assert [manager.worker_group is actor for manager in managers] == [False, True]
 
 
 def test_the_pythonpath_of_the_user_reaches_every_process(
@@ -145,7 +89,7 @@ def test_missing_resources_are_an_error(
         f"reward.reward_model.model_path={workspace / 'scored'}",
         "trainer.n_gpus_per_node=2",
         f"trainer.resource_pools.critic={pool}",
-        *(SEPARATE[2:] if has_servers else []),
+        *(["actor_rollout_ref.rollout.checkpoint_engine.backend=gloo"] if has_servers else []),
     ]
     overlays = ["separate"] if has_servers else []
     recipe = replace(load(workspace, *changes, overlays=overlays).recipe, command=command)

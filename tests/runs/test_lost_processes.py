@@ -10,35 +10,7 @@ import signal
 
 import pytest
 
-from tests.helpers.recipes import metrics_of
 from tests.helpers.runs import LiveRun
-
-
-def list_failed_fractions(run: LiveRun) -> list[float]:
-    """rollout/failed_frac of each step."""
-    name = "rollout/failed_frac"
-    return [m[name] for m in metrics_of(run.folder) if name in m]
-
-
-@pytest.mark.soak
-def test_a_dead_gym_server_is_restarted_and_a_dead_engine_ends_the_run(workspace):
-    with LiveRun(
-        workspace, "lost", "trainer.total_training_steps=500", "trainer.save_freq=1"
-    ) as run:
-        run.until_step(2)
-        run.signal(r"server_process\.py", signal.SIGKILL)
-        last = max(run.steps())
-        run.until_step(last + 3)
-        assert "gym server reasoning_gym exited with status -9 and is restarted; log" in run.output
-        assert max(list_failed_fractions(run)) == 0
-        run.signal("^VLLM::EngineCore", signal.SIGKILL)
-        seconds = run.end(1)
-    print(f"ended {seconds:.1f} s after the death of vLLM's engine")
-    message = run.output.splitlines()[-1]
-    assert re.match(r"error: stage \w+: .*vLLM's (engine|EngineCore)", message), message
-    assert "Rerun the same command to resume from the last checkpoint" in message
-    assert (run.folder / "checkpoints" / f"global_step_{last + 2}").is_dir()
-
 
 # {case: (title of the process, signal, pattern of the last output line)}
 LOST_PROCESSES = {
