@@ -27,7 +27,7 @@ from kit.errors import ConfigError, RunError, Stop, UserFunctionError, remove_co
 from kit.features import Feature, OnFeatures, ignore_features
 from kit.gym import network
 from kit.rollout.inputs import RunInputs
-from kit.runs import checkpoints, files, identity, prepare, summary, trial
+from kit.runs import checkpoints, files, identity, isolation, prepare, summary, trial
 from kit.runs import replay as recorded
 from kit.runs.console import LogFormatter, console, say
 from kit.runs.verifier_trial import try_verifiers
@@ -275,9 +275,7 @@ def begin_imports(active: Sequence[Feature], config: DictConfig) -> None:
 
     It imports them while the recipe is checked, if the run uses such a process.
     """
-    from kit.runs import node_checks
-
-    node_checks.check_limits()
+    isolation.check_limits()
     for feature in active:
         feature.begin_imports(config)
 

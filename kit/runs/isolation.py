@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import secrets
 import shutil
 import stat
@@ -20,12 +21,18 @@ SOCKET_PATH_LIMIT = 107  # bytes: Linux's sun_path has 108, and the last one is 
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 RUN_SOCKET = "/kit-abcdefgh/rl-colocate-zmq-01000000-replica-999-rank-999.sock"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch would use TMPDIR
+# As in Ray. Linux's default is 1024. With more, programs that close every possible file take long.
+MAX_OPEN_FILES = 65536
 FOLDER_KEY = "ray_kwargs.ray_init._temp_dir"
 
 
-def check_tmpdir_length() -> None:
-    """Raise RunError if the paths of a run's sockets in TMPDIR would be too long."""
+def check_limits() -> None:
+    """Raise the limit of open files. Raises RunError if paths of sockets in TMPDIR are too long."""
     _check_length("TMPDIR", tempfile.gettempdir(), RUN_SOCKET)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # in Python, "no limit" is -1
+    limit = MAX_OPEN_FILES if hard < 0 else min(hard, MAX_OPEN_FILES)
+    if 0 <= soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 @contextlib.contextmanager

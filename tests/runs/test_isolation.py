@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from kit.errors import RunError
 from kit.rollout import stores
 from kit.runs import isolation
-from tests.helpers.recipes import CLEAN_ENV
+from tests.helpers.recipes import CLEAN_ENV, ROOT
 from tests.helpers.stack import Stack
 
 NOBODY = 65534
@@ -117,10 +117,25 @@ def test_a_path_that_is_too_long_for_a_socket_is_an_error(
         isolation.make_ray_folder(longest + "x")
     longest = long_path[: isolation.SOCKET_PATH_LIMIT - len(isolation.RUN_SOCKET)]
     monkeypatch.setattr(tempfile, "tempdir", longest)
-    isolation.check_tmpdir_length()
+    isolation.check_limits()
     monkeypatch.setattr(tempfile, "tempdir", longest + "x")
     with pytest.raises(RunError, match="Set TMPDIR to a shorter path"):
-        isolation.check_tmpdir_length()
+        isolation.check_limits()
+
+
+RAISE_LIMIT = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 1024))
+from kit.runs import isolation
+isolation.check_limits()
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    environment = CLEAN_ENV | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", RAISE_LIMIT]
+    assert subprocess.check_output(command, env=environment, text=True) == "1024\n"
 
 
 # --- the Ray of a run ----------------------------------------------------------------------------
