@@ -69,7 +69,6 @@ UNREPORTED_KEY = re.compile(
     r"trainer\.(resume_|default_local_dir)|.*(experiment_name|optim\.total_training_steps)$"
     r"|ray_kwargs\."
 )
-NEW_NAME = "Set another trainer.experiment_name"
 
 
 # --- save ----------------------------------------------------------------------------------------
@@ -170,12 +169,10 @@ def write_manifest(checkpoint: Path) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in paths}
-    partial = checkpoint / f"{MANIFEST}.tmp"
-    with partial.open("w") as out:
+    with files.replace_atomically(checkpoint / MANIFEST) as partial, partial.open("w") as out:
         json.dump({"files": sizes}, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
-    os.replace(partial, checkpoint / MANIFEST)
 
 
 # --- find ----------------------------------------------------------------------------------------
@@ -341,7 +338,8 @@ def check(checkpoint: Path, recipe: Recipe, fingerprint: Fingerprint | None = No
     saved_command = read(checkpoint / "data.pt").get("command")
     if saved_command != recipe.command:
         raise RunError(
-            f"{checkpoint} is of `{saved_command}`, not of `{recipe.command}`. {NEW_NAME}."
+            f"{checkpoint} is of `{saved_command}`, not of `{recipe.command}`. Set another "
+            "trainer.experiment_name."
         )
     before = identity.read_run(checkpoint)
     now = fingerprint or Fingerprint(flatten(redacted(recipe.verl)))

@@ -164,13 +164,9 @@ def describe_devices(recipe: Recipe) -> str:
     pools = [f" + {count} for the {role}" for role, count in separate.items()]
     replicas = recipe.replicas
     plural = "" if replicas == 1 else "s"
-    buckets = ""
-    if recipe.command == "train":
-        megabytes = rollout.checkpoint_engine.update_weights_bucket_megabytes
-        buckets = f", sync buckets of {megabytes} MB"
     return (
         f"devices     {world} {recipe.trainer.device}{engine}{''.join(pools)}, {replicas} "
-        f"{ENGINES[rollout.name]} replica{plural}{buckets}"
+        f"{ENGINES[rollout.name]} replica{plural}"
     )
 
 
@@ -199,13 +195,6 @@ def list_warnings(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
         yield (
             f"{name} RUNS THE MODEL'S CODE {place}, WITHOUT A SANDBOX: it may read keys and "
             "delete your files. Run all of this in a container without them."
-        )
-    custom = inputs.verifiers.specs
-    rows = [task for task in inputs.tasks if "reward_model" in task.row]
-    for name in dict.fromkeys(task.server for task in rows if task.server not in custom):
-        yield (
-            f"Rows in verl's format go to the server {name}, which must read "
-            "`reward_model` itself. For verl's reward functions set `verifier: verl` on the file."
         )
     yield from warn_of_overlap(inputs)
 
