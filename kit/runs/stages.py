@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,8 +56,7 @@ class Monitor(Protocol):
 class Stages:
     """Times the stages of a run, and stops the run if one hangs, a signal comes or a process dies.
 
-    All of these stop the run by a signal, which Python handles in its main thread only. In another
-    thread, `stage` checks for a lost process, and nothing else stops the run.
+    All of these stop the run by a signal, so a run needs the main thread of Python.
 
     timeout_s: trainer.stage_timeout_s. logs: the folder of the processes' logs.
     """
@@ -85,18 +83,15 @@ class Stages:
         self.notebook_loop = get_running_loop()  # a notebook calls all of this inside its loop
         self.monitor: Monitor | None = None
         self.loop: EventLoop | None = None
-        self.has_signals = threading.current_thread() is threading.main_thread()
         self.previous_handlers: dict[int, _HANDLER] = {}  # by signal
 
     # --- signals ---
 
     def install_handlers(self) -> None:
-        """Handle SIGINT, SIGTERM and SIGALRM, if this is the main thread.
+        """Handle SIGINT, SIGTERM and SIGALRM.
 
         Call it again after ray.init, which installs a SIGTERM handler of Ray.
         """
-        if not self.has_signals:
-            return
         handlers: dict[signal.Signals, _HANDLER] = {
             signal.SIGINT: self.handle_stop_signal,
             signal.SIGTERM: self.handle_stop_signal,
@@ -111,14 +106,9 @@ class Stages:
 
     def restore_handlers(self) -> None:
         """Restore the previous signal handlers: a notebook continues after the run."""
-        self._set_alarm(0)
+        signal.alarm(0)
         for signum, handler in self.previous_handlers.items():
             signal.signal(signum, handler)
-
-    def _set_alarm(self, seconds: int) -> None:
-        """Send SIGALRM after these seconds, instead of a previous alarm. 0: do not send it."""
-        if self.has_signals:
-            signal.alarm(seconds)
 
     def handle_stop_signal(self, signum: int, _frame: FrameType | None) -> None:
         """Handle Ctrl-C or SIGTERM: the first saves and exits, the second exits immediately."""
@@ -160,7 +150,7 @@ class Stages:
     def _raise_in_blocked_loop(self) -> None:
         """Raise Stop if a call inside the event loop does not return, so the loop cannot stop."""
         if self.ending and time.monotonic() > self.loop_stop_at + BLOCKED_LOOP_S - 1:
-            self._set_alarm(BLOCKED_LOOP_S)  # again, in case something catches this exception
+            signal.alarm(BLOCKED_LOOP_S)  # again, in case something catches this exception
             raise self.ending
 
     # --- stopping ---
@@ -182,7 +172,7 @@ class Stages:
             raise self.ending
         self.loop_stop_at = time.monotonic()
         self.loop_stop = loop.call_soon_threadsafe(loop.stop)
-        self._set_alarm(BLOCKED_LOOP_S)
+        signal.alarm(BLOCKED_LOOP_S)
 
     def _exit_after_timeout(self) -> None:
         """Print the error that ended the run, which nothing else will print, and exit."""
@@ -201,17 +191,17 @@ class Stages:
     def report_lost(self, message: str) -> None:
         """Stop the run for a lost process. Can be called from any thread."""
         self.lost_process = message
-        if self.current_stage and self.has_signals:
+        if self.current_stage:
             os.kill(os.getpid(), signal.SIGALRM)
 
     def record_progress(self) -> None:
         """Restart the timeout of the current stage (trainer.stage_timeout_s)."""
         self.last_progress_at = time.monotonic()
         if self.current_stage and not self.loop_stop:
-            self._set_alarm(max(1, round(self.timeout_s)))
+            signal.alarm(max(1, round(self.timeout_s)))
             # Another thread may call this, while the main thread stops the loop.
             if self.loop_stop:
-                self._set_alarm(BLOCKED_LOOP_S)
+                signal.alarm(BLOCKED_LOOP_S)
 
     # --- shutdown ---
 
@@ -219,7 +209,7 @@ class Stages:
         """Prepare to stop the run's processes within SHUTDOWN_TIMEOUT_S. Cancel all tasks."""
         self.current_stage = ""
         self.is_closing = True
-        self._set_alarm(SHUTDOWN_TIMEOUT_S)
+        signal.alarm(SHUTDOWN_TIMEOUT_S)
         if self.monitor:
             self.monitor.stop_watching()
         runner = self.loop
@@ -284,7 +274,7 @@ class Stages:
             raise
         finally:
             if name != OUTER_STAGE:
-                self._set_alarm(0)
+                signal.alarm(0)
                 self.current_stage = outer
             if self.loop_stop:
                 self.loop_stop.cancel()

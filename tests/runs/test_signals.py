@@ -1,4 +1,4 @@
-"""Tests how signals, timeouts and lost processes stop a run, also in a notebook or a thread."""
+"""Tests how signals, timeouts and lost processes stop a run, also in a notebook."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -208,7 +207,7 @@ def test_a_stop_in_the_last_round_of_a_loop_does_not_stop_later_work(stages):
     assert runner.run(asyncio.sleep(0.01, "more")) == "more"
 
 
-# --- a notebook and a thread ----------------------------------------------------------------------
+# --- a notebook ----------------------------------------------------------------------------------
 
 # A process that the kernel ends together with the thread that started it.
 DIES_WITH_PARENT = """
@@ -224,14 +223,6 @@ def call_in_loop(function: Callable[[], Any]) -> Any:
         return function()
 
     return asyncio.run(cell())
-
-
-def call_in_thread(function: Callable[[], Any]) -> Any:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join()
-    return results[0]
 
 
 def test_coroutines_run_one_after_the_other_in_a_notebook() -> None:
@@ -299,27 +290,3 @@ def test_a_stop_in_a_notebook_cancels_the_work(tmp_path: Path) -> None:
     tasks: list[asyncio.Task] = []
     assert call_in_loop(use) == "saved"
     assert sorted(ended) == [0, 1, 2]
-
-
-def test_a_run_in_a_thread_changes_no_signal(tmp_path: Path) -> None:
-    """SIGALRM would end the process, because Python handles signals in its main thread only."""
-
-    def use() -> float:
-        stages = Stages(60, tmp_path, Display("train", 1, 0))
-        stages.install_handlers()
-        with make_runner() as stages.loop:
-            with stages.stage("gen"):
-                stages.record_progress()
-                assert stages.loop.run(asyncio.sleep(0.01, "done")) == "done"
-                stages.report_lost("the raylet is gone")
-                alarm = signal.getitimer(signal.ITIMER_REAL)[0]
-            with pytest.raises(Stop, match="stage ref: the raylet is gone"), stages.stage("ref"):
-                raise AssertionError("the stage has begun")
-            stages.begin_shutdown()
-        stages.restore_handlers()
-        return alarm
-
-    signums = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
-    before = [signal.getsignal(signum) for signum in signums]
-    assert call_in_thread(use) == 0.0
-    assert [signal.getsignal(signum) for signum in signums] == before
