@@ -209,9 +209,7 @@ def parse_arguments() -> argparse.Namespace:
         default="",
         help="train on the rollouts files of a run, without a rollout engine",
     )
-    parser.add_argument(
-        "--quiet", action="store_true", help="one line a step instead of a progress bar"
-    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument(
         "words",
         nargs="*",
