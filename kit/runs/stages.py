@@ -123,11 +123,12 @@ class Stages:
         repeat = "Press Ctrl-C" if signum == signal.SIGINT else f"Send {name}"
         say(f"{name}: saving and exiting. {repeat} again to exit immediately.")
         if self.current_stage and self.current_stage not in UNINTERRUPTIBLE:
-            self.stop(self.make_interruption())
+            self.stop_if_requested()
 
-    def make_interruption(self) -> Stop:
-        """Return the exception for the signal that requested a stop."""
-        return Stop("interrupted", 128 + self.stop_signal, save=True)
+    def stop_if_requested(self) -> None:
+        """Stop the run if a stop signal has arrived."""
+        if self.stop_signal:
+            self.stop(Stop("interrupted", 128 + self.stop_signal, save=True))
 
     def handle_alarm(self, *_: object) -> None:
         """Handle SIGALRM: a timeout has passed, or `report_lost` was called."""
@@ -231,8 +232,7 @@ class Stages:
 
     def begin_step(self, step: int) -> None:
         """Clear the timings for a new step. Raises Stop if a stop signal has arrived."""
-        if self.stop_signal:
-            self.stop(self.make_interruption())
+        self.stop_if_requested()
         self.timing.clear()
         self.display.set_progress(step - 1)
 
@@ -286,8 +286,8 @@ class Stages:
         self.current_stage = name
         if self.lost_process:
             self.handle_alarm()
-        if self.stop_signal and name not in UNINTERRUPTIBLE:
-            self.stop(self.make_interruption())
+        if name not in UNINTERRUPTIBLE:
+            self.stop_if_requested()
         self.display.show_stage(name)
         self.record_progress()
 
@@ -319,8 +319,7 @@ class Stages:
         """
         try:
             yield
-            if self.stop_signal:
-                self.stop(self.make_interruption())
+            self.stop_if_requested()
         except (Stop, Exception) as error:
             if self._can_save(error):
                 checkpoint = save()
