@@ -71,7 +71,6 @@ def vision_model(workspace) -> Path:
 # same pytest process as the tests that use the stack.
 STARTS_RUNS = (
     "test_cli",
-    "test_lost_processes",
     "test_reliability",
     "test_signals",
 )

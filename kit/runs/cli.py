@@ -94,7 +94,6 @@ def plan(
     on_features: called with the features that are on, before the checks. is_dry_run: a finished run
     of this name is a warning. Raises EXPECTED_ERRORS.
     """
-    isolation.set_home()
     silence_libraries()
     problems: list[Exception] = []
     config, defaults = load_config(recipe_files, overrides, problems)
@@ -210,9 +209,7 @@ def parse_arguments() -> argparse.Namespace:
         default="",
         help="train on the rollouts files of a run, without a rollout engine",
     )
-    parser.add_argument(
-        "--quiet", action="store_true", help="one line a step instead of a progress bar"
-    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument(
         "words",
         nargs="*",
@@ -276,9 +273,7 @@ def begin_imports(active: Sequence[Feature], config: DictConfig) -> None:
 
     It imports them while the recipe is checked, if the run uses such a process.
     """
-    from kit.runs import node_checks
-
-    node_checks.check_limits()
+    isolation.check_limits()
     for feature in active:
         feature.begin_imports(config)
 

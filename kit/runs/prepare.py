@@ -6,7 +6,6 @@ import importlib
 import itertools
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -124,7 +123,7 @@ def check_recipe(
     """
     remove_unused_servers(config)
     problems = [*problems, *adapters.take_adapter(config), *model_files.take_chat_template(config)]
-    raise_all([*features.find_missing(config, command), *find_missing_modules(config)])
+    raise_all(features.find_missing(config, command))
     active = features.make_features(config, command)
     on_features(active, config)
     verifiers = check_early(config, command, active, problems)
@@ -228,15 +227,6 @@ def check_late(recipe: Recipe) -> None:
         errors += checks.check_strategies(recipe)
         errors += checks.check_optimizers(recipe) if recipe.trains else []
     raise_all([as_error(error) for error in errors])
-
-
-def find_missing_modules(config: DictConfig) -> Iterator[ConfigError]:
-    """An error for each module of the kit that a recipe names, and that was deleted."""
-    sections = (config.ray_kwargs.ray_init, config.actor_rollout_ref.rollout)
-    text = "".join(OmegaConf.to_yaml(section) for section in sections)
-    for module in dict.fromkeys(re.findall(r"\bkit(?:\.[a-z]\w*)+", text)):
-        if not features.is_installed(module):
-            yield features.missing_error(module, "This recipe")
 
 
 def as_error(problem: Exception | str) -> Exception:

@@ -15,7 +15,6 @@ import pandas as pd
 from kit.data.metrics import describe_interval
 from kit.data.reward_scale import are_equal
 from kit.runs.console import count_nouns
-from kit.runs.drift import METRIC
 from lab.report.metric_docs import find_status
 from lab.run_folder import RunFolder, is_accuracy
 
@@ -215,13 +214,13 @@ def find_reward_trend(run: RunFolder) -> Iterator[Finding]:
 
 def find_rollout_mismatch(run: RunFolder) -> Iterator[Finding]:
     """Find a rollout engine whose probabilities differ from the trainer's."""
-    diff = take_last_third(get_sampled_metric(run, METRIC)).mean()
+    diff = take_last_third(get_sampled_metric(run, "training/rollout_probs_diff_mean")).mean()
     if not diff > PROBS_DIFF:
         return
     yield Finding(
         f"Rollout engine and trainer disagree by {diff:.3g} in the probability of a token "
         "(rounding to bf16: below 0.02)",
-        [METRIC, "rollout_corr/kl"],
+        ["training/rollout_probs_diff_mean", "rollout_corr/kl"],
         "with trainer.one_step_off or a quantized rollout engine, add "
         "`--config rollout_correction`. Remove rollout.top_k, top_p and repetition_penalty, which "
         "change only the engine's probabilities. Otherwise vLLM does not have the trainer's "

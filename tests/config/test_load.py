@@ -263,17 +263,6 @@ def test_the_summary_warns_of_a_truncated_sampling_distribution(workspace):
         assert ("rollout_correction is biased" in text) == has_warning
 
 
-def test_the_summary_warns_of_verl_rows_for_a_gym_server(workspace):
-    verl_row = {"prompt": "say 7", "data_source": "mine", "reward_model": {"ground_truth": "7"}}
-    rows = write_rows(workspace / "verls.jsonl", [verl_row] * 8)
-    warning = "WARNING     Rows in verl's format go to the server reasoning_gym"
-    verifier = ", verifier: templates/reward.py:compute_score"
-    for settings, has_warning in (("", True), (verifier, False)):
-        files = f"env.train_files=[{{path: {rows}{settings}}}]"
-        text = summary.summarize(*load(workspace, files))
-        assert (warning in text) == has_warning
-
-
 def test_another_reward_does_not_inherit_settings(workspace):
     """The reward function of dapo has the setting `limit`.
 
