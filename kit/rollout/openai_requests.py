@@ -90,8 +90,6 @@ class ChatRequest(BaseModel):
     stream_options: StreamOptions | None = None
     chat_template_kwargs: Annotated[Json | None, ReadJson] = None
     reasoning_effort: str | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     # The kit's field. A judge that is the policy sends false: its requests are no episode, so only
     # the length of the engine's context limits them.
     for_training: bool | None = None
@@ -103,19 +101,13 @@ class ChatRequest(BaseModel):
         return {key: value for key, value in arguments.items() if value is not None}
 
     def check_end(self) -> None:
-        """Check that a response can follow the last message. Raises RequestError, env.DataError.
+        """Check that a response can follow the last message. Raises env.DataError.
 
         The policy continues a text of the assistant that it did not write.
         """
         last = self.messages[-1]
-        continues = last.role == "assistant" and not last.is_sampled
-        if continues:
+        if last.role == "assistant" and not last.is_sampled:
             env.check_end(env.render_items([last.item], WHERE), WHERE)
-        expected = {"add_generation_prompt": not continues, "continue_final_message": continues}
-        for name, value in expected.items():
-            if getattr(self, name) not in (None, value):
-                problem = f"{name}={not value} does not fit the last message. Remove it."
-                raise RequestError(problem, name)
 
     @property
     def max_length(self) -> int | None:

@@ -14,7 +14,6 @@ from kit.config.neutral_sampling import find_distortions
 from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
 from kit.config.training_effect import warn_of_lost_updates
-from kit.data.ground_truths import find_marks, is_missing
 from kit.gym.python_verifiers.settings import count_processes
 from kit.rollout import template_trial
 from kit.rollout.chat_template import TURNS, ChatTemplate, RenderError, find_opening
@@ -208,7 +207,6 @@ def list_warnings(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
             f"Rows in verl's format go to the server {name}, which must read "
             "`reward_model` itself. For verl's reward functions set `verifier: verl` on the file."
         )
-    yield from warn_of_marks(inputs)
     yield from warn_of_overlap(inputs)
 
 
@@ -221,14 +219,6 @@ def warn_of_template(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
             "without it."
         )
     yield from warn_of_answers(template)
-    has_system = any(
-        task.messages and task.messages[0]["role"] == "system" for task in inputs.tasks
-    )
-    for part in template_trial.list_changed_by_system(template) if has_system else []:
-        yield (
-            f"The chat template writes {part} in another way after a system message. The policy "
-            "reads them as without one. Set another template, or no system message."
-        )
     if template_trial.writes_date(template):
         yield (
             "The chat template writes today's date, so a run that is resumed tomorrow has other "
@@ -279,17 +269,6 @@ def describe_thoughts(template: ChatTemplate) -> str:
         "thoughts    the chat template shows no markers, so thoughts count as answers, except "
         f"between {start} and {end}"
     )
-
-
-def warn_of_marks(inputs: RunInputs) -> Iterator[str]:
-    """Warn of words that are the ground truth of many rows, and may stand for no answer."""
-    masked = inputs.verifiers.specs  # a Python verifier's known marks are counted by its trial
-    tasks = [task for task in inputs.tasks if task.server not in masked or not is_missing(task.row)]
-    for word, count in find_marks([task.row for task in tasks]).items():
-        yield (
-            f"The ground truth of {count:,} of {len(inputs.tasks):,} rows is {word!r}, and that of "
-            "most others is a value. If it means that there is no answer, remove these rows."
-        )
 
 
 def warn_of_overlap(inputs: RunInputs) -> Iterator[str]:
