@@ -239,14 +239,16 @@ def chatml_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Script:
-    """A rollout engine that gives a list of responses and records the prompts."""
+    """A rollout engine that gives a list of responses and records the requests."""
 
     def __init__(self, answers: list[list[int]]):
         self.answers = list(answers)
         self.prompts: list[list[int]] = []
+        self.requests: list[tuple[str, dict]] = []
 
     async def generate(self, request_id, prompt_ids, sampling_params):
         self.prompts.append(list(prompt_ids))
+        self.requests.append((request_id, sampling_params))
         ids = self.answers.pop(0)[: sampling_params["max_tokens"]]
         log_probs = [-0.5 - i for i in range(len(ids))]
         return SimpleNamespace(

@@ -111,18 +111,10 @@ def test_the_next_prompt_starts_with_the_sampled_tokens():
 
 def test_sampling_parameters_are_those_of_the_run():
     context = make_context("a", "b")
-    temperatures = []
-    generate = context.client.generate
-
-    async def record(request_id, prompt_ids, sampling_params):
-        temperatures.append(sampling_params["temperature"])
-        return await generate(request_id, prompt_ids, sampling_params)
-
-    context.client.generate = record
     for temperature in (0.5, 0.0):  # as when an evaluation starts
         context.endpoint_sampling = {"temperature": temperature}
         ask(context, temperature=9)
-    assert temperatures == [0.5, 0.0]
+    assert [params["temperature"] for _, params in context.client.requests] == [0.5, 0.0]
 
 
 # --- requests ------------------------------------------------------------------------------------
@@ -465,14 +457,6 @@ def test_the_openai_package_reads_a_response_with_a_thought_and_calls():
     usage = completion.usage
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert usage.completion_tokens == len(choice.message.generation_log_probs)
-
-
-def test_log_probs_are_sent_if_the_request_asks_for_them():
-    entries = chat(make_context("é!"), logprobs=True).choices[0].logprobs.content
-    assert [entry.logprob for entry in entries] == [-0.5, -1.5, -2.5, -3.5]
-    assert [entry.token for entry in entries][2:] == ["!", "<|im_end|>"]
-    gym = {"return_tokens_as_token_ids": True}  # it reads the log-probs of the message
-    assert chat(make_context(), logprobs=True, extra_body=gym).choices[0].logprobs is None
 
 
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
