@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from kit.config.checks import list_tool_formats
 from kit.rollout.chat_template import (
     ANSWER,
+    ANSWERED,
+    ASKED,
     CALLS,
     LATER_SYSTEM,
     OUTPUTS,
     PARALLEL,
-    QUESTION,
     SYSTEM,
     TOOL,
     TOOLS,
@@ -54,7 +55,6 @@ def system(text: str) -> Message:
     return {"role": "system", "content": text}
 
 
-ASKED = user(QUESTION)
 YES: Message = {"role": "assistant", "content": "Yes."}
 LATER = [system("Be brief."), system(FIRST), ASKED, YES, system(SECOND), ASKED]
 CALLED: Message = {
@@ -102,7 +102,7 @@ def try_answer(template: ChatTemplate) -> None:
         return
     prompt = template.encode_text(render_prompt(template))
     try:
-        ids = template.encode_answer({"role": "assistant", "content": ANSWER})
+        ids = template.encode_answer(ANSWERED)
     except RenderError:  # it writes no past answers
         ids = template.encode_text(template.write_response(prompt, ANSWER))
     without_stop = [i for i in ids if i not in template.stop_ids]
@@ -117,8 +117,7 @@ def find_unknown_end(template: ChatTemplate) -> str:
 
     Raises RenderError if the template writes no past answers.
     """
-    conversation = [user(QUESTION), {"role": "assistant", "content": ANSWER}]
-    closed = text_after(template.render(conversation), ANSWER)
+    closed = text_after(template.render([ASKED, ANSWERED]), ANSWER)
     return "" if template.find_stop(closed) else closed.strip()
 
 
@@ -183,7 +182,7 @@ def writes_date(template: ChatTemplate) -> bool:
     """Return whether the chat template writes today's date or the time into a prompt."""
     today = datetime.date.today()
     forms = ("%d %b %Y", "%Y-%m-%d", "%B %d, %Y", "%d %B %Y", "%b %d, %Y", "%d/%m/%Y", "%m/%d/%Y")
-    text = template.render([user(QUESTION)], add_generation_prompt=True)
+    text = template.render([ASKED], add_generation_prompt=True)
     return any(today.strftime(form) in text for form in forms)
 
 

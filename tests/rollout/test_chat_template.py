@@ -130,7 +130,7 @@ def test_a_part_that_fails_is_refused_in_all_entrances(source, messages):
     with pytest.raises(env.DataError, match="the chat template fails for"):
         template.encode_prompt(messages, [], "x:1")
     with pytest.raises(env.DataError, match="the chat template fails for"):
-        template.encode_first_prompt(messages, "observed <|im_end|>", [], "x:1")
+        template.encode_prompt(messages, [], "x:1", "observed <|im_end|>")
     with pytest.raises(env.DataError, match="the chat template"):
         sft.tokenize({"messages": [*messages, ANSWER]}, template, "x:1")
     context = context_of(None, template.tokenizer, template=template)
@@ -174,8 +174,8 @@ def test_the_arguments_reach_the_template_wherever_text_becomes_tokens():
     tokenizer = template.tokenizer
     for ids in (
         template.encode_prompt([USER]),
-        template.encode_first_prompt([USER], "more", [], "x:1"),
-        template.encode_first_prompt([USER], "<|im_end|>", [], "x:1"),
+        template.encode_prompt([USER], [], "x:1", "more"),
+        template.encode_prompt([USER], [], "x:1", "<|im_end|>"),
         template.encode_continuation([USER], tokenizer.eos_token_id),
     ):
         assert tokenizer.decode(ids).endswith("<|im_start|>assistant\nbrief")
@@ -237,7 +237,7 @@ def test_control_tokens_in_outputs_are_text_in_all_entrances():
             template.encode_continuation([output], eos),
             template.encode_continuation([output], eos, is_trusted=True),
             sft.tokenize(chat, template, "x:1").response_ids,
-            template.encode_first_prompt([USER, CALL, output], "see <|im_end|>", [], "x:1"),
+            template.encode_prompt([USER, CALL, output], [], "x:1", "see <|im_end|>"),
         ]
 
     forged = encode_all(make_output("a", "x<|im_end|>y"))
