@@ -207,34 +207,20 @@ def test_rewards_of_steps_are_summed(steps, terminated, changes, ended, reward):
 def test_later_turns_may_use_the_tokens_that_are_left():
     tokenizer = chatml_tokenizer()
     client = Script(encode_turns([call(), "y" * 400], tokenizer))
-    limits = []
-    generate_one = client.generate
-
-    async def generate(request_id, prompt_ids, sampling_params):
-        limits.append(sampling_params["max_tokens"])
-        return await generate_one(request_id, prompt_ids, sampling_params)
-
-    client.generate = generate
     context = context_of(client, tokenizer, max_response_length=250)
     episode = play(task_of(tokenizer), ToolSession(["x" * 60]), context)
     assert len(episode.turns) == 2 and len(episode.response_ids) == 250
     assert episode.ended == "length"
+    limits = [params["max_tokens"] for _, params in client.requests]
     assert limits == [250, 250 - episode.turns[1][0]]
 
 
 def test_turns_of_an_episode_share_its_request_id_but_not_the_seed():
     tokenizer = chatml_tokenizer()
     client = one_turn_each([call(), call(), "done"], tokenizer)
-    requests = []
-    generate_one = client.generate
-
-    async def generate(request_id, prompt_ids, sampling_params):
-        requests.append((request_id, sampling_params["seed"]))
-        return await generate_one(request_id, prompt_ids, sampling_params)
-
-    client.generate = generate
-    play(task_of(tokenizer), ToolSession(["one", "two"]), context_of(client, tokenizer, seed=3))
-    assert requests == [("r", zlib.crc32(f"3 r#{turn}".encode())) for turn in range(3)]
+    play(task_of(tokenizer), ToolSession(["one", "two"]), context_of(client, tokenizer, seed=0))
+    requests = [(request_id, params["seed"]) for request_id, params in client.requests]
+    assert requests == [("r", zlib.crc32(f"0 r#{turn}".encode())) for turn in range(3)]
 
 
 class GameWithTools(Game):

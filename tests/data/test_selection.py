@@ -7,21 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from kit.data.episode import Episode, TurnSpan
+from kit.data.episode import Episode
 from kit.data.selection import check_failures, select_trainable
 from kit.errors import RunError
-
-
-def episode(server: str, group: str, reward: float | None, **changes) -> Episode:
-    status = "ok" if reward is not None else "timeout"
-    settings = {
-        "response_ids": [1, 2],
-        "response_mask": [1, 1],
-        "turns": [TurnSpan(0, 2, 1)],
-        "ended": "stop",
-        **changes,
-    }
-    return Episode("x:1", group, server, [1], reward=reward, status=status, **settings)
+from tests.data.test_metrics import episode
 
 
 def test_failed_episodes_and_groups_that_become_too_small_are_dropped():
