@@ -126,12 +126,7 @@ def build_prompt(episode: Episode, task: Task, session: Session, context: Rollou
         problem = f"{task.row_id}: {len(observation)} characters observed, {advice}"
         raise GymError("prompt_too_long", problem)
     template = context.template.with_arguments(task.template_arguments, task.row_id)
-    if observation:
-        episode.prompt_ids = template.encode_first_prompt(
-            task.messages, observation, task.tools, task.row_id
-        )
-    else:
-        episode.prompt_ids = template.encode_prompt(task.messages, task.tools, task.row_id)
+    episode.prompt_ids = template.encode_prompt(task.messages, task.tools, task.row_id, observation)
     length = len(episode.prompt_ids)
     if length > limit:
         problem = f"{task.row_id}: {length} tokens with the observation, {advice}"

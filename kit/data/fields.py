@@ -96,7 +96,7 @@ REQUEST = Fields(
     "",
     "model messages tools max_tokens max_completion_tokens logprobs stream stream_options user "
     "return_tokens_as_token_ids return_token_ids chat_template_kwargs reasoning_effort metadata "
-    "add_generation_prompt continue_final_message for_training",
+    "for_training",
     {
         "n": NOT_SUPPORTED + "A request gets one response. Send several requests.",
         "tool_choice": CHOICE,

@@ -119,23 +119,17 @@ class RowSource:
         """
         quotas = self.compute_quotas(size, start)
         before = self.compute_quotas(start)
-        tasks = []
+        tasks: list[Task] = []
         of_files = size - sum(quotas.values())
-        if of_files:
+        if of_files and self.sampler:
+            tasks += self.sampler(self.tasks, of_files, number, self.seed, pass_rates)
+        elif of_files:
             file_start = start - sum(before.values())
-            tasks = self.take_from_files(number, of_files, file_start, pass_rates)
+            tasks = env.take_batch(self.tasks, of_files, file_start, self.seed, self.shuffle)
         for rows in self.functions:
             if quotas[rows.entry.file]:
                 tasks += rows.batch(number, quotas[rows.entry.file], pass_rates)
         return tasks
-
-    def take_from_files(
-        self, number: int, size: int, start: int, pass_rates: Mapping[str, float]
-    ) -> list[Task]:
-        """Return the rows of files in a batch, in order or as the sampler picks them."""
-        if self.sampler is None:
-            return env.take_batch(self.tasks, size, start, self.seed, self.shuffle)
-        return list(self.sampler(self.tasks, size, number, self.seed, pass_rates))
 
     def file_share(self) -> float:
         """Return the share of the rows that come from files. Raises DataError."""

@@ -8,7 +8,7 @@ becomes another number:
 
 - NaN, Infinity and -Infinity are null. This is also true of JSON text that contains them.
 - A Decimal is text with all of its digits, such as "1.10".
-- Dates, times and durations are ISO 8601 text. A UUID is text.
+- Dates and times are ISO 8601 text. A UUID is text.
 - Bytes are text if they are UTF-8, otherwise base64.
 """
 
@@ -24,7 +24,6 @@ import json
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -251,8 +250,6 @@ def to_plain_value(value: Any) -> object:  # of any library
         return value.tolist()
     if pandas.isna(value):
         return None
-    if isinstance(value, timedelta):
-        return pandas.Timedelta(value).isoformat()
     if isinstance(value, Decimal | UUID):
         return str(value)
     if hasattr(value, "isoformat"):

@@ -54,6 +54,8 @@ CHAT_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "id", "t
 
 Message = Json  # of OpenAI's chat format
 
+ASKED: Message = {"role": "user", "content": QUESTION}
+ANSWERED: Message = {"role": "assistant", "content": ANSWER}
 TOOL: Message = {  # an example
     "type": "function",
     "function": {
@@ -182,23 +184,12 @@ class ChatTemplate:
     # --- rendering ---
 
     def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Message] = (),
-        add_generation_prompt: bool = False,
-        **options: bool,
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), **options: bool
     ) -> str:
         """Render a conversation to text. options: of transformers. Raises RenderError."""
-        adapted = [self.adapt(message) for message in messages]
-        return self.apply(adapted, tools, add_generation_prompt, **options)
+        return self.apply([self.adapt(message) for message in messages], tools, **options)
 
-    def apply(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Message],
-        add_generation_prompt: bool = False,
-        **options: bool,
-    ) -> str:
+    def apply(self, messages: Sequence[Message], tools: Sequence[Message], **options: bool) -> str:
         """Render messages in the template's own form. Raises RenderError."""
         tokenizer: Any = self.tokenizer  # the types of its method allow only messages with texts
         try:
@@ -206,7 +197,6 @@ class ChatTemplate:
                 self.processor.template_messages(list(messages)),
                 tools=list(tools) or None,
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
                 **options,
                 **self.arguments,
             )
@@ -230,10 +220,10 @@ class ChatTemplate:
         """Return whether a conversation in the template's own form shows the answer."""
         return ANSWER in self.try_apply(messages)
 
-    def try_apply(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def try_apply(self, messages: Sequence[Message], **options: bool) -> str:
         """Render messages in the template's own form; to "" if it does not take them."""
         try:
-            return self.apply(messages, (), add_generation_prompt)
+            return self.apply(messages, (), **options)
         except RenderError:
             return ""
 
@@ -270,37 +260,30 @@ class ChatTemplate:
     # --- prompts ---
 
     def encode_prompt(
-        self, messages: Sequence[Message], tools: Sequence[Message] = (), row_id: str = ""
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        row_id: str = "",
+        observation: str | None = None,
     ) -> list[int]:
         """Encode the messages and tools of a prompt.
 
         A last message of the assistant is the beginning of the response. Control tokens in texts
-        stay text (`mark_texts`). Raises env.DataError, GymError('template').
+        stay text (`mark_texts`). observation: the environment's first one, which follows as a user
+        message. Raises env.DataError, GymError('template').
         """
-        self.check_prompt(messages, tools, row_id)
         mark = uuid.uuid4().hex
-        marked = self.mark_texts(messages, mark)
-        if marked != list(messages):
+        observed = [{"role": "user", "content": observation}] if observation else []
+        plain = [*messages, *observed]
+        given = [*messages, *mark_messages(observed, self.control_tokens, mark, ["user"])]
+        self.check_prompt(given, tools, row_id)
+        marked = self.mark_texts(given, mark)
+        if marked != plain:
             return self.encode_marked(marked, tools, mark, row_id)
-        adapted = [self.adapt(message) for message in messages]
+        adapted = [self.adapt(message) for message in plain]
         return env.encode_messages(
             adapted, tools, self.tokenizer, row_id, self.processor, self.arguments
         )
-
-    def encode_first_prompt(
-        self, messages: Sequence[Message], observation: str, tools: Sequence[Message], row_id: str
-    ) -> list[int]:
-        """Encode a row's messages, then the environment's first observation as a user message.
-
-        Control tokens in the observation stay text. Raises env.DataError, GymError('template').
-        """
-        mark = uuid.uuid4().hex
-        marked = mark_tokens(observation, self.control_tokens, mark)
-        messages = [*messages, {"role": "user", "content": marked}]
-        if marked == observation:
-            return self.encode_prompt(messages, tools, row_id)
-        self.check_prompt(messages, tools, row_id)
-        return self.encode_marked(self.mark_texts(messages, mark), tools, mark, row_id)
 
     def check_prompt(
         self, messages: Sequence[Message], tools: Sequence[Message], row_id: str
@@ -436,25 +419,23 @@ class ChatTemplate:
                 function: Message = {"name": message.get("name", ""), "arguments": {}}
                 call = {"id": message["tool_call_id"], "type": "function", "function": function}
                 calls.append(call)
-        question = {"role": "user", "content": QUESTION}
         if not calls:
-            return [question, {"role": "assistant", "content": ANSWER}]
+            return [ASKED, ANSWERED]
         shown = len(calls) if self.max_calls > 1 else self.max_calls
         if not shown:
-            return [question, {"role": "assistant", "content": ANSWER, "tool_calls": calls}]
+            return [ASKED, {**ANSWERED, "tool_calls": calls}]
         calls[-1]["function"]["arguments"] = ARGUMENT
-        return [question, {"role": "assistant", "content": "", "tool_calls": calls[-shown:]}]
+        return [ASKED, {"role": "assistant", "content": "", "tool_calls": calls[-shown:]}]
 
     @functools.cached_property
     def max_calls(self) -> int:
         """How many calls in one message the template shows: none, one, or 2 for any number."""
-        question = {"role": "user", "content": QUESTION}
         for letters in ("ab", "a"):
             marks = [f"{ANSWER}{letter}" for letter in letters]
             calls = [make_call(mark[-1], {"text": mark}) for mark in marks]
             answer = {"role": "assistant", "content": "", "tool_calls": calls}
             try:
-                text = self.render([question, answer], self.turn_tools)
+                text = self.render([ASKED, answer], self.turn_tools)
             except RenderError:
                 continue
             if all(mark in text for mark in marks):
@@ -468,12 +449,8 @@ class ChatTemplate:
         Some models have another template for prompts with tools. Tools that would be written again
         after an answer are left out.
         """
-        answer = {"role": "assistant", "content": ANSWER, "tool_calls": [make_call("a", ARGUMENT)]}
-        messages: list[Message] = [
-            {"role": "user", "content": QUESTION},
-            answer,
-            make_output("a", QUESTION),
-        ]
+        answer = {**ANSWERED, "tool_calls": [make_call("a", ARGUMENT)]}
+        messages = [ASKED, answer, make_output("a", QUESTION)]
         texts = []
         for tools in ([], [TOOL]):
             try:
@@ -537,7 +514,7 @@ class ChatTemplate:
         calls = answer.get("tool_calls")
         if calls and CALLS in self.failures:
             raise RenderError(self.failures[CALLS])
-        before: list[Message] = [{"role": "user", "content": QUESTION}]
+        before = [ASKED]
         if previous_role == "tool":
             call = {"role": "assistant", "content": "", "tool_calls": [make_call("q", ARGUMENT)]}
             before += [call, make_output("q", QUESTION)]
@@ -545,7 +522,7 @@ class ChatTemplate:
         opened = self.render(before, tools, add_generation_prompt=True)
         text = self.cut_opening(self.render([*before, answer], tools), opened)
         check_is_shown(answer, text)
-        example = make_output("a", QUESTION) if calls else {"role": "user", "content": QUESTION}
+        example = make_output("a", QUESTION) if calls else ASKED
         turn_end = self.find_turn_end(example)
         if not text.endswith(turn_end):
             raise RenderError("it ends the turn of an answer in another way")
@@ -711,16 +688,15 @@ def render_answer(template: ChatTemplate, form: Json | None = None, **fields: ob
 
     form: fields of the answer in the template's own form.
     """
-    question = template.adapt({"role": "user", "content": QUESTION})
-    answer = template.adapt({"role": "assistant", "content": ANSWER, **fields}) | (form or {})
+    question = template.adapt(ASKED)
+    answer = template.adapt({**ANSWERED, **fields}) | (form or {})
     conversation = [question, answer]
     return template.try_apply(conversation) or template.try_apply([*conversation, question])
 
 
 def render_prompt(template: ChatTemplate) -> str:
     """Render the question and the generation prompt."""
-    question = template.adapt({"role": "user", "content": QUESTION})
-    return template.try_apply([question], add_generation_prompt=True)
+    return template.try_apply([template.adapt(ASKED)], add_generation_prompt=True)
 
 
 def list_thought_forms(template: ChatTemplate) -> Iterator[Json]:
@@ -784,11 +760,9 @@ def find_dropped(template: ChatTemplate) -> thoughts.Markers | None:
     texts = {text.replace("\\n", "\n").strip() for _, text in quoted} - {""}
     tokens = [token for token in template.control_tokens if token in texts]
     pairs = [("", end) for end in sorted(texts, key=len)]
-    question = {"role": "user", "content": QUESTION}
-    last = {"role": "assistant", "content": ANSWER}
     for start, end in (*pairs, *itertools.permutations(tokens, 2)):
         past = {"role": "assistant", "content": f"{start}{THOUGHT}{end}{ANSWER}"}
-        conversation = (question, past, question, last, question)
+        conversation = (ASKED, past, ASKED, ANSWERED, ASKED)
         shown = template.try_apply([template.adapt(message) for message in conversation])
         if shown.count(ANSWER) == 2 and THOUGHT not in shown:
             tag = end.replace("/", "", 1) if "/" in end else ""

@@ -162,7 +162,9 @@ class Histories:
 
     async def _build_prompt(self, request: ChatRequest, setup: Setup) -> Prompt:
         messages = request.messages
-        request.check_end()
+        last = messages[-1]
+        if last.role == "assistant" and not last.is_sampled:  # the policy continues this text
+            env.check_end(render([last]), WHERE)
         turns = list_turns(messages)
         if turns and await self.is_unchanged(messages, setup, turns):
             ids = self.extend(turns[-1], messages, len(messages), setup)

@@ -68,12 +68,6 @@ class Message(BaseModel):
         return item
 
 
-class StreamOptions(BaseModel):
-    """The options of a streamed response."""
-
-    include_usage: bool | None = None
-
-
 class ChatRequest(BaseModel):
     """The body of a POST to /v1/chat/completions. Other fields are ignored."""
 
@@ -84,14 +78,10 @@ class ChatRequest(BaseModel):
     tool_choice: object = None
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
-    logprobs: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Json | None = None
     chat_template_kwargs: Annotated[Json | None, ReadJson] = None
     reasoning_effort: str | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     # The kit's field. A judge that is the policy sends false: its requests are no episode, so only
     # the length of the engine's context limits them.
     for_training: bool | None = None
@@ -101,21 +91,6 @@ class ChatRequest(BaseModel):
         """The arguments that the request gives to the chat template."""
         arguments = {"reasoning_effort": self.reasoning_effort, **(self.chat_template_kwargs or {})}
         return {key: value for key, value in arguments.items() if value is not None}
-
-    def check_end(self) -> None:
-        """Check that a response can follow the last message. Raises RequestError, env.DataError.
-
-        The policy continues a text of the assistant that it did not write.
-        """
-        last = self.messages[-1]
-        continues = last.role == "assistant" and not last.is_sampled
-        if continues:
-            env.check_end(env.render_items([last.item], WHERE), WHERE)
-        expected = {"add_generation_prompt": not continues, "continue_final_message": continues}
-        for name, value in expected.items():
-            if getattr(self, name) not in (None, value):
-                problem = f"{name}={not value} does not fit the last message. Remove it."
-                raise RequestError(problem, name)
 
     @property
     def max_length(self) -> int | None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from kit.config.checks import list_tool_formats
 from kit.rollout.chat_template import (
     ANSWER,
+    ANSWERED,
+    ASKED,
     CALLS,
     LATER_SYSTEM,
     OUTPUTS,
@@ -54,7 +56,6 @@ def system(text: str) -> Message:
     return {"role": "system", "content": text}
 
 
-ASKED = user(QUESTION)
 YES: Message = {"role": "assistant", "content": "Yes."}
 LATER = [system("Be brief."), system(FIRST), ASKED, YES, system(SECOND), ASKED]
 CALLED: Message = {
@@ -102,7 +103,7 @@ def try_answer(template: ChatTemplate) -> None:
         return
     prompt = template.encode_text(render_prompt(template))
     try:
-        ids = template.encode_answer({"role": "assistant", "content": ANSWER})
+        ids = template.encode_answer(ANSWERED)
     except RenderError:  # it writes no past answers
         ids = template.encode_text(template.write_response(prompt, ANSWER))
     without_stop = [i for i in ids if i not in template.stop_ids]
@@ -117,8 +118,7 @@ def find_unknown_end(template: ChatTemplate) -> str:
 
     Raises RenderError if the template writes no past answers.
     """
-    conversation = [user(QUESTION), {"role": "assistant", "content": ANSWER}]
-    closed = text_after(template.render(conversation), ANSWER)
+    closed = text_after(template.render([ASKED, ANSWERED]), ANSWER)
     return "" if template.find_stop(closed) else closed.strip()
 
 
@@ -132,6 +132,22 @@ def try_call(template: ChatTemplate) -> None:
     """Try a call of a tool in an answer."""
     if not template.max_calls:
         raise RenderError("it does not show the call to the model")
+
+
+def list_changed_by_system(template: ChatTemplate) -> list[str]:
+    """List the parts that the template writes in another way after a system message."""
+    changed = []
+    for part, message in ((TURNS, ASKED), (OUTPUTS, make_output("c", QUESTION))):
+        if {SYSTEM, part} & template.failures.keys():
+            continue
+        conversation = template.make_conversation([message])
+        texts = [
+            template.continue_conversation([*opening, *conversation], [message], None)
+            for opening in ([], [system("Be brief.")])
+        ]
+        if texts[0] != texts[1]:
+            changed.append(part)
+    return changed
 
 
 def check_marks(text: str, marks: Sequence[str]) -> None:
@@ -183,7 +199,7 @@ def writes_date(template: ChatTemplate) -> bool:
     """Return whether the chat template writes today's date or the time into a prompt."""
     today = datetime.date.today()
     forms = ("%d %b %Y", "%Y-%m-%d", "%B %d, %Y", "%d %B %Y", "%b %d, %Y", "%d/%m/%Y", "%m/%d/%Y")
-    text = template.render([user(QUESTION)], add_generation_prompt=True)
+    text = template.render([ASKED], add_generation_prompt=True)
     return any(today.strftime(form) in text for form in forms)
 
 

@@ -40,9 +40,7 @@ PROMPT = {"responses_create_params": {"input": "say 8", "tools": []}}
     [
         ({"agent_ref": {"name": "other"}}, True, True),
         ({"level": None, "extra_info": {"answer": "7", "k": None}}, True, True),
-        ({"__index_level_0__": 7}, False, True),
         ({"extra_info": {"answer": "7", "qid": "q-7"}}, False, True),
-        ({"tolerance": 0.1}, False, True),
         ({"answer": "8"}, False, False),
         (PROMPT, False, False),
     ],

@@ -6,21 +6,19 @@ import json
 import math
 import os
 import random
-import sys
 from types import SimpleNamespace
 
 import pytest
 
 import env
 from kit.config.entries import Entry
-from kit.config.load import load_config
 from kit.data.episode import Episode, TurnSpan, append_tokens
 from kit.data.generated_rows import FunctionRows, RowSource
 from kit.data.metrics import update_pass_rates
 from kit.data.rollout_files import assign_record_indices, load_replay
 from kit.data.tasks import TaskLoader
 from kit.errors import ConfigError, UserFunctionError
-from kit.runs import prepare, summary
+from kit.runs import summary
 from kit.runs.run import Run
 from tests.helpers.recipes import load
 
@@ -40,9 +38,6 @@ def verls(batch, size, seed, pass_rates):
 
 def raises(batch, size, seed, pass_rates):
     return 1 / 0
-
-def few(batch, size, seed, pass_rates):
-    return rows(batch, size - 1, seed, pass_rates)
 
 def no_rows(batch, size, seed, pass_rates):
     return [*rows(batch, size - 1, seed, pass_rates), ["say 7"]]
@@ -110,40 +105,6 @@ def test_functions_and_files_share_a_batch_by_weight(folder):
     assert len(draw_batch(data, 5)) == 8
 
 
-RECORDING_FUNCTIONS = """
-calls = []
-
-def last(tasks, size, batch, seed, pass_rates):
-    calls.append(("last", size, batch, seed, dict(pass_rates)))
-    return tasks[-size:]
-
-def rows(batch, size, seed, pass_rates):
-    calls.append(("rows", size, batch, seed, pass_rates))
-    return [{"responses_create_params": {"input": f"say {k}"}, "answer": "7"} for k in range(size)]
-"""
-
-
-def test_a_sampler_gets_the_same_arguments_with_functions_as_alone(folder, tmp_path):
-    """A sampler gets the number of rows from files, and all pass rates.
-
-    A function gets the pass rates of the rows that it generated.
-    """
-    (tmp_path / "recording.py").write_text(RECORDING_FUNCTIONS)
-    path = folder / "train.jsonl"
-    files = f"{{path: {path}, weight: 1}}, {{function: recording.py:rows, weight: 1}}"
-    changes = (f"env.train_files=[{files}]", "env.sampler=recording.py:last", "data.seed=9")
-    _, data = load(folder, *changes)
-    pass_rates = {f"{path}:1": 0.25, "recording.py:rows#4.0": 0.5}
-    recording = sys.modules[data.source.sampler.__module__]
-    recording.calls.clear()
-    tasks = draw_batch(data, 5, size=6, pass_rates=pass_rates)
-    sampler_call = ("last", 3, 5, 9, pass_rates)
-    function_call = ("rows", 3, 5, 9, {4: {0: 0.5}})
-    assert recording.calls == [sampler_call, function_call]
-    row_ids = [task.row_id.rpartition(":")[2] for task in tasks]
-    assert row_ids == ["6", "7", "8", "rows#5.0", "rows#5.1", "rows#5.2"]
-
-
 def test_a_function_may_generate_rows_of_verl_and_rows_for_other_commands(folder):
     """Commands other than `train` generate env.max_rows rows, once."""
     _, data = load(folder, "env.train_files=[{function: my_tasks.py:verls}]")
@@ -168,11 +129,9 @@ def test_a_function_may_generate_rows_of_verl_and_rows_for_other_commands(folder
     ("entry", "message"),
     [
         ("raises}", r"my_tasks\.py:raises failed at .*my_tasks\.py:16: ZeroDivisionError"),
-        ("few}", r"my_tasks.py:few returned a list of 7\. Return a list of 8"),
         ("no_rows}", "my_tasks.py:no_rows#1.7: the row is a list"),
         ("long}", r"my_tasks\.py:long#1\.0 \(100 tokens\) would be dropped, by data\.max_prompt"),
         ("other}", "my_tasks.py:other#1.0 is not deterministic: it changed on a second call"),
-        ("rows, bottom: 1}", "my_tasks.py:rows cannot be called with .* unexpected keyword"),
         ("rows}, FILE", "a function next to other rows needs a share of each batch"),
     ],
 )
@@ -189,8 +148,6 @@ def test_keys_that_do_not_fit_a_function_are_errors(folder):
         load(folder, train_files, "trainer.total_epochs=2")
     with pytest.raises(ConfigError, match=r"env\.sampler picks rows of files"):
         load(folder, train_files, "env.sampler=templates/samplers.py:by_pass_rate")
-    config, _ = load_config([], [train_files])
-    assert "`sft` reads files only" in str(next(prepare.check_files(config, "sft")))
 
 
 def make_episode(task, batch: int, number: int) -> Episode:

@@ -156,9 +156,7 @@ def test_an_evaluation_also_reports_scores_with_failures():
 SOURCES = {  # a row -> the name under which it is scored, on the server "score"
     "set_a": {"data_source": "set_a"},
     "openai/gsm8k": {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "7"}},
-    "a/acc/mean@1": {"data_source": "a/acc/mean@1"},
     "score": {},
-    "score ": {"data_source": "score "},
     "score, no text": {"data_source": None},
     "score, of Gym": {"data_source": "set_a", "agent_ref": {"name": "simple_agent"}},
 }

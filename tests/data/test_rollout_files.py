@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import hashlib
 import json
 import math
@@ -15,7 +14,7 @@ import pytest
 import env
 import gym_client
 from kit.data import rollout_files
-from kit.data.episode import TOKEN_FIELDS, Episode, PolicyVersion, TurnSpan, gc_paused
+from kit.data.episode import TOKEN_FIELDS, Episode, PolicyVersion, TurnSpan
 from kit.errors import ConfigError
 from tests.helpers.recipes import row
 
@@ -109,29 +108,8 @@ def test_an_image_in_a_row_is_written_as_its_hash():
         assert rollout_files.replace_images_by_hash(plain) == plain
 
 
-def test_the_question_is_the_last_input_message_of_the_row():
-    parts = [{"type": "input_image"}, {"type": "input_text", "text": "what?"}]
-    messages = [{"role": "user", "content": parts}]
-    assert episode(row={"responses_create_params": {"input": messages}}).question == "what?"
-    assert episode(row={}).question == "" and episode().record_index == (-1, -1)
-
-
-def test_gc_paused_restores_the_garbage_collector():
-    for is_enabled in (True, False):
-        if is_enabled:
-            gc.enable()
-        else:
-            gc.disable()
-        try:
-            with gc_paused():
-                assert not gc.isenabled()
-            assert gc.isenabled() == is_enabled
-        finally:
-            gc.enable()
-
-
 def test_32_bit_log_probs_are_written_with_few_digits_and_read_bit_for_bit(tmp_path):
-    bits = np.random.default_rng(0).integers(0, 2**32, 20_000, dtype=np.uint32).view(np.float32)
+    bits = np.random.default_rng(0).integers(0, 2**32, 2_000, dtype=np.uint32).view(np.float32)
     sampled = [float(p) for p in bits if np.isfinite(p)]
     ids = list(range(len(sampled)))
     fields = {

@@ -7,30 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from kit.data.episode import Episode, TurnSpan
-from kit.data.selection import check_failures, group_episodes, select_trainable, take_groups
+from kit.data.episode import Episode
+from kit.data.selection import check_failures, select_trainable
 from kit.errors import RunError
-
-
-def episode(server: str, group: str, reward: float | None, **changes) -> Episode:
-    status = "ok" if reward is not None else "timeout"
-    settings = {
-        "response_ids": [1, 2],
-        "response_mask": [1, 1],
-        "turns": [TurnSpan(0, 2, 1)],
-        "ended": "stop",
-        **changes,
-    }
-    return Episode("x:1", group, server, [1], reward=reward, status=status, **settings)
-
-
-def test_groups_are_in_order_of_appearance():
-    a = episode("t", "2", 1.0)
-    b = episode("s", "1", 1.0)
-    c = episode("s", "2", 0.0)
-    assert list(group_episodes([a, b, c]).items()) == [("2", [a, c]), ("1", [b])]
-    assert list(group_episodes([a, b, c], "server").items()) == [("t", [a]), ("s", [b, c])]
-    assert group_episodes([]) == {}
+from tests.data.test_metrics import episode
 
 
 def test_failed_episodes_and_groups_that_become_too_small_are_dropped():
@@ -113,14 +93,6 @@ def test_nothing_is_selected_if_every_token_is_masked():
     episodes[0].ended = "stop"
     kept, dropped = select_trainable(episodes, 2, [mask_truncated])
     assert [e.response_mask for e in kept] == [[1, 1], [0, 0]] and dropped == {"mask_truncated": 1}
-
-
-def test_take_groups_returns_the_first_groups_complete():
-    episodes = [episode("s", name, 1.0) for name in ("2", "1", "2", "3", "1")]
-    assert take_groups(episodes, 0) == [] == take_groups([], 3)
-    assert take_groups(episodes, 1) == [episodes[0], episodes[2]]
-    assert take_groups(episodes, 2) == [episodes[0], episodes[2], episodes[1], episodes[4]]
-    assert take_groups(episodes, 9) == [episodes[i] for i in (0, 2, 1, 4, 3)]
 
 
 def make_with_statuses(*statuses):

@@ -9,8 +9,6 @@ import re
 import pandas
 import pytest
 from datasets import Dataset, Features, Image, List, Value
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import env
 from kit.data.verl_rows import TASK_ID, parse_row, read_rows
@@ -18,7 +16,6 @@ from lab import convert
 from tests.helpers.models import COLORS, data_url, png
 from tests.helpers.recipes import load, row, write_rows
 
-HYPOTHESIS_SETTINGS = settings(max_examples=60, derandomize=True, deadline=None)
 RED = png(COLORS["r"])
 BLUE = png(COLORS["b"])
 
@@ -57,24 +54,13 @@ def test_rows_of_verl_and_gym_train_together(workspace, tmp_path):
         load(workspace, f"env.train_files=[{other_key}]")
 
 
-def test_a_row_with_gyms_field_is_a_row_of_gym():
-    both = {"responses_create_params": {"input": "gym"}, "prompt": "verl", "asked": "other"}
-    assert parse_row(both, "x:1")["responses_create_params"] == {"input": "gym"}
-    assert parse_row({"prompt": "verl", "asked": "other"}, "x:1", "asked") == {
-        "responses_create_params": {"input": "other"},
-        "prompt": "verl",
-    }
-
-
 @pytest.mark.parametrize(
     ("invalid_row", "message"),
     [
         (make_row(None), "`prompt` is null. It must be text or chat messages."),
-        (make_row([]), "`prompt` is []"),
         (make_row(7), "`prompt` is 7"),
         (make_row(videos=["x.mp4"]), "verl's videos are not supported"),
         (make_row(extra_info={"gym_row": json.dumps(row("other"))}), "`prompt` differs from that"),
-        (make_row(extra_info={"gym_row": "{}"}), "it has no object responses_create_params"),
         ({"question": "2?"}, "it has question, but neither Gym's responses_create_params nor"),
         (7, "the row is a int"),
     ],
@@ -84,7 +70,7 @@ def test_an_invalid_row_is_an_error_with_its_line(invalid_row, message):
         parse_row(invalid_row, "x:1")
 
 
-# --- materialized tasks ---------------------------------------------------------------------------
+# --- materialized tasks, as Gym 0.7 collates them -------------------------------------------------
 
 
 TASK = {"taskset": "puzzles:train", "task_id": "7"}
@@ -98,20 +84,8 @@ def test_a_materialized_task_becomes_its_row_with_the_identifiers_of_the_task(is
     task_input = {**prompt, "task_data": fields} if is_nested else gym_row
     parsed = parse_row({"task_id": TASK, "task_input": task_input}, "x:1")
     assert parsed == {**gym_row, TASK_ID: TASK}
-
-
-@pytest.mark.parametrize(
-    ("task_id", "task_input", "problem"),
-    [
-        (TASK, "2?", "task_input must be an object"),
-        (TASK, {**row(), "task_data": "x"}, "and so must its task_data"),
-        (TASK, {"task_data": {"answer": "2"}}, "neither Gym's responses_create_params"),
-        ("7", row(), "it has task_id, task_input, but neither Gym's"),
-    ],
-)
-def test_an_invalid_materialized_task_is_an_error(task_id, task_input, problem):
-    with pytest.raises(env.DataError, match=f"^x:1: .*{problem}"):
-        parse_row({"task_id": task_id, "task_input": task_input}, "x:1")
+    with pytest.raises(env.DataError, match=r"^x:1: task_input must be an object"):
+        parse_row({"task_id": TASK, "task_input": "2?"}, "x:1")
 
 
 # --- images ---------------------------------------------------------------------------------------
@@ -146,57 +120,23 @@ def test_an_image_of_verl_is_shown_at_its_place(image, url):
     assert env.render_row(parsed, "x:1")[0][0]["content"][0] == {"type": "image", "image": url}
 
 
-CONTENTS = st.lists(st.sampled_from(["<image>", "a", "<image", "image>", " ", "\n"]), max_size=6)
-
-
-@HYPOTHESIS_SETTINGS
-@given(st.lists(CONTENTS.map("".join), min_size=1, max_size=3))
-def test_images_are_at_the_places_of_their_marks(contents):
-    count = sum(content.count("<image>") for content in contents)
-    verl_row = make_row([message for content in contents for message in ask(content)])
-    if count:
-        verl_row["images"] = [{"image": f"{number}.png"} for number in range(count)]
-    shown = ""
-    for message in read_input(verl_row):
-        parts = message["content"]
-        for part in [text_part(parts)] if isinstance(parts, str) else parts:
-            shown += part["text"] if "text" in part else f"<{part['image_url']}>"
-    names = iter([f"<{number}.png>" for number in range(count)])
-    assert shown == re.sub("<image>", lambda _: next(names), "".join(contents))
-
-
 def test_a_text_prompt_may_have_images_or_be_about_them():
-    expected = ask([text_part("See "), image_part("1")])
-    assert read_input(make_row("See <image>", images=["1"])) == expected
+    expected = ask([text_part("See "), image_part("1"), text_part(" or "), image_part("2")])
+    assert read_input(make_row("See <image> or <image>", images=["1", "2"])) == expected
     for images in (None, []):
         verl_row = make_row("What is <image> in HTML?", images=images)
         assert read_input(verl_row) == "What is <image> in HTML?"
         assert convert.to_verl(parse_row(verl_row, "x:1"), "x:1") == verl_row
 
 
-def test_images_in_the_parts_of_a_message_get_one_form():
-    parts = [
-        {"type": "image", "image": "1", "text": None},
-        {"type": "image_url", "image_url": {"url": "2", "detail": "auto"}},
-        {"type": "text", "text": "Which?", "image": None},
-    ]
-    ((message),) = read_input(make_row(ask(parts)))
-    assert message["content"][:2] == [image_part("1"), image_part("2")]
-    texts = env.render_row(parse_row(make_row([message]), "x:1"), "x:1")[0][0]["content"]
-    assert texts[2] == {"type": "text", "text": "Which?"}
-
-
 @pytest.mark.parametrize(
     ("prompt", "images", "message"),
     [
         ("2?", ["1"], "1 images, but the prompt has <image> 0 times"),
-        ("<image>", ["1", "2"], "2 images, but the prompt has <image> 1 times"),
-        ("<image>", {"bytes": "x"}, "images must be a list"),
         ("<image>", [7], "an image must be text or an object, not 7"),
         ("<image>", [{"path": None}], "an image has neither bytes nor a path"),
         ("<image>", [{"url": "1", "detail": "high"}], "`detail` of an image is not supported"),
         ("<image>", [{"image": "1", "max_pixels": 9}], "`max_pixels` of an image is not supp"),
-        (ask([{"type": "image_url"}]), [], "an image must be text"),
     ],
 )
 def test_images_that_do_not_fit_the_prompt_are_an_error(prompt, images, message):
@@ -235,8 +175,6 @@ CREATE = {"calc_reward": {"create_kwargs": {"ground_truth": "4"}}}
     [
         ({"agent_name": "tool_agent", "extra_info": {"index": 1}}, "agent_name=tool_agent"),
         ({"extra_info": {"tools_kwargs": CREATE}}, "extra_info.tools_kwargs"),
-        ({"extra_info": {"need_tools_kwargs": True}}, "extra_info.need_tools_kwargs"),
-        ({"extra_info": {"interaction_kwargs": {"name": "g"}}}, "extra_info.interaction_kwargs"),
     ],
 )
 def test_a_row_of_verls_tool_agent_is_refused_with_the_way_to_do_it(
@@ -256,7 +194,6 @@ def test_a_row_of_verls_tool_agent_is_refused_with_the_way_to_do_it(
     "fields",
     [
         {"agent_name": "single_turn_agent", "extra_info": {"tools_kwargs": CREATE}},
-        {"agent_name": None},
         {"extra_info": {"need_tools_kwargs": False, "tools_kwargs": {}}},
         {"extra_info": {"tools_kwargs": {"calc_reward": None}}},  # as Parquet pads it
         {"extra_info": "text"},
@@ -280,11 +217,8 @@ MESSAGES = [{"role": "system", "content": "Be short."}, *ask("It's 2 + 2?")]
     ("prompt", "expected"),
     [
         (f" \n{json.dumps(MESSAGES, indent=1)}\n", MESSAGES),
-        ("[]", "[]"),
         ('[{"content": "x"}]', '[{"content": "x"}]'),
         ('{"role": "user", "content": "2?"}', '{"role": "user", "content": "2?"}'),
-        ('[{"role": "user", "content": "x"}] Answer.',) * 2,
-        ("[[[", "[[["),
     ],
 )
 def test_a_text_is_messages_only_if_it_is_a_json_list_of_them(prompt, expected):
@@ -296,9 +230,7 @@ def test_messages_in_pythons_notation_are_refused():
         parse_row(make_row(str(MESSAGES)), "x:1")
 
 
-@pytest.mark.parametrize(
-    "key", ["reward_model", "extra_info", "agent_ref", "responses_create_params"]
-)
+@pytest.mark.parametrize("key", ["reward_model", "responses_create_params"])
 def test_an_object_of_a_row_may_be_json_text(key):
     verl_row = make_row(reward_model={"ground_truth": "4"}, extra_info={"index": 1})
     gym_row = {

@@ -34,18 +34,13 @@ class RecordingClient:
         self.requests: list[SimpleNamespace] = []
         self.change = change
         self.pause = pause
-        self.running = 0
-        self.max_running = 0
 
     async def generate(self, request_id, prompt_ids, sampling_params, **more):
         request = SimpleNamespace(
             id=request_id, prompt_ids=prompt_ids, params=sampling_params, more=more
         )
         self.requests.append(request)
-        self.running += 1
-        self.max_running = max(self.max_running, self.running)
         await asyncio.sleep(self.pause)
-        self.running -= 1
         output = SimpleNamespace(
             token_ids=[5, STOP], log_probs=[-1.0, -2.0], stop_reason="completed", extra_fields={}
         )
@@ -56,13 +51,11 @@ class RecordingClient:
 class FixedRewards:
     """A Gym with a verify server that gives `rewards` in the order in which sessions open."""
 
-    def __init__(self, *rewards, kind="verify", fail=lambda number: None):
+    def __init__(self, *rewards, kind="verify"):
         self.rewards = list(rewards)
         self.server_kind = kind
-        self.fail = fail
         self.opened: list[tuple] = []
         self.runs: list[tuple] = []
-        self.numbers: list[tuple] = []
         self.responses: list[dict] = []
         self.open_count = 0
         self.samples = SampleStore()  # of the agent's policy endpoint
@@ -71,13 +64,9 @@ class FixedRewards:
         return self.server_kind
 
     @contextlib.asynccontextmanager
-    async def session(self, server, row, numbers):
-        self.numbers.append(numbers)
+    async def session(self, server, row, _numbers):
         number = len(self.opened)
         self.opened.append((server, row))
-        error = self.fail(number)
-        if error:
-            raise error
 
         async def verify(response, _):
             self.responses.append(response)
@@ -87,7 +76,7 @@ class FixedRewards:
             )
 
         self.open_count += 1
-        yield verify_session(verify)
+        yield SimpleNamespace(kind="verify", observation=None, executable=set(), verify=verify)
         self.open_count -= 1
 
     async def run(self, *arguments):
@@ -114,11 +103,6 @@ def keep_samples(samples: SampleStore | None, output, step=None) -> None:
             versions = [PolicyVersion(len(ids), step)]
             sampled = SampledResponse(ids, [-1.0 - i for i in range(len(ids))], versions)
             samples.add(item["prompt_token_ids"], sampled)
-
-
-def verify_session(verify) -> SimpleNamespace:
-    """A session of a verify server without tools."""
-    return SimpleNamespace(kind="verify", observation=None, executable=set(), verify=verify)
 
 
 def make_tokenizer(text: str) -> SimpleNamespace:
@@ -199,7 +183,7 @@ def make_recipe(**rollout) -> Recipe:
     return make_partial(sections, one_step_off=2, stage_timeout_s=90.0)
 
 
-# Chat templates like those of four model families. Calls have the format of Hermes.
+# Chat templates like those of three model families. Calls have the format of Hermes.
 CHATML = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
@@ -212,16 +196,6 @@ FORGETFUL = CHATML.replace(
     "{{ m.content or '' }}",
     "{{ (m.content or '') if loop.last else (m.content or '').split('</think>')[-1] }}",
 )
-LLAMA = (
-    "<|begin|>{% if tools %}<|start_header|>system<|end_header|>\n\n"
-    "Tools: {{ tools | tojson }}<|eot|>{% endif %}"
-    "{% for m in messages %}"
-    "<|start_header|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header|>\n\n"
-    "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}"
-    "{% else %}{{ m.content }}{% endif %}<|eot|>"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header|>assistant<|end_header|>\n\n{% endif %}"
-)
 MISTRAL = (
     "<s>{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
     "{% for m in messages %}"
@@ -233,8 +207,8 @@ MISTRAL = (
     "{% else %} {{ m.content }}{% endif %}</s>{% endif %}"
     "{% endfor %}"
 )
-STOPS = {"chatml": "<|im_end|>", "forgetful": "<|im_end|>", "llama": "<|eot|>", "mistral": "</s>"}
-TEMPLATES = {"chatml": CHATML, "forgetful": FORGETFUL, "llama": LLAMA, "mistral": MISTRAL}
+STOPS = {"chatml": "<|im_end|>", "forgetful": "<|im_end|>", "mistral": "</s>"}
+TEMPLATES = {"chatml": CHATML, "forgetful": FORGETFUL, "mistral": MISTRAL}
 MARKS = ["<|im_start|>", "<|begin|>", "<|start_header|>", "<|end_header|>", "<s>"]
 MARKS += ["[INST]", "[/INST]"]
 TOOL = {
@@ -265,14 +239,16 @@ def chatml_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Script:
-    """A rollout engine that gives a list of responses and records the prompts."""
+    """A rollout engine that gives a list of responses and records the requests."""
 
     def __init__(self, answers: list[list[int]]):
         self.answers = list(answers)
         self.prompts: list[list[int]] = []
+        self.requests: list[tuple[str, dict]] = []
 
     async def generate(self, request_id, prompt_ids, sampling_params):
         self.prompts.append(list(prompt_ids))
+        self.requests.append((request_id, sampling_params))
         ids = self.answers.pop(0)[: sampling_params["max_tokens"]]
         log_probs = [-0.5 - i for i in range(len(ids))]
         return SimpleNamespace(

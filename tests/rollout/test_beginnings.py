@@ -18,7 +18,6 @@ from tests.helpers.public_templates import load
 from tests.helpers.recipes import write_rows
 from tests.helpers.rollouts import (
     CHATML,
-    Game,
     ToolSession,
     bytes_tokenizer,
     call,
@@ -69,23 +68,6 @@ def test_a_thought_that_the_row_begins_is_read_as_a_thought(text, response, thou
     assert (parsed.reasoning, parsed.text) == (thought, answer)
 
 
-def test_a_thought_that_is_begun_is_open_in_the_first_turn_only():
-    """The template opens none, so the answer to the next observation is no thought."""
-    tokenizer = chatml_tokenizer()
-    context = context_of(one_turn_each(["so</think>left", "right"], tokenizer), tokenizer)
-    task = task_of(tokenizer, tools=False, prompt=begin("<think>"))
-    game = Game(2, observation=None)
-    play(task, game, context)
-    texts = [item["content"][0]["text"] for body in game.bodies for item in body if "role" in item]
-    assert texts == ["left", "right"]
-    assert tokenizer.decode(context.client.prompts[0]).endswith("<|im_start|>assistant\n<think>")
-    seen = Game(1, observation="Your move.")  # it makes the row's answer an earlier one
-    context = context_of(one_turn_each(["left"], tokenizer), tokenizer)
-    play(task, seen, context)
-    end = "<|im_start|>user\nYour move.<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(context.client.prompts[0]).endswith(end)
-
-
 @pytest.mark.parametrize(
     "last",
     [
@@ -111,16 +93,15 @@ def test_public_templates_continue_an_answer_as_transformers_does(name):
 
 def test_the_endpoint_continues_the_answer_that_an_agent_begins():
     tokenizer = chatml_tokenizer()
-    for fields in ({}, {"add_generation_prompt": False, "continue_final_message": True}):
-        context = context_of(one_turn_each(["5", "6"], tokenizer), tokenizer)
-        body = {"messages": begin("It is "), **fields}
-        status, answer = asyncio.run(openai_server.complete_chat(body, context))
-        assert status == 200 and answer["choices"][0]["message"]["content"] == "5"
-        assert tokenizer.decode(context.client.prompts[0]).endswith("assistant\nIt is ")
-        # the policy ended its own answer, so the next one is a new turn
-        body = {"messages": [*begin("It is "), answer["choices"][0]["message"]]}
-        assert asyncio.run(openai_server.complete_chat(body, context))[0] == 200
-        assert tokenizer.decode(context.client.prompts[1]).endswith("<|im_start|>assistant\n")
+    context = context_of(one_turn_each(["5", "6"], tokenizer), tokenizer)
+    body = {"messages": begin("It is ")}
+    status, answer = asyncio.run(openai_server.complete_chat(body, context))
+    assert status == 200 and answer["choices"][0]["message"]["content"] == "5"
+    assert tokenizer.decode(context.client.prompts[0]).endswith("assistant\nIt is ")
+    # the policy ended its own answer, so the next one is a new turn
+    body = {"messages": [*begin("It is "), answer["choices"][0]["message"]]}
+    assert asyncio.run(openai_server.complete_chat(body, context))[0] == 200
+    assert tokenizer.decode(context.client.prompts[1]).endswith("<|im_start|>assistant\n")
 
 
 # --- control tokens -------------------------------------------------------------------------------
@@ -142,24 +123,15 @@ def test_a_control_token_in_a_message_of_a_row_is_text(role):
         assert ids.count(token_id) == template.encode_prompt(messages).count(token_id)
 
 
-@pytest.mark.parametrize("text", ["<think> is a word", "<|im_ is no token"])
-def test_a_text_without_a_control_token_has_the_tokens_of_the_template(text):
-    tokenizer = chatml_tokenizer()
-    messages = [{"role": "user", "content": text}]
-    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert context_of(None, tokenizer).template.encode_prompt(messages) == expected
-
-
 PLAIN = "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}"
 PLAIN += "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
 
 
-@pytest.mark.parametrize("source", [CHATML, OPENS_THOUGHT, PLAIN])
-@pytest.mark.parametrize("end", ["", "Let me see.\n<think>"])
-def test_a_prompt_that_is_already_rendered_is_refused(source, end):
+@pytest.mark.parametrize("source", [OPENS_THOUGHT, PLAIN])
+def test_a_prompt_that_is_already_rendered_is_refused(source):
     tokenizer = bytes_tokenizer(source, "<|im_end|>")
     template = context_of(None, tokenizer).template
-    text = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True) + end
+    text = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
     with pytest.raises(env.DataError, match=r"^x:1: the prompt is already in the form of a chat"):
         template.encode_prompt([{"role": "user", "content": text}], [], "x:1")
 

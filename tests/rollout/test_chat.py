@@ -29,7 +29,6 @@ from tests.helpers.rollouts import (
     TEMPLATES,
     Game,
     ToolSession,
-    bytes_tokenizer,
     call,
     chatml_tokenizer,
     context_of,
@@ -86,13 +85,6 @@ def test_a_control_token_in_a_tool_output_is_text(family, role):
         assert text in tokenizer.decode(ids, skip_special_tokens=False)
 
 
-@pytest.mark.parametrize("text", ["", " x\n\n", "a    b", "<|im_", "é中🙂", "< |im_end|>", "{}[]"])
-def test_harmless_text_is_encoded_in_one_piece(text):
-    tokenizer = make_family_tokenizer("chatml")
-    ids = encode_observation(text, tokenizer)
-    assert ids == tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False)
-
-
 def test_tool_names_and_overlapping_tokens_stay_text():
     tokenizer = make_family_tokenizer("chatml")
     tokenizer.chat_template = TEMPLATES["chatml"].replace(
@@ -105,29 +97,6 @@ def test_tool_names_and_overlapping_tokens_stay_text():
     for text in ("abcde", "ababcdebcde", "abcabc"):
         ids = encode_observation(text, tokenizer)
         assert select_control_ids(ids, tokenizer) == harmless and text in tokenizer.decode(ids)
-
-
-def test_a_control_token_of_one_character_is_a_failure():
-    tokenizer = make_family_tokenizer("chatml")
-    tokenizer.add_tokens(["\u241f"], special_tokens=True)
-    with pytest.raises(gym_client.GymError, match="control token") as caught:
-        encode_observation("a\u241fb", tokenizer)
-    assert caught.value.reason == "template"
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        "{% if loop.length > 2 %}{{ raise_exception('no') }}{% endif %}",
-        "{{ m.content if loop.last }}{% continue %}",  # it drops the answer
-    ],
-)
-def test_a_template_that_cannot_continue_a_conversation_is_a_failure(more):
-    template = "{% for m in messages %}" + more + "{{ m.content }}{% endfor %}"
-    tokenizer = bytes_tokenizer(template, "<|im_end|>")
-    with pytest.raises(gym_client.GymError) as caught:
-        encode_observation("x", tokenizer, "user")
-    assert caught.value.reason == "template"
 
 
 # --- turns ---------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ test_public_templates.py has the templates of public packages.
 from __future__ import annotations
 
 import asyncio
-import datetime
 
 import pytest
 
@@ -16,7 +15,6 @@ from gym_client import GymError
 from kit.data.processor import TextProcessor
 from kit.errors import RunError
 from kit.rollout import openai_server, template_trial
-from kit.rollout.chat import parse_response
 from kit.rollout.chat_template import (
     CALLS,
     LATER_SYSTEM,
@@ -34,11 +32,8 @@ from kit.rollout.template_trial import ANSWERS, PROMPTS, try_template
 from tests.helpers.public_templates import load
 from tests.helpers.rollouts import (
     CHATML,
-    TEMPLATES,
-    TOOL,
     Game,
     bytes_tokenizer,
-    call,
     chatml_tokenizer,
     context_of,
     one_turn_each,
@@ -51,7 +46,6 @@ RULES = {"role": "system", "content": "RULES"}
 ANSWER = {"role": "assistant", "content": "yes"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [make_call("a", {"text": "x"})]}
 OUTPUT = make_output("a", "OUTPUT")
-CHAT_TOOLS = env.render_tools([TOOL], "x:1")
 ALL = {PROMPTS, SYSTEM, LATER_SYSTEM, TOOLS, CALLS, TURNS, OUTPUTS, PARALLEL}
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -93,7 +87,6 @@ def for_role(role: str, text: str) -> str:
     [
         (CHATML, set()),
         (PLAIN, {TOOLS, CALLS}),
-        ("", ALL),
         (RAISE, ALL),
         (for_role("system", ""), {SYSTEM, LATER_SYSTEM}),
         (ONLY_FIRST_SYSTEM, {LATER_SYSTEM}),
@@ -106,11 +99,6 @@ def for_role(role: str, text: str) -> str:
         (
             CHATML.replace("{{ m.role }}\n", "{{ m.role }} {{ loop.index }}\n"),
             {TURNS, OUTPUTS, PARALLEL},
-        ),
-        # no later turns
-        (
-            "{% if messages | length > 2 %}" + RAISE + "{% endif %}" + PLAIN,
-            ALL - {PROMPTS, SYSTEM},
         ),
         # an answer has a heading that nobody samples as text
         (
@@ -142,7 +130,7 @@ def test_a_part_that_fails_is_refused_in_all_entrances(source, messages):
     with pytest.raises(env.DataError, match="the chat template fails for"):
         template.encode_prompt(messages, [], "x:1")
     with pytest.raises(env.DataError, match="the chat template fails for"):
-        template.encode_first_prompt(messages, "observed <|im_end|>", [], "x:1")
+        template.encode_prompt(messages, [], "x:1", "observed <|im_end|>")
     with pytest.raises(env.DataError, match="the chat template"):
         sft.tokenize({"messages": [*messages, ANSWER]}, template, "x:1")
     context = context_of(None, template.tokenizer, template=template)
@@ -169,23 +157,6 @@ def test_a_game_ends_the_run_if_the_template_has_no_later_turns():
 # --- forms ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "as_text"),
-    [
-        ("{{ c.function.arguments | tojson }}", False),
-        ("{{ c.function.arguments }}", True),  # Python's text of an object is no JSON
-        ("{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}", False),
-    ],
-)
-def test_arguments_are_an_object_or_text_as_the_template_needs_them(arguments, as_text):
-    source = CHATML.replace("{{ c.function | tojson }}", "{{ c.function.name }} " + arguments)
-    template = make_template(source)
-    assert template.forms.arguments_as_text == as_text and not template.failures
-    message = {**CALL, "tool_calls": [make_call("a", {"text": "é"})]}
-    text = template.render([USER, message])
-    assert '{"text": "é"}' in text or "text=é" in text or '{"text": "\\u00e9"}' in text
-
-
 def test_a_template_for_tools_is_used_for_calls_and_outputs():
     """As in Hermes 3: the tokenizer has one template for prompts with tools, and one without."""
     tokenizer = bytes_tokenizer(CHATML, "<|im_end|>")
@@ -203,34 +174,11 @@ def test_the_arguments_reach_the_template_wherever_text_becomes_tokens():
     tokenizer = template.tokenizer
     for ids in (
         template.encode_prompt([USER]),
-        template.encode_first_prompt([USER], "more", [], "x:1"),
-        template.encode_first_prompt([USER], "<|im_end|>", [], "x:1"),
+        template.encode_prompt([USER], [], "x:1", "more"),
+        template.encode_prompt([USER], [], "x:1", "<|im_end|>"),
         template.encode_continuation([USER], tokenizer.eos_token_id),
     ):
         assert tokenizer.decode(ids).endswith("<|im_start|>assistant\nbrief")
-
-
-def test_the_first_tools_of_an_agent_choose_the_parser():
-    template = make_template(CHATML)
-    context = context_of(None, template.tokenizer, template=template, tool_format="auto")
-    ids = template.tokenizer.encode(call(), add_special_tokens=False)
-    response = asyncio.run(parse_response(context, ids, CHAT_TOOLS))
-    assert [each["name"] for each in response.calls] == ["look_up"]
-    assert context.tool_format == "hermes"
-
-
-@pytest.mark.parametrize(
-    ("shown", "formats"),
-    [
-        ("<tool_call>{{ c.function | tojson }}</tool_call>", ["hermes"]),
-        ("call {{ c.function.name }} with {{ c.function.arguments | tojson }}", []),
-    ],
-)
-def test_a_tool_parser_must_read_the_templates_own_call(shown, formats):
-    source = CHATML.replace("<tool_call>{{ c.function | tojson }}</tool_call>", shown)
-    candidates = ["hermes", "qwen3_coder", "no such parser"]
-    found = template_trial.find_tool_formats(make_template(source), candidates)
-    assert list(found) == formats
 
 
 # --- answers and the ends of turns ---------------------------------------------------------------
@@ -248,17 +196,6 @@ def test_an_answer_that_the_template_shortens_is_not_trained_on(name, answer):
         load_template(name).encode_answer(answer)
 
 
-@pytest.mark.parametrize("name", ["trl/phi3", "axolotl/alpaca", "vllm/template_basic", "trl/qwen3"])
-def test_an_answer_ends_with_the_stop_token_that_a_policy_samples(name):
-    template = load_template(name)
-    ids = template.encode_answer(ANSWER)
-    assert [i for i in ids if i in template.stop_ids] == ids[-1:]
-    example = sft.tokenize({"messages": [USER, ANSWER, USER, ANSWER]}, template, "x:1")
-    between = template.encode_continuation([USER], ids[-1])
-    assert example.response_ids == ids + between + ids
-    assert example.response_mask == [1] * len(ids) + [0] * len(between) + [1] * len(ids)
-
-
 def test_another_stop_token_than_the_templates_stands_for_it():
     tokenizer = chatml_tokenizer()
     end_of_text = tokenizer.convert_tokens_to_ids("<|begin|>")
@@ -274,19 +211,24 @@ def test_another_stop_token_than_the_templates_stands_for_it():
 # --- warnings ------------------------------------------------------------------------------------
 
 
-def test_what_the_dry_run_warns_of_is_found():
+def test_an_end_of_an_answer_that_is_no_stop_token_is_found():
     chatml = make_template(CHATML)
     assert template_trial.find_unknown_end(chatml) == ""
-    llama = make_template(TEMPLATES["llama"], "<|end_header|>")
-    assert template_trial.find_unknown_end(llama) == "<|eot|>"
-    assert not template_trial.writes_date(chatml)
+    other = make_template(CHATML, "<|end_header|>")
+    assert template_trial.find_unknown_end(other) == "<|im_end|>"
+
+
+def test_outputs_that_depend_on_a_system_message_are_found():
+    assert template_trial.list_changed_by_system(make_template(CHATML)) == []
+    numbered = make_template(for_role("tool", "{{ messages[0].role }}{{ m.content }}<|im_end|>"))
+    assert template_trial.list_changed_by_system(numbered) == [OUTPUTS]
+
+
+def test_a_template_with_todays_date_is_found():
+    assert not template_trial.writes_date(make_template(CHATML))
     pinned = "{{ date_string or strftime_now('%d %b %Y') }}" + CHATML
     assert template_trial.writes_date(make_template(pinned))
     assert not template_trial.writes_date(make_template(pinned, date_string="26 Jul 2024"))
-    assert datetime.date.today().strftime("%d %b %Y") in make_template(pinned).render([USER])
-
-
-# --- control tokens ------------------------------------------------------------------------------
 
 
 def test_control_tokens_in_outputs_are_text_in_all_entrances():
@@ -301,7 +243,7 @@ def test_control_tokens_in_outputs_are_text_in_all_entrances():
             template.encode_continuation([output], eos),
             template.encode_continuation([output], eos, is_trusted=True),
             sft.tokenize(chat, template, "x:1").response_ids,
-            template.encode_first_prompt([USER, CALL, output], "see <|im_end|>", [], "x:1"),
+            template.encode_prompt([USER, CALL, output], [], "x:1", "see <|im_end|>"),
         ]
 
     forged = encode_all(make_output("a", "x<|im_end|>y"))

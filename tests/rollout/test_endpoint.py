@@ -111,24 +111,15 @@ def test_the_next_prompt_starts_with_the_sampled_tokens():
 
 def test_sampling_parameters_are_those_of_the_run():
     context = make_context("a", "b")
-    temperatures = []
-    generate = context.client.generate
-
-    async def record(request_id, prompt_ids, sampling_params):
-        temperatures.append(sampling_params["temperature"])
-        return await generate(request_id, prompt_ids, sampling_params)
-
-    context.client.generate = record
     for temperature in (0.5, 0.0):  # as when an evaluation starts
         context.endpoint_sampling = {"temperature": temperature}
         ask(context, temperature=9)
-    assert temperatures == [0.5, 0.0]
+    assert [params["temperature"] for _, params in context.client.requests] == [0.5, 0.0]
 
 
 # --- requests ------------------------------------------------------------------------------------
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
-ROW_IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,aaaa"}
 ANSWER = {"role": "assistant", "content": None}
 
 
@@ -136,19 +127,13 @@ ANSWER = {"role": "assistant", "content": None}
     ("change", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "function", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [ROW_IMAGE]}]}, "messages"),
         ({"messages": [USER, {**ANSWER, "reasoning_content": "So"}]}, "messages"),
         ({"messages": [{**ANSWER, "generation_token_ids": [-1]}]}, "messages"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"n": 3}, "n"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-        ({"continue_final_message": True}, "continue_final_message"),
     ],
 )
 def test_a_refused_request_names_the_field(change, param):
@@ -162,10 +147,7 @@ def test_a_refused_request_names_the_field(change, param):
 @pytest.mark.parametrize("text", ["context length", "max_tokens"])
 def test_only_an_error_about_the_length_has_gyms_words_for_it(text):
     """For Gym's model server, these words in a 400 mean that the episode is too long."""
-    for change in ({"n": text}, {"response_format": {"type": text}}):
-        reply = complete(make_context(), **change)
-        assert reply.status == 400 and text not in json.dumps(reply.body)
-    reply = complete(make_context(), {"role": text, "content": "x"})
+    reply = complete(make_context(), n=text)
     assert reply.status == 400 and text not in json.dumps(reply.body)
 
 
@@ -179,22 +161,18 @@ def test_a_failure_after_the_request_has_a_status_that_gym_does_not_repeat():
     assert (reply.status, reply.body["error"]["param"]) == (400, "messages")
 
 
-NAMES = st.sampled_from(["role", "content", "text", "type", "function", "name", "arguments", "id"])
-TEXTS = st.sampled_from(["\ud800", "<|im_end|>", "<think>", "", "user", "assistant"]) | NAMES
+TEXTS = st.sampled_from(["\ud800", "<|im_end|>", "<think>", "", "role", "content", "text", "id"])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats() | TEXTS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=5),
     max_leaves=12,
 )
 MESSAGES = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "system", "assistant", "tool"]), "content": TEXTS | JSON},
-    optional={
-        **dict.fromkeys(("tool_call_id", "tool_calls", "reasoning_content", "name", "type"), JSON),
-        **dict.fromkeys(TOKEN_FIELDS, st.lists(st.integers(0, 2**31 - 1), max_size=4) | JSON),
-    },
+    {"role": st.sampled_from(["user", "assistant", "tool"]), "content": TEXTS | JSON},
+    optional=dict.fromkeys(["tool_call_id", "tool_calls", "reasoning_content"], JSON)
+    | dict.fromkeys(TOKEN_FIELDS, st.lists(st.integers(0, 2**31 - 1), max_size=4) | JSON),
 )
-OPTIONS = ["tools", "tool_choice", "n", "stop", "response_format", "logprobs", "max_tokens"]
-OPTIONS += ["stream", "stream_options", "chat_template_kwargs", "reasoning_effort", "for_training"]
+OPTIONS = ["tools", "n", "stop", "max_tokens", "stream_options", "chat_template_kwargs"]
 BODIES = st.fixed_dictionaries(
     {"messages": st.lists(MESSAGES | JSON, max_size=4) | JSON},
     optional=dict.fromkeys(OPTIONS, JSON),
@@ -202,7 +180,7 @@ BODIES = st.fixed_dictionaries(
 
 
 @given(BODIES | JSON)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_body_is_an_error_of_the_server(body):
     reply = asyncio.run(openai_server.complete_chat(body, make_context()))
     assert reply.status in (200, 400, 422), reply.body
@@ -219,8 +197,8 @@ def make_tool(name: str) -> dict:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
 
 
-FORGED = ["other", "Look_up", "look_up ", "look_up/../verify", "%76erify", "verify?look_up"]
-FORGED += ["look_up#", "\\uff56erify", "look\\u005fup\\u200b", "", ".", *sorted(RESERVED)]
+FORGED = ["other", "Look_up", "look_up/../verify", "%76erify", "verify?look_up", "look_up#"]
+FORGED += ["\\uff56erify", "", *sorted(RESERVED)]
 
 
 @pytest.mark.parametrize("name", FORGED)
@@ -230,7 +208,7 @@ def test_a_call_of_no_tool_of_the_request_is_text(name):
     assert message["content"].startswith("Well.") and '"arguments"' in message["content"]
 
 
-@pytest.mark.parametrize("name", [*sorted(RESERVED), "../verify", "verify?a", "%76erify"])
+@pytest.mark.parametrize("name", ["verify", "../verify", "verify?a", "%76erify"])
 def test_a_row_cannot_declare_a_route_of_the_server_as_a_tool(name):
     tools = [make_tool(name), *TOOLS]
     assert ask(make_context(call(name=name)), tools=tools)["tool_calls"] == []
@@ -273,21 +251,6 @@ def conversation():
     return context, messages
 
 
-@pytest.mark.parametrize("family", sorted(TEMPLATES))
-def test_any_endpoint_accepts_the_history_of_another(family):
-    """Each request goes to an endpoint that has seen no other request."""
-    tokenizer = bytes_tokenizer(TEMPLATES[family], STOPS[family])
-    client = one_turn_each(TURNS, tokenizer)
-    sampled = [list(ids) for ids in client.answers]
-    context = context_of(client, tokenizer)
-    ask(context, *make_history(context), tools=TOOLS)
-    tokens = client.prompts[0]
-    for prompt, before in zip(client.prompts[1:], sampled, strict=False):
-        tokens = tokens + before
-        assert prompt[: len(tokens)] == tokens
-        tokens = prompt
-
-
 def change_arguments(message, change) -> dict:
     changed = copy.deepcopy(message)
     for each in changed["tool_calls"]:
@@ -303,7 +266,6 @@ def test_another_form_of_the_same_message_is_no_change(conversation):
     content = answer["content"]
     forms = [
         {**answer, "reasoning": thought, "reasoning_content": None},
-        {**answer, "reasoning": thought},
         {**answer, "reasoning_content": None, "content": f"<think>{thought}</think>{content}"},
         {**answer, "reasoning_content": None},
         {**answer, "content": [{"type": "text", "text": part} for part in content.partition(" ")]},
@@ -321,12 +283,6 @@ def test_another_form_of_the_same_message_is_no_change(conversation):
     for index in (2, 4):
         text = text.replace(messages[index]["tool_calls"][0]["id"], f"call_{index}")
     assert not build_prompt(json.loads(text), context).is_rewritten
-
-
-def test_a_call_that_was_refused_stays_text_in_the_history():
-    context = make_context("Well." + call(name="verify") + call(), "Done.")
-    history = make_history(context, 1)
-    assert len(history) == 4 and not build_prompt(history, context).is_rewritten
 
 
 def list_edits(messages) -> list[tuple[str, list[dict]]]:
@@ -405,33 +361,8 @@ def test_other_tools_and_text_in_the_name_of_the_policy_are_found(conversation):
         assert build_prompt(changed, context).is_rewritten
 
 
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-def test_a_history_is_accepted_only_if_its_prompt_has_what_it_shows(conversation, data):
-    """Property: messages are dropped, repeated and swapped. The prompt shows what is left of them.
-
-    So either the prompt continues the sampled tokens, and their messages are all there in their
-    order. Or it is the rendering of the request.
-    """
-    context, messages = conversation
-    indices = st.lists(st.integers(0, len(messages) - 1), min_size=1, max_size=8)
-    changed = [messages[i] for i in data.draw(indices)]
-    if data.draw(st.booleans()):
-        changed = messages[: data.draw(st.integers(1, len(messages)))] + changed
-    prompt = build_prompt(changed, context)
-    items = [{k: v for k, v in each.items() if k not in TOKEN_FIELDS} for each in changed]
-    text = context.tokenizer.decode(prompt.ids)
-    if prompt.is_rewritten or not prompt.turn_count:
-        assert prompt.ids == context.template.encode_prompt(env.render_items(items, ""), TOOLS)
-        return
-    position = 0
-    for message in changed:  # each text is there, in order
-        position = text.index(message["content"].strip(), position)
-    assert text.count("<|im_start|>assistant") - 1 == prompt.turn_count
-
-
 @given(st.lists(st.integers(0, 300) | st.integers(0, 2**31 - 1), min_size=1, max_size=20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_token_ids_that_no_policy_sampled_are_no_error(conversation, ids):
     context, messages = conversation
     changed = {**messages[2], "generation_token_ids": ids}
@@ -528,14 +459,6 @@ def test_the_openai_package_reads_a_response_with_a_thought_and_calls():
     assert usage.completion_tokens == len(choice.message.generation_log_probs)
 
 
-def test_log_probs_are_sent_if_the_request_asks_for_them():
-    entries = chat(make_context("é!"), logprobs=True).choices[0].logprobs.content
-    assert [entry.logprob for entry in entries] == [-0.5, -1.5, -2.5, -3.5]
-    assert [entry.token for entry in entries][2:] == ["!", "<|im_end|>"]
-    gym = {"return_tokens_as_token_ids": True}  # it reads the log-probs of the message
-    assert chat(make_context(), logprobs=True, extra_body=gym).choices[0].logprobs is None
-
-
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
 def test_a_stream_has_the_contents_of_the_response(options):
     context = make_context(THINKS + call('{"q": 3}'))
@@ -567,8 +490,6 @@ async def fetch(context, method, path, key=KEY, **options):
     "body",
     [
         b"{",
-        b"\xff\xfe\x00",
-        b'{"messages": NaN}',
         b"[" * 100_000 + b"]" * 100_000,
         b'{"messages": ' + b"[" * 3000 + b"]" * 3000 + b"}",
     ],
@@ -581,11 +502,9 @@ def test_no_raw_body_is_an_error_of_the_server(body):
 @pytest.mark.parametrize(
     ("method", "path", "key", "status"),
     [
-        ("GET", "/v1/chat/completions", KEY, 405),
         ("POST", "/v1/completions", KEY, 404),
         ("POST", "/v1/chat/completions", "wrong", 401),
         ("GET", "/v1/models", "wrong", 401),
-        ("GET", "/", "wrong", 401),
     ],
 )
 def test_other_routes_and_keys_are_errors_in_json(method, path, key, status):

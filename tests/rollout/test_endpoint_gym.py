@@ -50,27 +50,26 @@ from responses_api_models.vllm_model.app import VLLMModel, VLLMModelConfig
 server_utils.get_global_config_dict = dict
 URL, KEY = sys.argv[1:]
 
-def make_server(uses_reasoning_parser):
+def make_server():
     client = unittest.mock.MagicMock(spec=server_utils.ServerClient, global_config_dict={})
     config = VLLMModelConfig(
         host="", port=0, entrypoint="", name="policy_model", base_url=URL, api_key=KEY,
-        model="policy", return_token_id_information=True,
-        uses_reasoning_parser=uses_reasoning_parser,
+        model="policy", return_token_id_information=True, uses_reasoning_parser=True,
     )
     return VLLMModel(config=config, server_client=client)
 
 async def main():
-    servers = {flag: make_server(flag) for flag in (False, True)}
+    server = make_server()
     output = sys.stdout
     sys.stdout = sys.stderr
     print("ready", file=output, flush=True)
     for line in sys.stdin:
-        flag, params = json.loads(line)
+        params = json.loads(line)
         request = types.SimpleNamespace(
             session={server_utils.SESSION_ID_KEY: "s"}, state=types.SimpleNamespace(), headers={}
         )
         try:
-            response = await servers[flag].responses(request, Params(**params))
+            response = await server.responses(request, Params(**params))
             answer = response.model_dump(mode="json")
         except Exception as error:
             content = getattr(error, "response_content", b"").decode()
@@ -90,9 +89,9 @@ class ModelServer:
         self.endpoint = openai_server.Endpoint(None, KEY)
         self.loop = asyncio.Runner()
 
-    async def ask(self, params, uses_reasoning_parser=True) -> dict:
+    async def ask(self, params) -> dict:
         """Send one Responses request to the model server."""
-        self.process.stdin.write(json.dumps([uses_reasoning_parser, params]) + "\n")
+        self.process.stdin.write(json.dumps(params) + "\n")
         self.process.stdin.flush()
         return json.loads(await asyncio.to_thread(self.process.stdout.readline))
 
@@ -101,7 +100,7 @@ class ModelServer:
         self.endpoint.context = context
         self.endpoint.histories = openai_history.Histories(context)
 
-    async def play(self, params, outputs, uses_reasoning_parser=True) -> dict:
+    async def play(self, params, outputs) -> dict:
         """Run the turns of an agent like Gym's simple_agent, and return its last Response.
 
         outputs: of the tools.
@@ -113,7 +112,7 @@ class ModelServer:
         new_items = []
         while True:
             body = {**params, "input": [*items, *new_items]}
-            response = await self.ask(body, uses_reasoning_parser)
+            response = await self.ask(body)
             if "failure" in response:
                 return response
             new_items += response["output"]
@@ -148,9 +147,9 @@ def server():
         yield server
 
 
-def play(server, context, *arguments, **options) -> dict:
+def play(server, context, *arguments) -> dict:
     server.use(context)
-    return server.loop.run(server.play(*arguments, **options))
+    return server.loop.run(server.play(*arguments))
 
 
 # --- prompts -------------------------------------------------------------------------------------
@@ -195,9 +194,8 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("uses_reasoning_parser", [True, False])
 @pytest.mark.parametrize("family", sorted(TEMPLATES))
-def test_the_first_prompt_is_the_one_of_the_dry_run(server, family, uses_reasoning_parser):
+def test_the_first_prompt_is_the_one_of_the_dry_run(server, family):
     tokenizer = bytes_tokenizer(TEMPLATES[family], STOPS[family])
     rows = {**ROWS, "counter": make_counter_row("Add 3.")["responses_create_params"]}
     if family == "mistral":  # its ids have nine characters
@@ -205,7 +203,7 @@ def test_the_first_prompt_is_the_one_of_the_dry_run(server, family, uses_reasoni
     for name, params in rows.items():
         client = one_turn_each(["Done."], tokenizer)
         context = context_of(client, tokenizer)
-        play(server, context, params, [], uses_reasoning_parser)
+        play(server, context, params, [])
         messages, tools = env.render_row({"responses_create_params": params}, "x:1")
         expected = context.template.encode_prompt(messages, tools, "x:1")
         assert client.prompts == [expected], (name, tokenizer.decode(client.prompts[0]))
@@ -259,13 +257,12 @@ def test_the_turns_of_an_agent_are_one_contiguous_episode(server, family, caplog
     assert thought["type"] == "reasoning" and "draft" in thought["summary"][0]["text"]
 
 
-FRAGMENTS = ["<think>", "</think>", "<think>x</think>", "\n\n", " ", "é", "Yes"]
-FRAGMENTS += [call('{"q": "a<b"}'), call("{}", "verify"), "<tool_call>", "</tool_call>"]
-FRAGMENTS += ['{"name": "look_up"', "<|im_start|>"]
+FRAGMENTS = ["<think>", "</think>", "<think>x</think>", "\n\n", " ", "é", "<|im_start|>"]
+FRAGMENTS += [call('{"q": "a<b"}'), call("{}", "verify"), "<tool_call>", '{"name": "look_up"']
 
 
 @given(st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=6), min_size=1, max_size=3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_no_text_of_the_policy_looks_like_a_rewritten_history(server, turns):
     """Property: after each turn of any text with a call, Gym's converter returns what it got."""
     tokenizer = bytes_tokenizer(TEMPLATES["forgetful"], STOPS["forgetful"])
@@ -279,7 +276,7 @@ def test_no_text_of_the_policy_looks_like_a_rewritten_history(server, turns):
 # --- limits --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [60, 84, 85, 400])
+@pytest.mark.parametrize("limit", [84, 400])
 def test_the_length_of_a_response_limits_an_agent(server, limit):
     """It counts the tokens of all turns and of the tool's outputs, as in an episode of the kit."""
     tokenizer = chatml_tokenizer()
@@ -290,7 +287,7 @@ def test_the_length_of_a_response_limits_an_agent(server, limit):
     assert len(episode.response_ids) <= limit
     assert len(client.prompts) == len(episode.turns)  # no request was repeated
     assert episode.ended == ("stop" if limit == 400 else "length")
-    assert len(episode.turns) == {60: 1, 84: 1, 85: 2, 400: 3}[limit]
+    assert len(episode.turns) == {84: 1, 400: 3}[limit]
 
 
 def test_the_number_of_turns_and_a_row_limit_an_agent(server):
@@ -322,27 +319,6 @@ def test_a_refused_request_fails_without_a_repetition(server, monkeypatch):
     failure = play(server, context, {**PARAMS, "tool_choice": "required"}, [])
     assert failure["status"] == 400 and len(requests) == 1 and not context.client.prompts
     assert json.loads(failure["body"])["error"]["param"] == "tool_choice"
-
-
-def test_a_retried_turn_continues_from_what_the_agent_shows(server):
-    """An agent may throw its last answer away and ask again. Its output then lacks the answer."""
-    tokenizer = chatml_tokenizer()
-    client = one_turn_each([call(), "Bad.", "Good."], tokenizer)
-    context = context_of(client, tokenizer)
-
-    async def retry():
-        first = (await server.ask(PARAMS))["output"]
-        output = {"type": "function_call_output", "call_id": first[-1]["call_id"]}
-        question = {"role": "user", "content": PARAMS["input"]}
-        items = [question, *first, {**output, "output": "1"}]
-        await server.ask({**PARAMS, "input": items})
-        last = await server.ask({**PARAMS, "input": items})
-        return {**last, "output": [*items[1:], *last["output"]]}
-
-    server.use(context)
-    episode = make_episode(server.loop.run(retry()), context)
-    assert len(episode.turns) == 2 and episode.response == "Good."
-    assert client.prompts[1] == client.prompts[2]
 
 
 # --- Gym's simple_agent --------------------------------------------------------------------------

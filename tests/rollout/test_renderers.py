@@ -21,13 +21,7 @@ from tests.helpers.rollouts import context_of
 FAMILIES = {  # {template: its family in `renderers`}
     "trl/glm4moe": "glm-4.5",
     "trl/nemotron_3_nano": "nemotron-3",
-    "trl/nemotron_3_super": "nemotron-3",
-    "trl/nemotron_3_ultra": "nemotron-3-ultra",
-    "trl/nemotron_3_5_lightning": "nemotron-3.5",
-    "trl/qwen2_5": "qwen3",
     "trl/qwen3": "qwen3",
-    "trl/qwen3_training": "qwen3",
-    "trl/qwen3_instruct_2507": "qwen3",
     "trl/qwen3_5_think": "qwen3.5",
     "trl/qwen3_6": "qwen3.6",
     "trl/qwen3_8": "qwen3.8",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import zlib
 from types import SimpleNamespace
 
 import pytest
@@ -68,14 +67,6 @@ def test_a_request_has_the_token_limit_and_the_sampling_parameters_of_its_turn()
     assert request.id == "4/0-1"
     assert request.prompt_ids == [1, 2, 3] and request.more == {"image_data": ["picture"]}
     assert request.params == {"temperature": 0.7, "top_p": 0.9, "max_tokens": 9}
-
-
-def test_each_turn_has_a_seed_that_follows_from_the_recipes_seed():
-    client = RecordingClient()
-    sample(client, "4/0-1#0", seed=0)
-    sample(client, "4/0-1#1", seed=0)
-    seeds = [request.params["seed"] for request in client.requests]
-    assert seeds == [zlib.crc32(b"0 4/0-1#0"), zlib.crc32(b"0 4/0-1#1")]
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 import env
 from kit.data.processor import TextProcessor
@@ -111,21 +108,6 @@ def test_markers_that_are_no_thought_stay_text(text, thought, answer):
 )
 def test_a_call_in_a_later_thought_is_a_draft(text, count):
     assert len(parse(make_template(CHATML), text, TOOLS).calls) == count
-
-
-@functools.cache
-def opens_template() -> ChatTemplate:
-    """A template whose generation prompt opens a thought."""
-    return make_template(OPENS)
-
-
-@given(st.text(max_size=40), st.text(max_size=40))
-def test_thought_and_answer_are_what_was_written(thought, answer):
-    assume("</think>" not in thought and "think>" not in answer)
-    response = parse(opens_template(), f"{thought}</think>{answer}")
-    assert response.reasoning == thought.strip().removeprefix("<think>").strip()
-    assert response.text == answer.lstrip("\n")
-    assert parse(opens_template(), f"{thought}{answer}.").text == ""
 
 
 @pytest.mark.parametrize(
