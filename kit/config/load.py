@@ -179,9 +179,6 @@ def pick_engine(overlays: Sequence[Overlay]) -> str:
         raise ConfigError(
             f"model_engine={engine} is not one of {', '.join(MODEL_ENGINES)}. Change it."
         )
-    devices = [select_nested(overlay.content, "trainer.device") for overlay in overlays]
-    if engine != FSDP and "cpu" in devices:
-        raise ConfigError(f"model_engine={engine} needs GPUs. Remove it on a CPU.")
     return engine
 
 

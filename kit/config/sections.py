@@ -270,17 +270,6 @@ def read_values(config: DictConfig) -> Json:
 
 # --- problems ------------------------------------------------------------------------------------
 
-# {a type of pydantic's error: what the value must be, and the fix}
-REASONS = {
-    "string_type": "must be a text. Give one.",
-    "string_too_short": "is empty. Give a text.",
-    "bool_type": "must be true or false. Change it.",
-    "bool_parsing": "must be true or false. Change it.",
-    "list_type": "must be a list. Write [...].",
-    "dict_type": "is a section of keys. Set its keys.",
-    "model_type": "is a section of keys. Set its keys.",
-}
-
 
 def find_problems(config: DictConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, message) for each invalid value of the kit's part of a configuration.
@@ -302,6 +291,7 @@ def find_problems(config: DictConfig) -> Iterator[tuple[str, str]]:
             hint = f"Did you mean {similar[0]}?" if similar else "Remove it."
             yield key, f"unknown key {key}. {hint}"
         else:
-            reasons = REASONS | {"value_error": str(problem.get("ctx", {}).get("error"))}
-            reason = reasons.get(problem["type"], "is invalid. Change it.")
+            reason = f"is invalid: {problem['msg']}. Change it."
+            if problem["type"] == "value_error":
+                reason = str(problem["ctx"]["error"])
             yield key, f"{key}={show(problem['input'])} {reason}"

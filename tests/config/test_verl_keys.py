@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import get_class
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from kit.config.keys import (
     KEYS,
@@ -40,21 +37,6 @@ def is_unchecked(key: str) -> bool:
 def load_defaults() -> dict[str, Any]:
     """{dotted key: default} of verl's YAML files and of configs/base.yaml."""
     return flatten(load_config([], [])[0])
-
-
-def walk_dataclass_only_keys(section: DictConfig, prefix: str) -> Iterator[str]:
-    target = section.get("_target_")
-    fields = dataclasses.fields(get_class(target)) if target else ()
-    for field in fields:
-        # `field.name in section` is False for a key with the value ???
-        if section._get_node(field.name) is None:
-            yield f"{prefix}{field.name}"
-    for name in map(str, section):
-        child = section._get_node(name)
-        if not isinstance(child, DictConfig):
-            continue
-        if not child._is_none() and not child._is_interpolation():
-            yield from walk_dataclass_only_keys(child, f"{prefix}{name}.")
 
 
 def load_errors(tmp_path: Path, keys: dict[str, Any]) -> str:
@@ -99,15 +81,6 @@ def test_used_keys_are_accepted_and_unused_keys_are_errors(tmp_path):
     assert load_errors(tmp_path, used) == "" and len(used) > 200
 
 
-def test_dataclass_only_keys_are_errors_unless_the_table_lists_them(tmp_path):
-    keys = list(walk_dataclass_only_keys(base_configs()[0], ""))
-    assert set(KEYS.dataclass_fields) <= set(keys)
-    values = {key: change_value(key, None) for key in keys}
-    errors = load_errors(tmp_path, values).splitlines()
-    unknown = {error.split("unknown key ")[1].split(". ")[0] for error in errors}
-    assert unknown == set(keys) - set(KEYS.dataclass_fields)
-
-
 def test_every_key_of_the_tables_exists():
     """The entries of KEYS.dataclass_fields have their own test."""
     keys = [*load_defaults(), *KEYS.dataclass_fields]
@@ -135,17 +108,3 @@ def test_find_changes_compares_with_the_value_that_verl_would_use():
         "new.key": ("x", None),
     }
     assert OmegaConf.to_container(config) == before
-
-
-def find_keys(text: str) -> list[str]:
-    """Find the keys of a recipe in a text."""
-    sections = "actor_rollout_ref|algorithm|critic|data|env|gym|trainer"
-    return re.findall(rf"\b(?:{sections})(?:\.[a-z_]+)+", text)
-
-
-def test_each_key_of_a_hint_is_used():
-    known = [*flatten(base_configs()[0]), *KEYS.dataclass_fields]
-    for advice in KEYS.peers:
-        for key in find_keys(advice):
-            exists = any(is_below(leaf, key) or is_below(key, leaf) for leaf in known)
-            assert exists and is_used(key), key

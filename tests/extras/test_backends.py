@@ -96,7 +96,6 @@ ACTOR = "actor_rollout_ref.actor"
     ("overrides", "changes", "message"),
     [
         ([], ["model_engine=torchtitan"], "is not one of dp, megatron"),
-        (["megatron", "cpu"], [], "model_engine=megatron needs GPUs"),
         (["megatron"], [f"{ACTOR}.fsdp_config.param_offload=true"], "unknown key"),
         (["megatron"], [f"{ACTOR}.strategy=fsdp2"], "strategy=fsdp2 does not work with"),
         (["megatron"], ["actor_rollout_ref.model.lora_rank=8"], "lora_rank does not work with"),
@@ -121,11 +120,6 @@ ACTOR = "actor_rollout_ref.actor"
         (["fp8", "cpu"], [], "quantization=fp8 on a CPU"),
         (["fp8"], ["actor_rollout_ref.model.path=tied"], "not hidden_size 64"),
         ([], [f"{ROLLOUT}.quantization=torchao"], "is not supported: only fp8 is"),
-        (
-            [],
-            ["actor_rollout_ref.model.override_config.quantization_config.load_in_4bit=true"],
-            "QLoRA",
-        ),
         (["drafts", "hf"], [], "takes no draft tokens"),
         (
             ["drafts"],
