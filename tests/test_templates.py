@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import math
 import re
 import runpy
@@ -18,7 +17,6 @@ import env
 import training
 from kit.config.load import load_config
 from kit.data.episode import Episode, TurnSpan
-from kit.data.selection import select_trainable
 from kit.errors import UserFunctionError
 from templates import filters, samplers
 from templates.reward import compute_score
@@ -92,32 +90,10 @@ def test_zero_variance_groups_are_dropped():
     assert [e.group_id for e in filters.drop_uniform(episodes, metric="style")] == ["0"] * 3
 
 
-def drop_truncated(episodes):
-    return filters.drop_ended(episodes, ["length"])
-
-
-def mask_truncated(episodes):
-    return filters.mask_ended(episodes, ["length"])
-
-
-def test_filters_apply_in_order_and_leave_no_group_of_one():
-    episodes = make_groups([1, 0, 0], [1, 1, 0])
-    episodes[0].ended = episodes[5].ended = "length"
-    # The first filter leaves two wrong responses of group 0 and two right ones of group 1.
-    assert select_trainable(episodes, 2, [drop_truncated, filters.drop_uniform])[0] == []
-    kept, _ = select_trainable(episodes, 2, [filters.drop_uniform, drop_truncated])
-    assert kept == [episodes[1], episodes[2], episodes[3], episodes[4]]
-    episodes[1].ended = "length"
-    # group 0 has only one response left
-    assert select_trainable(episodes, 2, [drop_truncated])[0] == episodes[3:5]
-    # estimators that do not compare responses accept groups of one
-    assert len(select_trainable(episodes, 1, [drop_truncated])[0]) == 3
-
-
 def test_masked_episodes_count_for_the_baseline_and_have_no_loss():
     episodes = make_groups([1.0, 0.0, 0.0])
     episodes[0].ended = "length"
-    kept, _ = select_trainable(episodes, 2, [mask_truncated])
+    kept = filters.mask_ended(episodes, ["length"])
     assert episodes[0].response_mask == [1, 1, 1]  # the filter masks a copy
     batch = training.build_batch(kept, 0, 1.0)
     assert batch.batch["response_mask"].tolist() == [[0, 0, 0], [1, 1, 1], [1, 1, 1]]
@@ -128,10 +104,6 @@ def test_masked_episodes_count_for_the_baseline_and_have_no_loss():
     advantages = batch.batch["advantages"]
     expected = (0 - 1 / 3) / (math.sqrt(1 / 3) + 1e-6)
     assert advantages[1, 0] == pytest.approx(expected) and not advantages[0].any()
-    for e in episodes:
-        e.ended = "length"
-    # nothing is left to train on
-    assert select_trainable(episodes, 2, [mask_truncated])[0] == []
 
 
 def test_with_answer_adds_the_answer_of_the_row_to_each_group(workspace):
@@ -154,8 +126,6 @@ def test_with_answer_adds_the_answer_of_the_row_to_each_group(workspace):
     b = training.build_batch(extended, 0, 1.0).batch
     assert b["turn"].amax(dim=1).tolist() == [0, 0, -1, 0, 0]
     assert b["response_mask"][2].tolist() == [1, 1, 0]
-    kept, _ = select_trainable(episodes, 2, [functools.partial(filters.with_answer, **settings)])
-    assert [e.response_ids for e in kept] == [e.response_ids for e in extended]
     assert len(filters.with_answer(episodes, **{**settings, "limit": 1})) == 4
     with pytest.raises(UserFunctionError, match="row r has no text field=n"):
         filters.with_answer(episodes, **{**settings, "field": "n"})

@@ -2,7 +2,6 @@
 
     find_rule(key, default)           the rule for a key of verl, or None
     rule.is_valid(value)              whether the key may have this value
-    rule.normalize(value)             the value that the code reads: 3 for 3.0
     rule.describe()                   the allowed values, for messages
 
 Meanings are those of verl's configuration files. A value without a meaning there is refused.
@@ -48,14 +47,10 @@ class Number(NamedTuple):
 
     def is_in_range(self, value: float) -> bool:
         """Whether a finite number is within the limits."""
-        if not math.isfinite(value) or (self.is_whole and value != int(value)):
+        if not math.isfinite(value) or (self.is_whole and not isinstance(value, int)):
             return False
         is_above = value > self.low if self.excludes_low else value >= self.low
         return is_above and value <= self.high
-
-    def normalize(self, value: Any) -> Any:  # of a recipe: a number, a word or null
-        """Return a valid value as the code reads it."""
-        return int(value) if self.is_whole and isinstance(value, float) else value
 
     def describe(self) -> str:
         """Describe the allowed values: "a whole number of at least 1, or null (all)"."""

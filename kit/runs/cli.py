@@ -96,10 +96,7 @@ def plan(
     """
     isolation.set_home()
     silence_libraries()
-    problems: list[Exception] = []
-    config, defaults = load_config(recipe_files, overrides, problems)
-    if problems:
-        prepare.check_recipe(config, defaults, command, problems)  # raises these, and its own
+    config, defaults = load_config(recipe_files, overrides)
     resume_from: Path | None = None
     notes: list[str] = []
     recording = recorded.find_recording(replay) if replay else None

@@ -112,18 +112,16 @@ def check_recipe(
     config: DictConfig,
     defaults: DictConfig,
     command: str,
-    problems: Sequence[Exception] = (),
     on_features: OnFeatures = ignore_features,
 ) -> Prepared:
     """The checks of every command, cheap ones first -> a recipe and inputs without rows.
 
     There are three groups of checks. The first takes no time. The second needs verl, which takes
-    7 s to import. The third loads the model's files, maybe from the hub. problems: errors of
-    load_config, which are raised with those of the first group. on_features: called with the
-    features that are on, before the checks. Raises the errors of `prepare`.
+    7 s to import. The third loads the model's files, maybe from the hub. on_features: called with
+    the features that are on, before the checks. Raises the errors of `prepare`.
     """
     remove_unused_servers(config)
-    problems = [*problems, *adapters.check_lora(config), *model_files.take_chat_template(config)]
+    problems = [*adapters.check_lora(config), *model_files.take_chat_template(config)]
     raise_all([*features.find_missing(config, command), *find_missing_modules(config)])
     active = features.make_features(config, command)
     on_features(active, config)

@@ -21,14 +21,7 @@ from kit.config.user_functions import ADVANTAGE, LOSS_MODE, TEACHER
 from kit.errors import ConfigError, UserFunctionError
 from kit.gym import network
 from kit.runs import prepare
-from tests.helpers.recipes import (
-    CPU,
-    RECIPE,
-    load,
-    make_counter_row,
-    tiny,
-    write_rows,
-)
+from tests.helpers.recipes import CPU, RECIPE, load, make_counter_row, tiny, write_rows
 
 set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")  # outside the repository
 FILES = [str(CPU), str(RECIPE)]
@@ -64,7 +57,7 @@ def test_an_unknown_or_unused_key_is_an_error_with_the_key_to_set(change, hint):
 VALUES = [
     # numbers
     "trainer.nnodes=0",
-    "trainer.total_training_steps=ten",
+    "trainer.total_training_steps=1e3",
     "data.train_batch_size=null",
     f"{ACTOR}.kl_loss_coef=-1",
     # texts and switches
@@ -80,6 +73,7 @@ VALUES = [
     f"{START}.agent_config={{a: 1}}",
     f"{START}.install=maybe",
     "gym.concurrency.x=0",
+    "gym.head_server=localhost:11000",
     "env.reward={limit: 1}",
     "trainer.one_step_off=2",
     # not key=value, and not YAML
@@ -157,7 +151,6 @@ COMBINATIONS = [
     ([f"{ROLLOUT}.n=1"], "at least two responses"),
     # names
     (["algorithm.adv_estimator=grppo"], "grppo is not in verl"),
-    ([f"{LOSS_MODE}=gsp"], "gsp is not in verl"),
     (["algorithm.kl_penalty=k5"], "one of: kl, "),
     ([f"{ACTOR}.strategy=megatron"], "one of: fsdp, fsdp2"),
     ([f"{ACTOR}.optim.lr_scheduler_type=linear"], "actor: verl does not accept it"),
@@ -179,9 +172,7 @@ COMBINATIONS = [
     ([f"{MODEL}.lora_rank=8"], "load_format"),
     # models, and GPUs for them
     (["trainer.resource_pools.critic=1"], "this recipe has no critic"),
-    (["reward.reward_model.enable=true"], "reward.reward_model.model_path"),
     (["reward.reward_model={enable: true, model_path: tied}"], "has no scalar head"),
-    (["distillation.enabled=true", f"{TEACHER}=./no"], "no such model folder"),
     (["distillation.enabled=true", f"{TEACHER}=tied"], "nothing uses this model"),
     ([f"{MODEL}.path=./nowhere"], "no such model folder"),
     ([f"{MODEL}.external_lib=no_such_module"], "no_such_module"),
@@ -214,32 +205,44 @@ def test_parts_that_do_not_fit_are_an_error_before_a_run_starts(
         load(workspace, *changes)
 
 
-def test_all_problems_are_in_one_message_without_the_network(workspace, monkeypatch):
-    """`mistakes` maps each change to a part of its message; the name of a hub model has none."""
-    monkeypatch.setattr(
-        "transformers.AutoConfig.from_pretrained",
-        lambda *_, **__: pytest.fail("a request to the hub"),
-    )
+def check_messages(error, parts):
+    """Check that a message lists one problem with each part of a text."""
+    first, *lines = str(error).split("\n")
+    assert first == f"{len(parts)} problems with this recipe:"
+    for number, part in enumerate(parts, 1):
+        assert lines[number - 1].startswith(f"  {number}. ")
+        assert sum(part in line for line in lines) == 1, part
+
+
+def test_all_problems_with_keys_are_in_one_message():
     mistakes = {
         "trainr.save_freq=3": "unknown key trainr",
         f"{ROLLOUT}.trace.backend=mlflow": "trace.backend is a verl option",
         "data.train_batch_size=many": "data.train_batch_size=many must be",
         "gym.timeout_s=0": "gym.timeout_s=0 must be",
+        "data=3": "data is a section of keys",
+    }
+    with pytest.raises(ConfigError) as raised:
+        load_config(FILES, [*mistakes])
+    check_messages(raised.value, mistakes.values())
+
+
+def test_all_problems_with_sizes_and_files_are_in_one_message(workspace, monkeypatch):
+    """Without the network: the name of a hub model is no problem."""
+    monkeypatch.setattr(
+        "transformers.AutoConfig.from_pretrained",
+        lambda *_, **__: pytest.fail("a request to the hub"),
+    )
+    mistakes = {
         f"{ACTOR}.ppo_mini_batch_size=3": f"must be a multiple of {ACTOR}.ppo_mini_batch_size",
         "env.train_files=[nowhere.jsonl]": "nowhere.jsonl: no such file",
-        f"{MODEL}.path=a-name/of-the-hub": "",
         "gym.servers.reasoning_gym.start.python=gone": "no interpreter at gone",
         f"{ROLLOUT}.temperature=0": "decode greedily",
     }
-    problems: list[Exception] = []
-    merged = load_config(FILES, [*tiny(workspace), *mistakes], problems)
+    changes = [*tiny(workspace), f"{MODEL}.path=a-name/of-the-hub", *mistakes]
     with pytest.raises(ConfigError) as raised:
-        prepare.check_recipe(*merged, "train", problems)
-    first, *lines = str(raised.value).split("\n")
-    assert first == "8 problems with this recipe:"
-    assert [line.split(". ")[0] for line in lines] == [f"  {number}" for number in range(1, 9)]
-    for part in mistakes.values():
-        assert sum(part in line for line in lines) == 1 or not part, part
+        prepare.check_recipe(*load_config(FILES, changes), "train")
+    check_messages(raised.value, mistakes.values())
 
 
 SAMPLED = ["val_kwargs.n=4", "val_kwargs.do_sample=true", "val_kwargs.temperature=1"]
@@ -250,10 +253,8 @@ SAMPLED = ["val_kwargs.n=4", "val_kwargs.do_sample=true", "val_kwargs.temperatur
     [
         ("train", ["temperature=0"], True),
         ("train", ["top_k=1"], True),
-        ("train", ["top_k=2", "top_p=0.1", "temperature=0.1"], False),
         ("rollout", ["temperature=0"], True),
         ("rollout", ["temperature=0", "n=1"], False),
-        ("evaluate", ["temperature=0"], False),
         ("evaluate", [*SAMPLED, "val_kwargs.top_k=1"], True),
         ("evaluate", ["val_kwargs.n=4"], True),
         ("rollout", ["val_kwargs.n=4"], False),  # this command has no evaluation

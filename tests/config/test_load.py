@@ -7,12 +7,7 @@ import json
 import pytest
 import torch
 from omegaconf import OmegaConf
-from transformers import (
-    AutoConfig,
-    AutoModelForTokenClassification,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForTokenClassification, Qwen2Config, Qwen2ForCausalLM
 from verl.utils.model import update_model_config
 
 from extras import sft
@@ -121,7 +116,7 @@ def test_a_head_server_provides_servers_that_the_recipe_lacks(workspace):
 
 def load_with_server(workspace, server, kind):
     files = f"env.train_files=[{{path: {workspace}/train.jsonl, server: s}}]"
-    address = f"gym.servers.s={{url: '{server.url.removeprefix('http://')}', kind: {kind}}}"
+    address = f"gym.servers.s={{url: '{server.url}', kind: {kind}}}"
     return load(workspace, files, "env.val_files=[]", "gym.servers.reasoning_gym=null", address)
 
 
@@ -141,9 +136,7 @@ def test_a_running_server_is_tried(workspace, kind, path, answer, message):
 
 
 @pytest.mark.parametrize("has_description", [True, False])
-def test_a_server_needs_two_routes_and_neither_a_description_nor_a_scheme(
-    workspace, has_description
-):
+def test_a_server_needs_two_routes_and_no_description(workspace, has_description):
     server = ScriptedServer(seed_session=[(200, {})], verify=[(200, {"reward": 0.25})])
     server.openapi = server.openapi if has_description else None
     recipe, inputs = load_with_server(workspace, server, "null")

@@ -66,6 +66,9 @@ def test_a_model_is_downloaded_once_and_then_the_workers_are_offline(recipe, dow
     assert name == "org/policy" and {"*.pth", "original/*"} <= set(ignored)
     assert messages == ["Downloading org/policy from the hub, if it is not here"]
     assert variables == {"HF_HUB_OFFLINE": "1"}
+    # the other nodes of a cluster have not downloaded it
+    cluster = recipe.change("ray_kwargs.ray_init.address=auto")
+    assert not model_files.download_models(cluster, messages.append)
 
 
 def test_every_model_of_a_recipe_is_downloaded_unless_it_is_a_folder(workspace, recipe, downloads):
@@ -76,13 +79,6 @@ def test_every_model_of_a_recipe_is_downloaded_unless_it_is_a_folder(workspace, 
     local = evaluation.change(f"{KEY}={workspace / 'tied'}")
     assert model_files.download_models(local, lambda _: None) == {"HF_HUB_OFFLINE": "1"}
     assert not downloads
-
-
-def test_workers_on_a_cluster_are_not_offline(recipe, downloads):
-    """Other nodes have not downloaded the model."""
-    changed = recipe.change("ray_kwargs.ray_init.address=auto")
-    assert not model_files.download_models(changed, lambda _: None)
-    assert len(downloads) == 1
 
 
 def test_a_model_that_cannot_be_downloaded_is_a_one_line_error(monkeypatch):

@@ -14,12 +14,7 @@ import torch
 from kit.config import user_functions
 from kit.config.python_files import import_file
 from kit.errors import UserFunctionError
-from tests.helpers.verifiers import (
-    list_rewards,
-    make_router,
-    play,
-    run_session,
-)
+from tests.helpers.verifiers import list_rewards, make_router, play, run_session
 
 # The folder of the file.
 FILES = {

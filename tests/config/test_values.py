@@ -33,7 +33,6 @@ def test_a_text_of_the_command_line_stays_as_typed(key, text):
 @pytest.mark.parametrize(
     ("change", "value"),
     [
-        ("trainer.total_training_steps=1e3", 1000),
         ("actor_rollout_ref.actor.optim.betas=[0.9, 0.95]", [0.9, 0.95]),
         ("algorithm.rollout_correction.rollout_is_threshold=0.8_2", "0.8_2"),  # YAML: 0.82
         ("data.train_batch_size=${actor_rollout_ref.rollout.n}", 8),
@@ -77,12 +76,13 @@ def test_every_number_of_the_configuration_has_a_rule_and_a_valid_default():
 
 def test_the_kits_sections_are_read_as_the_code_uses_them(monkeypatch):
     monkeypatch.setenv("SOME_PORT", "8123")
+    port = "${oc.decode:${oc.env:SOME_PORT}}"
     changes = [
         "env.val_max_rows=${data.train_batch_size}",
         "gym.timeout_s=7",
         "gym.concurrency=3",
-        "gym.policy_endpoint.port=${oc.env:SOME_PORT}",
-        "gym.servers.s.start={config: null, port: '${oc.env:SOME_PORT}'}",
+        f"gym.policy_endpoint.port={port}",
+        f"gym.servers.s.start={{config: null, port: '{port}'}}",
         "trainer.resource_pools.ref=2",
     ]
     gym, env, kit = dict(read_sections(load_config(FILES, changes)[0])).values()
