@@ -853,10 +853,10 @@ def main() -> None:
     """Write a generator's rows to <out>/<name>_<split>.jsonl, or run a command that converts."""
     if len(sys.argv) > 1 and sys.argv[1] in CONVERT_COMMANDS:
         from kit.errors import ConfigError
-        from kit.features import convert_rows
+        from kit.features import load
 
         try:
-            return convert_rows()
+            return load("rows", "this command").main()
         except ConfigError as error:
             sys.exit(f"error: {error}")
     args = parse_arguments()

@@ -556,12 +556,12 @@ def update_critic(critic: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict
 def make_update_data(
     batch: DataProto, ranks: int, mini_batches: int, settings: DictConfig, **flags: object
 ) -> TensorDict:
-    """Pack the rows that have a token to train on, with the settings of the update for verl.
+    """Pack the L rows that have a token to train on, with the settings of the update for verl.
 
     mini_batches: fewer if there is not a row for each rank in each. settings: verl's section of
     the role. flags: for verl's engine; they override what `settings` gives.
     """
-    live = select_live_rows(batch)  # [L]
+    live = batch.batch["response_mask"].any(dim=1).nonzero()[:, 0]  # [L]
     mini_batches = max(1, min(mini_batches, len(live) // ranks))
     worker_rows = pad_to_ranks(batch, live, mini_batches, ranks)
     data = to_worker_batch(batch, worker_rows)
@@ -575,11 +575,6 @@ def make_update_data(
     }
     tu.assign_non_tensor(data, **(values | flags))
     return data
-
-
-def select_live_rows(batch: DataProto) -> torch.Tensor:
-    """The indices [L] of the rows that have a token to train on."""
-    return batch.batch["response_mask"].any(dim=1).nonzero()[:, 0]
 
 
 def to_worker_batch(batch: DataProto, worker_rows: WorkerRows) -> TensorDict:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 ENGINES = ("vllm", "hf", "sglang")
 SPECULATIVE = f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
-FP8_BLOCK = 128  # verl quantizes to fp8 in blocks of 128 x 128
 UNREAD_BY_SGLANG = (  # keys of rollout that verl's SGLang server does not read
     "ignore_eos",
     "repetition_penalty",
@@ -56,10 +55,9 @@ class Backends(Feature):
             rollout.max_model_len = longest + 1  # verl's SGLang server leaves one token free
 
     def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[str]:
-        """The model fits transformers' rollouts, and fp8 rollouts the device and the model."""
+        """The model fits transformers' rollouts, and fp8 rollouts the device."""
         rollout = recipe.rollout
-        text_config = hf_config.get_text_config()
-        if rollout.name == "hf" and expert_count(text_config):
+        if rollout.name == "hf" and expert_count(hf_config.get_text_config()):
             yield (
                 f"{ROLLOUT}.name=hf takes no mixture of experts: verl sends each expert by itself, "
                 "and transformers has them in one tensor. Remove it, for vLLM."
@@ -71,9 +69,6 @@ class Backends(Feature):
             yield f"{key} is not supported: only fp8 is, with vLLM and SGLang. Remove it."
         elif recipe.trainer.device == "cpu":
             yield f"{key} on a CPU: verl's weight sync does not quantize there. Remove it."
-        else:
-            for width in indivisible_widths(text_config):
-                yield f"{key} needs widths that {FP8_BLOCK} divides, not {width}. Remove it."
 
 
 def check_sglang(config: DictConfig) -> Iterator[str]:
@@ -122,24 +117,8 @@ def check_speculative(config: DictConfig) -> Iterator[str]:
             f"{SPECULATIVE}.method={method} drafts with a model that gets no weight updates, so it "
             "gets worse with every step. Set ngram."
         )
-    if config.actor_rollout_ref.model.mtp.enable_rollout:
-        yield f"{SPECULATIVE} and {MODEL}.mtp.enable_rollout both draft tokens. Set one of them."
     if rollout.full_determinism:
         yield (
             f"{SPECULATIVE}: with {ROLLOUT}.full_determinism vLLM uses other random numbers where "
             "a draft ends. Set one of them."
         )
-
-
-def indivisible_widths(text_config: PretrainedConfig) -> list[str]:
-    """The layer widths of a text model that are no multiple of FP8_BLOCK."""
-    heads = text_config.num_attention_heads
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-    mlp = "moe_intermediate_size" if expert_count(text_config) else "intermediate_size"
-    widths = {
-        "hidden_size": text_config.hidden_size,
-        "queries": heads * head_dim,
-        "keys": (getattr(text_config, "num_key_value_heads", None) or heads) * head_dim,
-        "MLP": getattr(text_config, mlp, text_config.intermediate_size),
-    }
-    return [f"{name} {width}" for name, width in widths.items() if width % FP8_BLOCK]

@@ -188,33 +188,24 @@ class Server:
         )
         responses = generated[:, width:].tolist()  # [B, N]
         log_probs = torch.stack(sampler.log_probs, 1).tolist()  # [B, N]
-        rows = zip(batch, responses, log_probs, strict=True)
-        return [self.trim(request, stop_ids, tokens, values) for request, tokens, values in rows]
+        outputs = []
+        for request, tokens, values in zip(batch, responses, log_probs, strict=True):
+            end = request.params["max_tokens"]  # `generate` continues until the batch ends
+            stops = (index + 1 for index, token in enumerate(tokens[:end]) if token in stop_ids)
+            end = next(stops, end)
+            output = TokenOutput(token_ids=tokens[:end], log_probs=values[:end])
+            output.stop_reason = "completed"
+            output.extra_fields = {"global_steps": self.step}
+            outputs.append(output)
+        return outputs
 
-    def trim(
-        self, request: Request, stop_ids: set[int], ids: list[int], log_probs: list[float]
-    ) -> TokenOutput:
-        """Return a row's tokens up to its end. `generate` continues until the batch ends."""
-        end = request.params["max_tokens"]
-        stops = (index + 1 for index, token in enumerate(ids[:end]) if token in stop_ids)
-        end = next(stops, end)
-        return TokenOutput(
-            token_ids=ids[:end],
-            log_probs=log_probs[:end],
-            stop_reason="completed",
-            extra_fields={"global_steps": self.step},
-        )
-
-    async def load_weight(self, name: str, tensor: torch.Tensor) -> None:
-        """Replace one of the model's weights. Raises KeyError for a name that it does not have."""
+    async def load_weight(self, name: str, tensor: torch.Tensor, step: int | None) -> None:
+        """Replace one of the model's weights by that of a training step. Raises KeyError."""
+        self.step = step
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         tied_names = getattr(self.model, "_tied_weights_keys", None) or ()
         if name in tensors or name not in tied_names:
             tensors[name].data.copy_(tensor)
-
-    async def set_step(self, step: int | None) -> None:
-        """Record the training step of the present weights."""
-        self.step = step
 
     async def sleep(self) -> None:
         """Release the GPU's memory if rollout.free_cache_engine is set."""
@@ -291,8 +282,7 @@ class ServerAdapter(BaseRollout):
         """Send all weights."""
         server = self.server
         async for name, tensor in ensure_async_iterator(weights):
-            await server.load_weight.remote(name, tensor.detach().cpu())
-        await server.set_step.remote(global_steps)
+            await server.load_weight.remote(name, tensor.detach().cpu(), global_steps)
 
 
 # This runs in the driver. In the trainer's workers it runs because model.external_lib

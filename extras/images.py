@@ -16,7 +16,6 @@ from __future__ import annotations
 import base64
 import functools
 import io
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +32,7 @@ from kit.config.resources import gpus_per_node
 from kit.config.user_functions import estimator_arguments
 from kit.data.processor import TextProcessor
 from kit.errors import ConfigError
+from kit.gym import network
 
 USES_MROPE = {  # by model_type: whether positions have three dimensions (mRoPE)
     "llava": False,
@@ -40,9 +40,8 @@ USES_MROPE = {  # by model_type: whether positions have three dimensions (mRoPE)
     "qwen2_5_vl": True,
 }
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of the 43 that PIL reads
-MAX_CACHED_PIXELS = 2**20  # larger images are decoded again each time, so the cache stays small
 MAX_FETCHED_BYTES = 2**25  # of one image from the network
-FETCH_TIMEOUT_S = 30.0  # for one image from the network
+FETCH_TIMEOUT_S = 30.0
 BAN = -100.0  # added to a logit by the rollout engine
 MASKED_LOGIT = -1e4  # its exponential is 0, and unlike -inf it keeps the entropy finite
 
@@ -128,28 +127,24 @@ class ImageProcessor(TextProcessor):
 
         where: the row, file:line. Relative paths start at the folder of this file.
         """
-        name = f"{where}: image {source[:60]!r}"
         try:
-            return decode(self.read_source(source, where, name))
-        except DataError:
-            raise
+            return decode(self.read_source(source, where))
         except Exception as error:  # from the disk, the network, base64 or PIL
             raise DataError(
-                f"{name} cannot be read ({error!s:.100}). Give a data URL or a file of an image."
+                f"{where}: image {source[:60]!r} cannot be read ({error!s:.100}). Give a data URL "
+                "or a file of an image."
             ) from None
 
-    def read_source(self, source: str, where: str, name: str) -> bytes:
-        """The bytes of an image. name: of the image, for messages. Raises DataError and others."""
+    def read_source(self, source: str, where: str) -> bytes:
+        """The bytes of an image."""
         if source.startswith("data:"):
             return base64.b64decode(source.partition(",")[2], validate=True)
         url = urlparse(source)
         if url.scheme in ("http", "https"):
             if url.hostname not in self.hosts:
-                raise DataError(
-                    f"{name}: {url.hostname} is not in env.image_hosts. Add it, or use files."
-                )
+                raise ValueError(f"{url.hostname} is not in env.image_hosts")
             if source not in self.fetched:
-                self.fetched[source] = fetch(source, name)
+                self.fetched[source] = fetch(source)
             return self.fetched[source]
         path = unquote(url.path) if url.scheme == "file" else source
         return (folder_of(where) / path).read_bytes()
@@ -172,8 +167,7 @@ class ImageProcessor(TextProcessor):
     def check(self, config: DictConfig, tasks: Sequence[Any], command: str) -> None:
         """Check that images fit the recipe, and set the values that follow. Raises ConfigError."""
         rollout = config.actor_rollout_ref.rollout
-        vllm_settings = rollout.engine_kwargs.get("vllm") or {}
-        if vllm_settings.get("speculative_config"):
+        if (rollout.engine_kwargs.get("vllm") or {}).get("speculative_config"):
             raise ConfigError(
                 f"{ROLLOUT}.engine_kwargs.vllm.speculative_config: vLLM cannot ban tokens with it, "
                 "which a model that reads images needs. Remove it."
@@ -183,7 +177,7 @@ class ImageProcessor(TextProcessor):
         counts = {len(list_sources(task.messages)) for task in tasks}
         if not any(counts):
             return
-        conflicts = list(self.find_conflicts(config, tasks, command, 0 in counts))
+        conflicts = self.find_conflicts(config, tasks, command, 0 in counts)
         if conflicts:
             raise ConfigError(
                 f"Rows with images do not work with {'; '.join(conflicts)}. Remove these."
@@ -312,50 +306,22 @@ def folder_of(where: str) -> Path:
     return Path(where.rpartition(":")[0]).parent
 
 
+@functools.lru_cache(maxsize=4)  # the responses to a prompt share its images
 def decode(raw: bytes) -> Any:
     """The image in RGB. Raises the errors of PIL, which also refuses over 179 million pixels."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(raw), formats=FORMATS) as image:
-        width, height = image.size
-    return decode_small(raw) if width * height <= MAX_CACHED_PIXELS else to_rgb(raw)
-
-
-def to_rgb(raw: bytes) -> Any:
-    """The image of a file in one of FORMATS, in RGB. Raises the errors of PIL."""
     from PIL import Image
 
     with Image.open(io.BytesIO(raw), formats=FORMATS) as image:
         return image.convert("RGB")
 
 
-decode_small = functools.lru_cache(maxsize=32)(to_rgb)  # the responses to a prompt share its images
+def fetch(source: str) -> bytes:
+    """Fetch the bytes at an address. Raises httpx.HTTPError.
 
-
-def fetch(source: str, name: str) -> bytes:
-    """Fetch the bytes at an address. name: of the image, for messages.
-
-    A redirect is refused, since it may lead to a host that env.image_hosts does not name. Raises
-    DataError, TimeoutError and httpx.HTTPError.
+    It does so for a redirect, too, which may lead to a host that env.image_hosts does not name.
     """
-    import httpx
-
-    deadline = time.monotonic() + FETCH_TIMEOUT_S
-    raw = bytearray()
-    with httpx.stream("GET", source, timeout=FETCH_TIMEOUT_S, follow_redirects=False) as response:
-        if response.is_redirect:
-            target = response.headers["location"]
-            raise DataError(
-                f"{name}: it redirects to {target:.60}, which is refused. Give the final address."
-            )
-        response.raise_for_status()
-        for part in response.iter_raw():  # not decompressed: a few bytes can become gigabytes
-            raw += part
-            if len(raw) > MAX_FETCHED_BYTES:
-                raise DataError(f"{name}: over {MAX_FETCHED_BYTES >> 20} MiB. Make it smaller.")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not complete after {FETCH_TIMEOUT_S:g} s")
-    return bytes(raw)
+    answer = network.get(source, FETCH_TIMEOUT_S, MAX_FETCHED_BYTES, use_proxy=True)
+    return answer.raise_for_status().content
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -418,10 +384,8 @@ def load_without_weights(folder: str) -> Any:
 
 def set_wrapped_layers(config: DictConfig, folder: str) -> None:
     """Set the layer classes that FSDP wraps, unless the recipe sets them."""
-    for engine in (
-        config.actor_rollout_ref.actor.fsdp_config,
-        config.actor_rollout_ref.ref.fsdp_config,
-    ):
+    policy = config.actor_rollout_ref
+    for engine in (policy.actor.fsdp_config, policy.ref.fsdp_config):
         if not engine.wrap_policy.get("transformer_layer_cls_to_wrap"):
             engine.wrap_policy.transformer_layer_cls_to_wrap = find_layer_classes(folder)
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx
-import prometheus_client
 import ray
 import yaml
 from omegaconf import DictConfig
-from prometheus_client import CollectorRegistry, Gauge, start_http_server
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kit.config.keys import ROOT
 from kit.config.load import ROLLOUT
@@ -40,7 +39,6 @@ LABELS = {
 }
 FAILED = "rollout/failed/"
 ALERTS = ROOT / "docs" / "monitoring" / "alerts.yml"
-RELOAD_TIMEOUT_S = 5.0
 
 
 class Monitor(Feature):
@@ -61,61 +59,57 @@ class Monitor(Feature):
 
 
 class RunPage:
-    """The run's metrics for prometheus_client.
-
-    These are the last value of each metric, the failures since the process started, and the
-    progress of the current stage.
-    """
+    """The run's metrics for prometheus_client, which calls `collect` in its own thread."""
 
     def __init__(self, run: Run):
         self.run = run
+        self.metrics: dict[str, float] = {}  # the last value of each
+        # by reason, since the process started
+        self.failures: defaultdict[str, float] = defaultdict(float)
         self.registry = CollectorRegistry()
-        self.gauges: dict[str, Gauge] = {}
-        self.failures = prometheus_client.Counter(
-            "kit_failures", "failed episodes by reason", ["reason"], registry=self.registry
-        )
-        for name, text, read in (
-            ("nonfinite_steps", "non-finite steps in a row", lambda: run.files.nonfinite_steps),
-            ("episodes_open", "episodes to end", lambda: run.stages.open_episodes),
-        ):
-            Gauge(f"kit_{name}", text, registry=self.registry).set_function(read)
         self.registry.register(self)
         run.log.readers.append(self.record)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one line of metrics.jsonl."""
-        for name, value in {**metrics, "step": step}.items():
+        self.metrics = {**self.metrics, **metrics, "step": step}
+        for name, value in metrics.items():
+            if name.startswith(FAILED):
+                self.failures[name.removeprefix(FAILED)] += value
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of the run, its failures and the progress of the current stage."""
+        families: dict[str, GaugeMetricFamily] = {}
+        for name, value in self.metrics.items():
+            if name.startswith(FAILED):
+                continue
             prefix = next((prefix for prefix in LABELS if name.startswith(prefix)), "")
             metric, label = LABELS.get(prefix, (f"kit_{re.sub('[^a-zA-Z0-9_]', '_', name)}", ""))
-            if name.startswith(FAILED):
-                self.failures.labels(name.removeprefix(FAILED)).inc(value)
-                continue
-            if metric not in self.gauges:
-                labels = [label] if label else []
-                self.gauges[metric] = Gauge(metric, prefix or name, labels, registry=self.registry)
-            gauge = self.gauges[metric]
-            (gauge.labels(name.removeprefix(prefix)) if label else gauge).set(value)
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield what changes between two lines. prometheus_client calls this in its own thread."""
+            labels = [label] if label else []
+            family = GaugeMetricFamily(metric, prefix or name, labels=labels)
+            family = families.setdefault(metric, family)
+            family.add_metric([name.removeprefix(prefix)] if label else [], value)
+        yield from families.values()
+        failures = CounterMetricFamily("kit_failures", "failed episodes", labels=["reason"])
+        for reason, count in [*self.failures.items()]:
+            failures.add_metric([reason], count)
+        yield failures
         stages = self.run.stages
-        running = GaugeMetricFamily(
-            "kit_stage_running_seconds",
-            "seconds since the current stage made progress",
-            labels=["stage"],
-        )
         seconds = time.monotonic() - stages.last_progress_at
+        text = "seconds since the current stage made progress"
+        running = GaugeMetricFamily("kit_stage_running_seconds", text, labels=["stage"])
         running.add_metric([stages.current_stage or "none"], seconds)
         yield running
+        steps = self.run.files.nonfinite_steps
+        yield GaugeMetricFamily("kit_nonfinite_steps", "non-finite steps in a row", value=steps)
+        yield GaugeMetricFamily("kit_episodes_open", "episodes to end", value=stages.open_episodes)
 
 
 def serve_metrics(run: Run, host: str, servers: Sequence[str], stack: contextlib.ExitStack) -> None:
     """Serve the run's metrics on `host`, and add the page to the scrape file that verl wrote.
 
-    The file is rollout.prometheus.file. A Prometheus on this machine at rollout.prometheus.port
-    then reloads it. `servers` are the addresses of vLLM's pages. `stack` stops the page.
-
-    Raises RunError if the file cannot be written.
+    The file is rollout.prometheus.file. `servers` are the addresses of vLLM's pages. `stack` stops
+    the page. Raises RunError if the file cannot be written.
     """
     settings = run.recipe.rollout.prometheus
     server, thread = start_http_server(0, host, RunPage(run).registry)
@@ -125,7 +119,9 @@ def serve_metrics(run: Run, host: str, servers: Sequence[str], stack: contextlib
     address = f"{host}:{server.server_port}"
     file = Path(settings.file)
     write_scrape_file(file, run.recipe.trainer.experiment_name, address, servers)
-    say(f"Prometheus metrics: http://{address}/metrics. {reload_prometheus(settings.port, file)}")
+    # It listens only on this machine.
+    command = f"prometheus --config.file={file} --web.listen-address={LOCAL}:{settings.port}"
+    say(f"Prometheus metrics: http://{address}/metrics. Start Prometheus: {command}")
 
 
 def write_scrape_file(file: Path, run_name: str, address: str, servers: Sequence[str]) -> None:
@@ -147,17 +143,3 @@ def write_scrape_file(file: Path, run_name: str, address: str, servers: Sequence
     with files.explain_write_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(yaml.safe_dump(configuration, sort_keys=False))
-
-
-def reload_prometheus(port: int, file: Path) -> str:
-    """Reload the Prometheus on this machine; return a message: the result, or how to start one."""
-    address = f"{LOCAL}:{port}"
-    try:
-        url = f"http://{address}/-/reload"
-        httpx.post(url, timeout=RELOAD_TIMEOUT_S, trust_env=False).raise_for_status()
-    except httpx.HTTPError:
-        # It listens only on this machine. With --web.enable-lifecycle, anyone who reaches it can
-        # stop it.
-        listen = f"--web.enable-lifecycle --web.listen-address={address}"
-        return f"Start Prometheus: prometheus --config.file={file} {listen}"
-    return f"The Prometheus on port {port} reloaded its configuration. It must read {file}."

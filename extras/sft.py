@@ -229,7 +229,7 @@ def load_examples(recipe: Recipe, inputs: RunInputs, entries: Sequence[Any]) -> 
     for entry, found in find_entry_files(map(parse_entry, entries), say):
         unused: Counter[str] = Counter()
         files = [read_conversations(path, limits.prompt_key, name) for name, path in found.items()]
-        rows = itertools.chain.from_iterable(files)
+        rows = itertools.chain(*files)
         for row_id, row in report_progress(rows, entry.file, say):
             example = tokenize(row, inputs.template, row_id)
             unused.update(fields.list_unused(fields.walk(fields.CHAT_ROW, row, row["messages"])))

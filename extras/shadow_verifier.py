@@ -113,8 +113,7 @@ async def score(feature: ShadowVerifier, episode: Episode, gym: Gym) -> float:
             result: VerifyResult = await session.verify(response, episode.responses[-1])
             return result.reward
         if feature.spec is None:
-            problem = f"{feature.name} plays turns. Name a server that only verifies responses."
-            raise RunError(problem)
+            raise RunError(f"{feature.name} plays turns. Name a server that only verifies.")
         reward = 0.0
         for turn in episode.responses:
             step = await session.step({}, turn)

@@ -5,8 +5,7 @@ turns a feature on. If you delete a feature, recipes that do not turn it on keep
 that does gets one error with its name. No other part of the kit names a feature.
 
 A run has an object of each feature that is on (Recipe.features). The kit calls the methods of
-`Feature` on all of them. This file also has functions for parts that no recipe turns on: a command,
-a model that reads images, a server with more requirements, rows with programs.
+`Feature` on all of them. `load` imports other parts when a command, a model or rows need them.
 
 Every process may import this file, so it imports only light modules.
 """
@@ -29,15 +28,12 @@ if TYPE_CHECKING:
     from types import ModuleType, TracebackType
 
     from omegaconf import DictConfig
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig
 
-    from env import Json
     from gym_client import Gym
     from inference import OnDone, Servers
     from kit.config.recipe import Recipe
     from kit.data.episode import Episode
-    from kit.data.processor import TextProcessor
-    from kit.gym.python_verifiers.calls import CallResult
     from kit.gym.python_verifiers.settings import VerifierSpec
     from kit.rollout.inputs import RunInputs
     from kit.rollout.sampling import EpisodeRequest, RolloutContext, Sampling
@@ -96,10 +92,7 @@ class Feature:
         """Start processes that the Gym servers need, or plan those to start with them."""
 
     def before_ray(self, launch: Launch) -> None:
-        """Start processes, or set values, that Ray needs.
-
-        Add to launch.on_ray what has to wait until Ray runs.
-        """
+        """Start processes that Ray needs. Add what has to wait for Ray to launch.on_ray."""
 
     def make_loop(self) -> EventLoop | None:
         """Return an event loop to use in place of make_runner's."""
@@ -125,10 +118,7 @@ class Feature:
     # --- while it runs ---
 
     async def after_episode(self, episode: Episode, gym: Gym) -> None:
-        """Look at a verified episode, and maybe add to its `measures`. Must not raise.
-
-        It may run in another process than the driver.
-        """
+        """Look at a verified episode, in any process, and maybe add to its `measures`."""
 
     def sandbox_command(self, command: Sequence[str], readable: Sequence[Path]) -> list[str] | None:
         """Return the command line that runs a verifier process in a sandbox.
@@ -272,7 +262,6 @@ ENTRIES = (
     Entry("extras.preflight", "Preflight", "every run", always, True),
     Entry("extras.supervisor", "Supervisor", "every run", always, True),
     Entry("lab.features", "Report", "every run", always, True),
-    Entry("lab.features", "Price", "every run", trains, True),
     Entry("lab.features", "RunCard", "every run", trains, True),
     Entry("extras.judges", "ServerJudges", "a Gym server", starts_servers, True),
     Entry("extras.judges", "Judges", "gym.judges"),
@@ -309,12 +298,6 @@ def find_missing(config: DictConfig, command: str) -> list[ConfigError]:
     return [missing_error(entry.module, entry.turned_on_by) for entry in missing]
 
 
-def require(module: str, turned_on_by: str) -> None:
-    """Check that a module is there. Raises ConfigError if it was deleted."""
-    if not is_installed(module):
-        raise missing_error(module, turned_on_by)
-
-
 def missing_error(module: str, turned_on_by: str) -> ConfigError:
     """Return the error about a feature that was deleted."""
     path = module.replace(".", "/")
@@ -333,19 +316,10 @@ def is_installed(module: str) -> bool:
         return False
 
 
-# --- parts that a command, a model or rows need. All raise ConfigError if the part was deleted ---
-
+# --- parts that a command, a model or rows need --------------------------------------------------
 
 # The commands of optional features that train without episodes: {name: its module}
 COMMANDS: Mapping[str, str] = {"sft": "extras.sft"}
-
-
-def load_command(name: str) -> ModuleType:
-    """Return the module of one of COMMANDS, with `prepare` and `run_command`."""
-    require(COMMANDS[name], f"the command {name}")
-    return importlib.import_module(COMMANDS[name])
-
-
 # The commands that start no run, or several: {name: the module whose `main` it is}
 TOOLS: Mapping[str, str] = {
     "show": "lab.report.show",
@@ -355,60 +329,21 @@ TOOLS: Mapping[str, str] = {
     "probe": "lab.probe.command",
     "price": "lab.price",
 }
+# {part: its module}
+PARTS: Mapping[str, str] = {
+    "images": "extras.images",  # of a model that reads images
+    "environments": "extras.gym_environments",  # of servers that require more packages
+    "programs": "extras.policy_programs.program_scores",  # scores responses that are code
+    "rows": "lab.convert",  # converts files of rows
+}
 
 
-def run_tool(name: str, arguments: Sequence[str]) -> None:
-    """Run one of TOOLS. Raises ConfigError if it was deleted."""
-    require(TOOLS[name], f"the command {name}")
-    importlib.import_module(TOOLS[name]).main(arguments)
+def load(name: str, needed_by: str) -> ModuleType:
+    """Return the module of a command, a tool or a part. Raises ConfigError if it was deleted.
 
-
-def convert_rows() -> None:
-    """Run a command of env.py that converts rows, with the arguments of this process."""
-    require("lab.convert", "this command")
-    from lab.convert import main
-
-    main()
-
-
-def make_image_processor(
-    config: DictConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> TextProcessor | None:
-    """Return the processor of a model that reads images, None if it can only read text here."""
-    model = config.actor_rollout_ref.model.path
-    require("extras.images", f"the model {model}, which reads images,")
-    from extras.images import make_processor
-
-    return make_processor(config, hf_config, tokenizer)
-
-
-def install_environment(server: str, python: str, key: str) -> Path:
-    """Make the environment of a Gym server that requires more packages -> its interpreter.
-
-    python: the interpreter that has nemo-gym. key: of the recipe, for messages. Raises
-    GymStartError.
+    needed_by: a key of the recipe, or another reason, for the message.
     """
-    require("extras.gym_environments", key)
-    from extras import gym_environments
-
-    return gym_environments.install_environment(server, python)
-
-
-def require_code_scorer(reason: str) -> None:
-    """Check that responses that are code can be scored. Raises ConfigError."""
-    require("extras.policy_programs", reason)
-
-
-def score_code(
-    verifier: functools.partial[Any],  # its result is any JSON
-    runner: asyncio.Runner,
-    arguments: Json,
-    memory: int,
-) -> CallResult:
-    """Score a response that is code, in the process of a verifier. Raises VerifierError.
-
-    verifier: verl's scorer with its settings. arguments: of its call. memory: bytes.
-    """
-    from extras.policy_programs.program_scores import score_code
-
-    return score_code(verifier, runner, arguments, memory)
+    module = {**COMMANDS, **TOOLS, **PARTS}[name]
+    if not is_installed(module):
+        raise missing_error(module, needed_by)
+    return importlib.import_module(module)

@@ -1,21 +1,12 @@
 """Check row files, and make them from others: the commands of env.py that need the kit.
 
-    python env.py check FILES [--prompt-key prompt]    # which rows load, which do not, and why
-    python env.py to-verl FILES --out DIR              # Gym rows as verl's: <DIR>/<name>.parquet
-    python env.py from-verl FILES --out DIR            # verl's rows as Gym rows: <DIR>/<name>.jsonl
-    python env.py from --data FILE-or-hub-name --out DIR [--map my_map.py:row] \\
-        [--subset main] [--split train]                # rows from any table
-    python env.py examples --server mcqa --out DIR     # rows that nemo-gym ships for a server
-
-to-verl and from-verl undo each other. Parquet would change rows whose keys or types differ: each
-row gets the keys of all rows, and a column has one type. Such rows are refused.
+`python env.py --help` lists the commands. FILES are files, folders or patterns. A command writes a
+file only if all of its rows are valid, and changes no value. to-verl and from-verl undo each other.
+Parquet would change rows whose keys or types differ, so such rows are refused.
 
 `--map` names function(entry) -> a row of Gym or verl. Without it, each entry is a row. An entry is
-one row of a file (row_files.FORMATS), or of a data set of the hub, which Hugging Face's datasets
-reads in parts. No command changes a value. The cells of CSV and TSV files are text: 007 stays
-"007". Values that JSON cannot hold become those of kit/data/row_files.py.
-
-FILES are files, folders or patterns. A command writes a file only if all of its rows are valid.
+one row of a file (row_files.FORMATS), or of a data set of the hub. The cells of CSV and TSV files
+are text: 007 stays "007". Values that JSON cannot hold become those of kit/data/row_files.py.
 """
 
 from __future__ import annotations
@@ -24,7 +15,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,11 +39,7 @@ from kit.data.row_files import (
 from kit.data.tasks import list_references
 from kit.data.verl_rows import GYM_ROW, from_verl, parse_row, read_rows
 from kit.errors import UserFunctionError
-
-FIND_EXAMPLES = (
-    "import pathlib, nemo_gym; "
-    "print(pathlib.Path(nemo_gym.__file__).parent.parent / 'resources_servers')"
-)
+from kit.gym import process_specs
 
 
 def report(line: str) -> None:
@@ -105,15 +91,12 @@ def read_examples(server: str, python: str) -> Iterator[Json]:
 
     A row without agent_ref gets that of the server. python: an interpreter that has nemo-gym.
     """
-    command = [str(Path(python).expanduser()), "-c", FIND_EXAMPLES]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
+    package = process_specs.find_package(str(Path(python).expanduser()))
+    if package is None:
         raise DataError(
-            f"--python {python} cannot import nemo_gym: {error}. Run `{make_command('gym')}` to "
-            "install it."
-        ) from None
-    folder = Path(done.stdout.strip()) / server / "data"
+            f"--python {python} has no nemo_gym. Run `{make_command('gym')}` to install it."
+        )
+    folder = package / "resources_servers" / server / "data"
     files = [file for file in sorted(folder.glob("*example*.jsonl")) if "rollouts" not in file.name]
     if not files:
         all_files = folder.parent.parent.glob("*/data/example*.jsonl")
@@ -246,12 +229,9 @@ def read_table(data: str, subset: str | None, split: str) -> Iterator[tuple[str,
     import datasets
     import huggingface_hub
 
-    is_offline = huggingface_hub.constants.HF_HUB_OFFLINE
+    is_online = not huggingface_hub.constants.HF_HUB_OFFLINE
     try:
-        if not is_offline:
-            # fails after 5 s without a network; load_dataset would try for half a minute
-            huggingface_hub.HfApi().dataset_info(data, timeout=5)
-        table = datasets.load_dataset(data, subset, split=split, streaming=not is_offline)
+        table = datasets.load_dataset(data, subset, split=split, streaming=is_online)
         for number, entry in enumerate(table, 1):
             yield f"{data}:{number}", entry
     except Exception as error:  # from the network, the hub or the disk

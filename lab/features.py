@@ -1,20 +1,15 @@
-"""What lab/ adds to a run: its report, an estimate of its time, and the card of its export.
+"""What lab/ adds to a run: its report, and the card of its export.
 
 A run imports this file before its recipe is checked, so each method imports what it needs.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kit.config.recipe import Recipe
 from kit.features import Feature
-
-if TYPE_CHECKING:
-    from kit.runs.launch import Launch
 
 
 class Report(Feature):
@@ -30,24 +25,6 @@ class Report(Feature):
         for finding in diagnosis.find_problems(run)[:1]:
             return [f"Found: {finding.problem}", f"Next: {finding.next_step}"]
         return []
-
-
-class Price(Feature):
-    """An estimate of the time that a run takes."""
-
-    def after_start(self, launch: Launch, addresses: Sequence[str]) -> None:
-        """Print an estimate after the third step."""
-        from lab import price
-
-        run = launch.run
-        steps = itertools.count(1)
-
-        def record(step: int, metrics: Mapping[str, float]) -> None:
-            """Take a line of metrics.jsonl, which is written already."""
-            if price.is_step(metrics) and next(steps) == price.MIN_STEPS and step < run.last:
-                price.print_rest(run.folder, run.recipe.verl, self.command, run.last)
-
-        run.log.readers.append(record)
 
 
 class RunCard(Feature):

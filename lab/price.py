@@ -2,16 +2,15 @@
 
 python algorithm.py price runs/A [--rate 2.5] [--steps 500]
 
-The estimate is the mean step times the steps left, plus the evaluations and checkpoints that are
-due. The first step after each start compiles and fills caches, so it is not in the mean. Not
-counted: the start, pauses between a stop and a resume, the report, the export. A training run
-prints an estimate after its third step.
+The estimate is the mean step times the steps left, with evaluations and checkpoints as often as so
+far. The first step after each start compiles and fills caches, so it is not in the mean. Not
+counted: the start, pauses between a stop and a resume, the report, the export.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from kit.config import resources
 from kit.data.metrics import ALL_TOKENS, ZERO_VARIANCE
 from kit.errors import ConfigError
-from kit.runs.console import count_nouns, say
+from kit.runs.console import say
 from lab.run_folder import SAVE, STEP, RunFolder
 
 MIN_STEPS = 3
@@ -30,19 +29,22 @@ START = "timing_s/start"  # in the line before the first step
 
 
 class Costs(NamedTuple):
-    """The times of a run in seconds, each a mean; NaN if there was none.
+    """The times of a run in seconds.
 
-    counted: steps in the mean. step: without its checkpoint. tokens: of all episodes of a step,
-    prompts included. spent: on all steps, evaluations and checkpoints so far.
+    counted: steps in the mean. step: the mean, without its checkpoint. other: evaluations and
+    checkpoints, per step. tokens: of all episodes of a step, prompts included. spent: so far.
     """
 
     done: int
     counted: int
     step: float
-    test: float
-    save: float
+    other: float
     tokens: float
     spent: float
+
+    def estimate(self, total: int) -> float:
+        """Return the seconds from the last step to `total`."""
+        return (total - self.done) * (self.step + self.other)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -72,14 +74,13 @@ def describe(run: RunFolder, rate: float | None = None, steps: int | None = None
     command = "train" if waste else "sft"
     yield f"{run.path}: step {costs.done} of {total}"
     yield f"step        {format_duration(costs.step)}, the mean of {costs.counted}"
-    for name, seconds in (("evaluation", costs.test), ("checkpoint", costs.save)):
-        if seconds > 0:
-            yield f"{name}  {format_duration(seconds)}"
+    if costs.other:
+        yield f"other       {format_duration(costs.other)} a step for evaluations and checkpoints"
     if costs.tokens > 0:
         yield f"tokens      {costs.tokens:,.0f} a step, prompts included"
     yield f"so far      {describe_cost(costs.spent, config, command, rate)}"
     if total > costs.done:
-        yield f"to the end  {describe_rest(costs, config, command, total, rate)}"
+        yield f"to the end  {describe_cost(costs.estimate(total), config, command, rate)}"
     yield from waste
 
 
@@ -92,25 +93,14 @@ def escape(value: Any) -> Any:  # of a recipe
     return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
-def print_rest(folder: Path, config: DictConfig, command: str, total: int) -> None:
-    """Print the cost of the rest of a run that trains now."""
-    rest = describe_rest(measure(RunFolder(folder)), config, command, total)
-    say(f"price       to step {total}: {rest}")
-
-
 # --- what was measured ---------------------------------------------------------------------------
-
-
-def is_step(metrics: Mapping[str, float]) -> bool:
-    """Whether a line of metrics.jsonl has the time of a training step."""
-    return STEP in metrics or UPDATE in metrics
 
 
 def measure(run: RunFolder) -> Costs:
     """Measure the steps of a run. Raises ConfigError if they are too few."""
-    saves = run.get_metric(SAVE)
-    tests = run.get_metric(TEST)
-    seconds = run.get_metric(STEP) - saves.fillna(0.0)
+    saves = run.get_metric(SAVE).fillna(0.0)
+    others = saves + run.get_metric(TEST).fillna(0.0)
+    seconds = run.get_metric(STEP) - saves
     seconds = seconds.fillna(run.get_metric(UPDATE)).dropna()
     if len(seconds) < MIN_STEPS:
         raise ConfigError(
@@ -120,14 +110,14 @@ def measure(run: RunFolder) -> Costs:
     # each start is in the line of the step before
     is_first = run.get_metric(START).notna().shift(fill_value=False)
     warm = seconds[~is_first[seconds.index]]
+    done = int(seconds.index[-1])
     return Costs(
-        done=int(seconds.index[-1]),
+        done=done,
         counted=len(warm),
         step=float(warm.mean()),
-        test=float(tests.mean()),
-        save=float(saves.mean()),
+        other=float(others[others.index > 0].sum()) / done,
         tokens=float(run.get_metric(ALL_TOKENS).mean()),
-        spent=float(seconds.sum() + tests.sum() + saves.sum()),
+        spent=float(seconds.sum() + others.sum()),
     )
 
 
@@ -145,31 +135,6 @@ def describe_waste(run: RunFolder) -> list[str]:
         f"unused      of the episodes, {failed / total:.1%} failed, {filtered / total:.1%} were "
         f"filtered, and {equal / total:.1%} had a group with equal rewards"
     ]
-
-
-# --- the estimate --------------------------------------------------------------------------------
-
-
-def describe_rest(
-    costs: Costs, config: DictConfig, command: str, total: int, rate: float | None = None
-) -> str:
-    """Return the cost of the steps from costs.done to `total`."""
-    seconds = (total - costs.done) * costs.step
-    unknown = ""
-    tests = count_due(config.trainer.test_freq, costs.done, total) if config.env.val_files else 0
-    saves = count_due(config.trainer.save_freq, costs.done, total)
-    for name, count, time in (("evaluation", tests, costs.test), ("checkpoint", saves, costs.save)):
-        if time >= 0:
-            seconds += count * time
-        elif count:
-            unknown += f", plus {count_nouns(count, name)}, not measured yet"
-    return describe_cost(seconds, config, command, rate) + unknown
-
-
-def count_due(freq: int, done: int, total: int) -> int:
-    """Count the steps after `done` at which something of this frequency is due."""
-    steps = range(done + 1, total + 1)
-    return sum(step == total or (freq > 0 and step % freq == 0) for step in steps)
 
 
 def describe_cost(seconds: float, config: DictConfig, command: str, rate: float | None) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ from kit.config.recipe_text import read_saved
 from kit.data.episode import SAMPLED_IDS
 from kit.data.fingerprint import Fingerprint, hash_contents, hash_json, hash_problem
 from kit.data.ground_truths import find_ground_truth, is_empty
-from kit.data.json_lines import read_objects, read_steps
+from kit.data.json_lines import read_steps
 from kit.data.metrics import ALL_TOKENS, FAILED_AS_0, HIGH, LOW, name_test_set
 from kit.data.rollout_files import read_records, read_scale
 from kit.errors import ConfigError
@@ -248,14 +248,14 @@ class RunFolder:
     def records(self) -> list[SavedEpisode]:
         """The episodes by step. `skipped_files` counts the files that are over the limits.
 
-        The last step, the last evaluation and the first evaluation are read first.
+        The last step, the last evaluation and the first evaluation are read first, then the others,
+        the latest first.
         """
-        steps = list(self.list_rollout_files("step").values())
-        evaluations = list(self.list_rollout_files("val").values())
+        steps = list(self.list_rollout_files("step").values())[::-1]
+        evaluations = list(self.list_rollout_files("val").values())[::-1]
         others = [self.path / f"{name}.jsonl" for name in ("evaluation", "rollouts")]
-        paths = [*steps[-1:], *evaluations[-1:], *(path for path in others if path.is_file())]
-        paths += [*evaluations[:1], *spread_evenly(evaluations), *spread_evenly(steps)]
-        paths = list(dict.fromkeys(paths))
+        paths = [*steps[:1], *evaluations[:1], *(path for path in others if path.is_file())]
+        paths = list(dict.fromkeys([*paths, *evaluations[-1:], *evaluations, *steps]))
         episodes: list[SavedEpisode] = []
         size = 0
         for number, path in enumerate(paths):
@@ -265,8 +265,6 @@ class RunFolder:
                 self.skipped_files = len(paths) - number
                 break
             episodes += self.read_rollout_file(path)
-        if not any((self.path / "rollouts").glob("*")):
-            episodes += self.read_failures()
         return sorted(episodes[:MAX_EPISODES], key=lambda episode: episode.step)
 
     def read_rollout_file(self, path: Path) -> Iterator[SavedEpisode]:
@@ -278,13 +276,6 @@ class RunFolder:
                 yield SavedEpisode(path.stem, step, record)
         except ConfigError as error:
             self.unreadable.append(str(error).partition(". ")[0])
-
-    def read_failures(self) -> Iterator[SavedEpisode]:
-        """Yield failures.jsonl: `rollout` and `evaluate` write failed episodes only there."""
-        for episode in read_objects(self.path / "failures.jsonl"):
-            file = episode.pop("rollout")
-            record = {"_episode": episode, "response": {"output": []}}
-            yield SavedEpisode(file, NO_STEP, record)
 
     @cached_property
     def episodes(self) -> pd.DataFrame:
@@ -372,16 +363,3 @@ def make_row(saved: SavedEpisode) -> EpisodeRow:
 def replace_surrogates(text: str) -> str:
     """Replace each half of a surrogate pair by "?": pandas accepts only valid UTF-8."""
     return text.encode(errors="replace").decode()
-
-
-def spread_evenly(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yield all files, in an order in which the first k are spread evenly over the run.
-
-    Each pass halves the distance, until it is one file. A file may be yielded more than once.
-    """
-    stride = 1
-    while stride < len(paths):
-        stride *= 2
-    while stride:
-        yield from paths[::stride]
-        stride //= 2

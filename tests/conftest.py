@@ -71,7 +71,6 @@ def vision_model(workspace) -> Path:
 # same pytest process as the tests that use the stack.
 STARTS_RUNS = (
     "test_cli",
-    "test_lost_processes",
     "test_reliability",
     "test_signals",
 )
@@ -188,20 +187,12 @@ def caplog(caplog, monkeypatch):
 
 
 @pytest.fixture
-def loop_doubles(workspace, tmp_path, monkeypatch):
-    """Test doubles of everything that the training loop calls (LoopDoubles)."""
-    from tests.helpers.trainer import make_loop_doubles
-
-    monkeypatch.chdir(tmp_path)
-    return make_loop_doubles(monkeypatch)
-
-
-@pytest.fixture
-def recorder(loop_doubles, monkeypatch):
-    """Records the calls of the training loop with their arguments (Recorder)."""
+def recorder(tmp_path, monkeypatch):
+    """Test doubles of everything that the training loop calls, which record calls (Recorder)."""
     from tests.helpers.trainer import make_recorder
 
-    return make_recorder(loop_doubles.calls, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    return make_recorder(monkeypatch)
 
 
 # --- the stack -----------------------------------------------------------------------------------

@@ -14,13 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
-from omegaconf import OmegaConf
 from verl.trainer.ppo import core_algos
 
-import training
-from kit.config import user_functions
-from kit.data.episode import TurnSpan
 from tests.helpers.cases import (
     EXACT,
     SEEDS,
@@ -32,9 +27,7 @@ from tests.helpers.cases import (
     make_group,
     pad,
     random_cases,
-    tiny_recipe,
 )
-from tests.helpers.recipes import make_partial
 
 WEIGHTS = {"right": 1.0, "format": 0.5}
 GDPO = {"gdpo_reward_keys": list(WEIGHTS), "gdpo_reward_weights": list(WEIGHTS.values())}
@@ -249,12 +242,10 @@ def test_gae_is_the_sum_of_discounted_td_errors(seed):
     assert_close(result_returns, pad(returns), **EXACT)
 
 
-def test_reinforce_plus_plus_whitens_over_the_batch_and_discounts_by_algorithm_gamma():
+def test_reinforce_plus_plus_discounts_by_algorithm_gamma():
     cases = random_cases(0)
-    advantages, returns = compute_advantages(cases, "reinforce_plus_plus", gamma=0.9)
+    _, returns = compute_advantages(cases, "reinforce_plus_plus", gamma=0.9)
     assert_close(returns, pad([compute_returns(case, 0.9) for case in cases]), **EXACT)
-    tokens = np.concatenate([advantages[i, list_sampled(case)] for i, case in enumerate(cases)])
-    assert_close([tokens.mean(), tokens.std(ddof=1)], [0, 1], atol=1e-6)
 
 
 def test_grpo_without_the_std_is_dr_grpo_and_with_it_has_bessels_correction():
@@ -374,55 +365,3 @@ def test_observed_tokens_change_no_sampled_tokens_advantage(name):
     kept = pad([after[i, list_sampled(case)] for i, case in enumerate(gapped)])
     is_same = np.allclose(kept, before, rtol=1e-6, atol=1e-6)
     assert is_same == (name != "optimal_token_baseline")
-
-
-# --- settings and custom functions ---------------------------------------------------------------
-
-
-def test_gamma_lam_and_the_std_come_from_the_recipe():
-    """Other values of the recipe give other advantages."""
-    cases = random_cases(0)
-    returns = {}
-    for gamma in (0.9, 0.5):
-        for lam in (0.9, 0.5):
-            settings = {"gamma": gamma, "lam": lam}
-            returns[gamma, lam] = compute_advantages(cases, "gae", **settings)[1]
-    for one in returns:
-        for other in returns:
-            assert np.allclose(returns[one], returns[other]) == (one == other)
-    divided, _ = compute_advantages(cases, "grpo", norm_adv_by_std_in_grpo=True)
-    not_divided, _ = compute_advantages(cases, "grpo", norm_adv_by_std_in_grpo=False)
-    assert not np.allclose(divided, not_divided)
-
-
-CUSTOM = """
-def by_name(
-    token_level_rewards, response_mask, turn, index, gamma, lam, rollout_is_weights, config
-):
-    weight = 0.25 if rollout_is_weights is None else rollout_is_weights
-    same = (index[:, None] == index).sum(axis=1)[:, None]
-    size = response_mask.new_tensor(same)
-    extra = (turn == 1) * size * config.get("extra", 0)
-    return response_mask * gamma * weight, token_level_rewards * lam + extra
-"""
-
-
-def test_a_custom_estimator_gets_each_argument_by_its_name(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(CUSTOM)
-    monkeypatch.chdir(tmp_path)
-    user_functions.register_in_verl("mine.py:by_name", "vanilla")
-    cases = [*make_group(1.0, 0.5), make_case("h", 0.25, [1, 0, 1])]
-    cases[2].turns = [TurnSpan(0, 1, 1), TurnSpan(2, 3, 3)]
-    batch = training.build_batch(cases, 0, 1.0)
-    b = batch.batch
-    b["token_level_rewards"] = b["token_level_scores"] * 2
-    changes = {"adv_estimator": "mine.py:by_name", "gamma": 0.9, "lam": 0.5}
-    settings = OmegaConf.merge(tiny_recipe().algorithm, changes)
-    training.compute_advantages(batch, make_partial({"algorithm": settings}))
-    assert_close(b["advantages"], [[0.225, 0, 0]] * 2 + [[0.225, 0, 0.225]], **SINGLE)
-    assert_close(b["returns"], [[1.0, 0, 0], [0.5, 0, 0], [0, 0, 0.25]], **SINGLE)
-    b["rollout_is_weights"] = torch.full((3, 3), 2.0)
-    settings.extra = 3
-    training.compute_advantages(batch, make_partial({"algorithm": settings}))
-    assert_close(b["advantages"], [[1.8, 0, 0]] * 2 + [[1.8, 0, 1.8]], **SINGLE)
-    assert_close(b["returns"], [[1.0, 0, 0], [0.5, 0, 0], [0, 0, 3.25]], **SINGLE)

@@ -129,16 +129,11 @@ def test_the_first_observation_writes_no_turn():
 
 
 def test_an_observation_that_cannot_fit_is_not_tokenized():
-    class UnusedTokenizer:
-        def __getattr__(self, name):
-            raise AssertionError(f"the tokenizer's {name} was used")
-
     task = env.Task("x:1", {"responses_create_params": {"input": []}}, "server", [], [])
     session = SimpleNamespace(kind="step", observation="x" * (256 * 100 + 1))
     context = context_of(None, bytes_tokenizer(CHATML, STOPS["chatml"]), max_prompt_length=100)
-    context.tokenizer = UnusedTokenizer()
-    message = r"25601 characters observed, over data.max_prompt_length=100"
-    with pytest.raises(inference.GymError, match=message) as error:
+    context.tokenizer = None
+    with pytest.raises(inference.GymError, match="25601 characters observed") as error:
         inference.build_prompt(Episode("x:1", "g", "server", []), task, session, context)
     assert error.value.reason == "prompt_too_long"
 

@@ -7,10 +7,14 @@ about what the kit knows itself, a size after parsing, and a list of what is all
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import socket
+import threading
 import time
 
+import httpx
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
@@ -26,7 +30,7 @@ from kit.config.recipe_text import read_saved
 from kit.data.episode import Episode
 from kit.errors import ConfigError, RunError, UserFunctionError
 from kit.gym import network, servers
-from kit.gym.network import FetchError, GymStartError, discover_servers
+from kit.gym.network import GymStartError, discover_servers
 from kit.gym.server_process import ProcessSpec
 from kit.rollout import openai_server
 from kit.rollout.sampling import SampleStore
@@ -59,14 +63,10 @@ def secret(monkeypatch):
     "entry",
     [
         {"port": f"8001/{VARIABLE}"},
-        {"port": VARIABLE},
         {"port": 8001, "host": VARIABLE},
         {"port": 8001, "host": "me@other/path?"},
         {"port": 8001, "host": ["10.0.0.1"]},
-        {"port": 8001, "host": "10.0.0.1:80"},
-        {"port": [1]},
         {"port": 70000},
-        {"port": "8001?x=1"},
         "text",
     ],
     ids=str,
@@ -111,7 +111,7 @@ def test_a_config_that_is_no_recipe_is_an_error_of_one_line(tmp_path, text):
 
 def test_no_message_has_a_command_for_the_terminal():
     text = "\x1b]52;c;cm0gLXJm\x07 \x9b31m"
-    simple = (ConfigError, UserFunctionError, RunError, GymStartError, FetchError)
+    simple = (ConfigError, UserFunctionError, RunError, GymStartError)
     errors = [*(kind(text) for kind in simple), GymError("x", text), JudgeError("x", text)]
     shown = [str(error) for error in errors]
     record = logging.LogRecord("kit", logging.WARNING, "", 0, "%s", (text,), None)
@@ -272,6 +272,24 @@ def test_an_answer_beyond_a_limit_fails_its_episode(routes, calls, reason, monke
         assert "gym.max_reward" in str(caught.value)
 
 
+@pytest.mark.parametrize(("part", "pause_s"), [(b" ", 0.1), (b" " * 2**20, 0.0)])
+def test_a_server_can_neither_delay_the_start_nor_fill_the_memory(part, pause_s, monkeypatch):
+    monkeypatch.setattr(network, "CHECK_TIMEOUT_S", 1.0)
+
+    def send_endlessly():
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while True:
+                connection.sendall(part)
+                time.sleep(pause_s)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=send_endlessly, daemon=True).start()
+        with pytest.raises(httpx.ReadTimeout, match="over 4194304 bytes or 1 s"):
+            network.get(f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+
 def test_a_long_output_of_a_tool_keeps_its_beginning_and_its_end():
     server = ScriptedServer(**VERIFY_ROUTES, look=[(200, b"a" * 2**20 + b"z" * 2**20)])
 
@@ -312,17 +330,13 @@ def test_an_episode_has_a_time_limit_over_all_its_calls():
     assert "trainer.stage_timeout_s" in episode.error and time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["lorem " * 200_000, [{"type": "text", "text": "x" * 10**6}] * 2],
-    ids=["one", "parts"],
-)
-def test_a_conversation_that_is_too_long_is_not_tokenized(content, monkeypatch):
+def test_a_conversation_that_is_too_long_is_not_tokenized(monkeypatch):
     context = context_of(None, chatml_tokenizer(), max_prompt_length=64, max_response_length=100)
     monkeypatch.setattr(context, "template", None)
-    body = {"messages": [{"role": "user", "content": content}]}
-    reply = asyncio.run(openai_server.complete_chat(body, context))
-    assert (reply.status, reply.body["error"]["code"]) == (400, "context_length_exceeded")
+    for content in ("lorem " * 200_000, [{"type": "text", "text": "x" * 10**6}] * 2):
+        body = {"messages": [{"role": "user", "content": content}]}
+        reply = asyncio.run(openai_server.complete_chat(body, context))
+        assert (reply.status, reply.body["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_a_request_with_many_objects_is_not_parsed():
@@ -343,21 +357,16 @@ def test_arrays_that_would_unpack_to_much_memory_are_not_read(tmp_path, monkeypa
 # --- lists of what is allowed ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "is_seen"),
-    [
-        *((name, True) for name in ("LC_TIME", "CUDA_VISIBLE_DEVICES", "TZ", "HF_HOME", "PATH")),
-        *((name, False) for name in ("DATABASE_URL", "GITHUB_PAT", "SLACK_WEBHOOK", "https_proxy")),
-        *((name, False) for name in ("SSH_AUTH_SOCK", "A_NAME", "XPATH", "PATH_TO", "MPLBACKEND")),
-    ],
-)
-def test_a_process_of_others_sees_the_variables_of_a_list(monkeypatch, name, is_seen):
-    monkeypatch.setenv(name, "x")
-    spec = ProcessSpec("s", "127.0.0.1")
-    assert (name in servers.build_environment(spec)) == is_seen
-    assert (name in servers.list_public_variables(())) == is_seen
-    spec.visible_variables = [name]
-    assert name in servers.build_environment(spec)
+def test_a_process_of_others_sees_the_variables_of_a_list(monkeypatch):
+    public = {"LC_TIME", "CUDA_VISIBLE_DEVICES", "HF_HOME", "PATH"}
+    hidden = {"DATABASE_URL", "GITHUB_PAT", "https_proxy", "SSH_AUTH_SOCK", "XPATH", "PATH_TO"}
+    for name in public | hidden:
+        monkeypatch.setenv(name, "x")
+    spec = ProcessSpec("s")
+    for seen in (servers.build_environment(spec), servers.list_public_variables(())):
+        assert public <= seen.keys() and not hidden & seen.keys()
+    spec.visible_variables = ["GITHUB_PAT"]
+    assert hidden & servers.build_environment(spec).keys() == {"GITHUB_PAT"}
 
 
 def test_a_sandbox_has_only_packages_the_kit_and_what_is_named(tmp_path, monkeypatch):

@@ -282,18 +282,6 @@ def test_dual_clip_drops_tokens_with_a_negative_advantage_and_a_large_ratio():
     assert compute_token_weights("vanilla", [3.1], -1.0, clip_ratio_c=10.0) == [3.1]
 
 
-def test_cispo_drops_no_token():
-    assert compute_token_weights("cispo", [3.1, 0.1], 1.0) == [1.28, 0.8]
-    assert compute_token_weights("cispo", [3.1, 0.1], -1.0) == [1.28, 0.8]
-
-
-def test_gspo_drops_whole_responses():
-    assert compute_token_weights("gspo", [2.0, 1.0], 1.0) == [0, 0]
-    assert compute_token_weights("gspo", [2.0, 0.5], 1.0) == [1, 1]
-    assert compute_token_weights("vanilla", [2.0, 1.0], 1.0) == [0, 1]
-    assert compute_token_weights("vanilla", [2.0, 0.5], 1.0) == [0, 0.5]
-
-
 def test_dppo_truncates_at_dual_clips_default_of_3():
     """Departs: the paper has a large value, and verl's code has 20 as its default.
 

@@ -9,7 +9,6 @@ import contextlib
 
 import pytest
 
-from kit.errors import RunError
 from kit.runs import replay
 from tests.helpers.recipes import metrics_of
 from tests.helpers.runs import UNEQUAL, assert_same_checkpoints
@@ -81,9 +80,3 @@ def test_a_replay_has_the_weights_of_the_recorded_run_and_another_loss_has_not(s
     assert all(m["actor/grad_norm"] > 0 for m in (steps[0], steps[2], steps[3]))
     with pytest.raises(AssertionError, match="model"):
         assert_same_checkpoints(recording.folder / name, trainer.run.folder / name)
-
-    changes = [RLOO, "trainer.replay_min_ess=0.9999"]
-    with pytest.raises(RunError, match=r"step 3: the effective sample size of the recorded"):
-        with replaying(stack, "floor", recording, *changes) as trainer:
-            for _ in range(3):
-                trainer.step_or_skip()

@@ -2,52 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 
-import gym_client
 from kit.errors import NonFiniteStep, RunError, SkippedStep
 from kit.runs import finite_check
 from tests.helpers.recipes import metrics_of
 from tests.helpers.stack import NO_EVALUATION
-
-
-def test_a_batch_without_verified_episodes_is_skipped_with_a_message(stack, capsys):
-    name = "no_episodes"
-    changes = [NO_EVALUATION, "gym.max_failed_frac=1"]
-    with stack.trainer(name, *changes, gym=gym_client.Gym({})) as trainer:
-        trainer.step_or_skip()
-        failures = (trainer.run.folder / "failures.jsonl").read_text().splitlines()
-    output = capsys.readouterr().out.replace("\n", " ")
-    assert "step 1 skipped: no group is left to train on" in output
-    step = next(m for m in metrics_of(trainer.run.folder) if "rollout/failed_frac" in m)
-    assert step["rollout/failed_frac"] == 1.0
-    assert step["rollout/failed/no_server"] == 64
-    assert "critic/rewards/mean" not in step
-    assert "actor/pg_loss" not in step
-    assert {json.loads(line)["reward"] for line in failures} == {None}
-    assert len(failures) == 64
-    message = r"64 of 64 episodes failed \(64 no_server\), over gym.max_failed_frac=0.5"
-    with pytest.raises(RunError, match=message):
-        with stack.trainer(name, NO_EVALUATION, gym=gym_client.Gym({})) as trainer:
-            trainer.step()
-
-
-def test_rejecting_every_token_skips_the_step(stack):
-    changes = [
-        "algorithm.rollout_correction.rollout_rs=token_k1",
-        "algorithm.rollout_correction.rollout_rs_threshold=5.0_6.0",
-        NO_EVALUATION,
-    ]
-    with stack.trainer("rejected", *changes) as trainer:
-        with pytest.raises(SkippedStep, match="rollout_rs rejected every token"):
-            trainer.step()
-
 
 # An estimator and a loss that return NaN in some steps.
 NAN_FUNCTIONS = """
@@ -82,7 +46,7 @@ def reward(episode):  # the same for every response, so that no advantage is 0
 """
 
 
-def test_nonfinite_steps_are_skipped_and_written_and_three_in_a_row_end_the_run(stack, capsys):
+def test_nonfinite_steps_are_skipped_and_written_and_three_in_a_row_end_the_run(stack):
     """Step 2 has a NaN advantage. From step 4 on the loss is NaN, so verl skips the mini-batch."""
     (stack.workspace / "damage.py").write_text(NAN_FUNCTIONS)
     changes = [
@@ -98,9 +62,6 @@ def test_nonfinite_steps_are_skipped_and_written_and_three_in_a_row_end_the_run(
             while True:
                 trainer.step_or_skip()
     folder = trainer.run.folder
-    output = capsys.readouterr().out.replace("\n", " ")
-    reason = r"\d+ of \d+ advantages, \d+ of \d+ returns are NaN or infinite; .*batch"
-    assert re.search(f"step 2 skipped: {reason}", output)
     names = {path.name for path in (folder / "nonfinite").iterdir()}
     assert names == {"step_2.pt", "step_4.pt", "step_5.pt", "step_6.pt"}
     batch = torch.load(folder / "nonfinite" / "step_2.pt", weights_only=True)
@@ -141,21 +102,10 @@ def test_an_engine_with_other_weights_ends_the_run_before_the_first_update(stack
         stack.workers.actor.load_checkpoint(str(stack.fresh))
 
 
-def make_nan_setter():
-    """Make a function that sets a weight of a worker to NaN.
-
-    It is a local function, so Ray pickles it by value.
-    """
-
-    def set_nan(worker):
-        import torch
-
-        weight = next(iter(worker.actor.engine.module.parameters()))
-        local = weight.to_local() if hasattr(weight, "to_local") else weight
-        with torch.no_grad():
-            local.view(-1)[0] = float("nan")
-
-    return set_nan
+def set_nan(worker):
+    """Set a weight of an actor to NaN. Runs in the worker."""
+    weight = next(iter(worker.actor.engine.module.parameters()))
+    weight.detach().to_local().view(-1)[0] = torch.nan
 
 
 @pytest.mark.parametrize("bypass_mode", [False, True])
@@ -172,7 +122,7 @@ def test_weights_that_are_not_finite_are_never_saved(stack, capsys, bypass_mode)
     try:
         with stack.trainer(name, *changes) as trainer:
             workers = trainer.workers.actor.workers
-            ray.get([worker.__ray_call__.remote(make_nan_setter()) for worker in workers])
+            ray.get([worker.__ray_call__.remote(set_nan) for worker in workers])
             with pytest.raises((NonFiniteStep, SkippedStep)):
                 trainer.step()
             trainer.saved_state = replace(trainer.saved_state, step=trainer.state.step)

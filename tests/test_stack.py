@@ -10,11 +10,7 @@ import torch
 import env
 import inference
 import training
-from gym_client import Gym, ServerDownError
-from kit.data.metrics import compute_rollout_metrics
-from kit.data.selection import check_failures, select_trainable
 from kit.errors import RunError
-from kit.gym.network import find_free_port
 from kit.rollout.sampling import build_sampling_params, repeat_per_group
 from lab import convert
 from tests.helpers.models import ACTIONS, END
@@ -117,45 +113,6 @@ def test_an_empty_answer_is_verified_like_any_other(session):
     batch = training.build_batch(episodes, 1, 1.0)
     assert batch.batch["response_mask"].sum() == 16
     assert torch.isfinite(compute_log_probs(session, batch)).all()
-
-
-def test_a_truncated_response_has_ended_length(session):
-    episodes = sample(session, n=1, allowed_token_ids=[9])  # only the digit 7, without <end>
-    assert all(e.ended == "length" and len(e.response_ids) == 12 for e in episodes)
-    assert all(e.reward == pytest.approx(1 / 12) for e in episodes)
-
-
-def sample_with_gym(session, gym, n=2):
-    """Sample episodes with these Gym servers instead of the session's."""
-    running = session.servers
-    servers = inference.Servers(
-        session.recipe, running.manager, None, running.context, gym, running.loop
-    )
-    running.loop.run(gym.__aenter__())
-    try:
-        return sample(session, n, servers)
-    finally:
-        running.loop.run(gym.__aexit__())
-
-
-def test_a_dead_verifier_ends_the_run_after_its_budget(session):
-    urls = {"reasoning_gym": f"http://127.0.0.1:{find_free_port()}"}
-    with pytest.raises(ServerDownError, match="reasoning_gym"):
-        sample_with_gym(session, Gym(urls, attempts=1, outage_budget_s=2.0))
-
-
-def test_an_episode_without_a_server_fails_and_has_no_reward(session):
-    episodes = sample_with_gym(session, Gym({}))
-    assert {e.status for e in episodes} == {"no_server"}
-    assert {e.reward for e in episodes} == {None}
-    assert select_trainable(episodes) == ([], {})
-    metrics = compute_rollout_metrics(episodes, [])
-    assert metrics["rollout/failed/no_server"] == 16
-    assert metrics["rollout/failed_frac"] == 1.0
-    assert metrics["rollout/groups_dropped"] == 8
-    assert "reward/reasoning_gym/mean" not in metrics
-    with pytest.raises(RunError, match=r"16 of 16 episodes failed \(16 no_server\)"):
-        check_failures(episodes, 0.5)
 
 
 # --- tools, games and agents of real Gym servers -------------------------------------------------

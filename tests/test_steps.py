@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import training
-from kit.runs import checkpoints
 from kit.runs.workers import optional_roles, start_roles, start_workers
 from tests.helpers.pages import GUIDES, read_shown_files
 from tests.helpers.stack import AGREE, NO_EVALUATION, kill_workers, with_values
@@ -26,24 +25,6 @@ def read_records(trainer, step: int) -> list[dict]:
     """The records of rollouts/step_N.jsonl."""
     path = trainer.run.folder / "rollouts" / f"step_{step}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_a_critic_warms_up_saves_and_loads(stack, values):
-    name = "ppo"
-    changes = ["trainer.critic_warmup=1", "critic.optim.lr=0.001", "actor_rollout_ref.rollout.n=2"]
-    workers = with_values(stack, values)
-    with stack.trainer(name, NO_EVALUATION, *changes, overlays=[name], workers=workers) as trainer:
-        steps = [trainer.step_or_skip() for _ in range(3)]
-        folder = trainer.save()
-        assert (folder / "critic" / "model_world_size_1_rank_0.pt").is_file()
-        assert (folder / "actor").is_dir()
-        assert checkpoints.load(workers, folder).step == 3
-    assert ["actor/pg_loss" in m for m in steps] == [False, True, True]
-    assert ["critic/vf_loss" in m for m in steps] == [True, True, True]
-    for m in steps:
-        assert m["critic/grad_norm"] > 0
-        assert "critic/vf_explained_var" in m
-        assert m["training/rollout_probs_diff_max"] < AGREE
 
 
 def test_baselines_a_reward_model_a_kl_penalty_and_correction_work_together(stack, values):
@@ -79,18 +60,13 @@ def test_baselines_a_reward_model_a_kl_penalty_and_correction_work_together(stac
     # Before step 1 there is no update, so only rounding differs. The reference computes in bf16,
     # which rounds log-probs from 2 to 4 by at most 2**-7.
     assert abs(steps[0]["actor/reward_kl_penalty"]) < 2**-7
-    assert math.isfinite(steps[1]["actor/reward_kl_penalty"])
-    coefficients = [m["actor/reward_kl_penalty_coeff"] for m in steps]
-    assert coefficients[1] != coefficients[0]
-    # The saved coefficient is that after the last update. An update changes it by at most
-    # 0.2 * batch size / horizon.
-    change = state["kl_coef"] / coefficients[1] - 1
-    assert 0 < abs(change) <= 0.2 * 4 / 100 + 1e-6
+    coefficients = [m["actor/reward_kl_penalty_coeff"] for m in steps] + [state["kl_coef"]]
+    assert len(set(coefficients)) == 3  # the last one is that after the last update
     assert len(episodes) == 4
     assert all(e["baseline"] is not None for e in episodes)
 
 
-def test_dapo_refills_the_batch_and_reports_how_many_batches_it_sampled(stack, capsys):
+def test_dapo_refills_the_batch_and_reports_how_many_batches_it_sampled(stack):
     """Dynamic sampling, filters, reward shaping and a curriculum."""
     changes = [
         "data.train_batch_size=4",
@@ -120,13 +96,6 @@ def test_dapo_refills_the_batch_and_reports_how_many_batches_it_sampled(stack, c
     assert state["batches"] == sum(batches)
     assert 4 <= len(state["pass_rates"]) <= 8
     assert steps[-1]["training/epoch"] == pytest.approx(sum(batches) * 4 / 8)
-    pattern = r"step \d/3  verifier \S+  shaped \S+  len .*  kept (\d+)/(\d+)"
-    printed = re.findall(pattern, capsys.readouterr().out)
-    expected = []
-    for count, m in zip(batches, steps, strict=True):
-        if m["rollout/kept"] < m["rollout/episodes"]:  # otherwise no count is printed
-            expected.append(16 * count)
-    assert [int(total) for _, total in printed] == expected
 
 
 def test_a_batch_mixes_two_servers_by_weight(stack):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
 from typing import Any
 
 import pytest
@@ -136,19 +135,6 @@ def test_the_reward_of_a_masked_tail_reaches_the_last_trained_token(name):
     result = compute(cut, name)[:, : expected.shape[1]]
     assert expected.any()
     torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", [*VERL, *CUSTOM])
-def test_a_mask_inside_of_a_response_keeps_the_reward(name):
-    """A correction may reject any token. The total that the estimator sees stays the same."""
-    masks = [m for m in itertools.product([0, 1], repeat=3) if sum(m) == 2]
-    episodes = [make_episode("a", float(i), list(mask)) for i, mask in enumerate(masks)]
-    batch = training.build_batch(episodes, 0, 1.0)
-    rewards = batch.batch["token_level_scores"]
-    mask = batch.batch["response_mask"]
-    carried = token_rewards.carry_rewards(rewards, mask, batch.batch["turn"])
-    assert (carried * mask).sum(dim=1).tolist() == [0.0, 1.0, 2.0]
-    assert compute(episodes, name).any()
 
 
 # --- equal rewards --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tests the calls of a run and of a step, their order, and the files that are written.
+"""Tests the training loop: the calls of a run and of a step, their order, and what is written.
 
 The doubles of helpers/trainer.py record all calls.
 """
@@ -6,25 +6,35 @@ The doubles of helpers/trainer.py record all calls.
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 import algorithm
-from kit.errors import ConfigError
+import training
+from kit.config.schedule import POSITION
+from kit.errors import ConfigError, NonFiniteStep, RunError, SkippedStep
 from kit.runs import checkpoints
 from kit.runs.checkpoints import LoopState
 from tests.helpers.recipes import row, write_rows
 from tests.helpers.trainer import (
     ACTOR,
+    CORRECTION,
     QUIET,
+    REFILL,
     ROLLOUT,
     list_group_ids,
     list_row_ids,
     make_plan,
     read_run_lines,
 )
+from tests.helpers.workers import is_close
+
+GAE = ["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=8"]
 
 # --- the run -------------------------------------------------------------------------------------
 
@@ -62,14 +72,8 @@ def test_a_run_without_other_evaluations_evaluates_at_its_end(workspace, recorde
     assert calls.index("validate") > calls.index("update_weights 2")
 
 
-def test_a_run_that_ends_early_does_not_export(workspace, recorder, capsys):
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        trainer.step_or_skip()
-    assert not any(name.startswith("export") for name in recorder.calls)
-    assert "Finished in" not in capsys.readouterr().out
-
-
-def test_a_run_starts_with_servers_and_a_new_state(workspace, recorder):
+def test_a_run_starts_with_servers_and_a_new_state(workspace, recorder, capsys):
+    """It ends here before its last step, so it exports nothing."""
     plan = make_plan(workspace, *QUIET)
     with algorithm.train(plan) as trainer:
         run, inputs, _, samples = recorder.started
@@ -80,6 +84,8 @@ def test_a_run_starts_with_servers_and_a_new_state(workspace, recorder):
         assert trainer.servers is recorder.servers
         assert {"sleep", "update_weights"} <= set(trainer.run.stages.timing)
         assert run.last == 40
+    assert not any(name.startswith("export") for name in recorder.calls)
+    assert "Finished in" not in capsys.readouterr().out
 
 
 def test_a_resumed_run_has_the_state_of_its_checkpoint(workspace, recorder, tmp_path, capsys):
@@ -94,6 +100,7 @@ def test_a_resumed_run_has_the_state_of_its_checkpoint(workspace, recorder, tmp_
     folder = tmp_path / "global_step_5"
     plan = make_plan(workspace, *QUIET, *changes, resume_from=folder)
     with algorithm.train(plan) as trainer:
+        assert recorder.list_stages() == ["sleep", "load", "update_weights 5"]
         assert recorder.arguments["load"] == (recorder.workers, folder)
         assert trainer.state == state
         assert trainer.kl_controller.value == 0.75
@@ -191,7 +198,12 @@ def test_an_evaluation_samples_each_held_out_task_with_val_kwargs(workspace, rec
     changes.append("trainer.val_before_train=true")
     with algorithm.train(make_plan(workspace, *changes)) as trainer:
         trainer.state = replace(trainer.state, step=3)
+        recorder.record(trainer.run.log, "write_evaluation")
+        recorder.record(trainer.run.files, "report_if_due")
         trainer.evaluate()
+        assert recorder.arguments["write_evaluation"][:2] == (3, trainer.scores)
+        assert len(recorder.arguments["write_evaluation"][2]) == 24
+        assert "report_if_due" in recorder.calls
         [rollout] = recorder.servers.rollouts
         row_ids = list_row_ids(rollout.requests)
         assert row_ids[::3] == row_ids[1::3] == row_ids[2::3]
@@ -229,18 +241,6 @@ def test_a_step_samples_each_training_task_with_the_rollout_settings(workspace, 
         assert len(read_run_lines(trainer, "rollouts/step_4.jsonl")) == 16
 
 
-def test_an_evaluation_sends_its_responses_to_trackers_and_report(workspace, recorder):
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        recorder.record(trainer.run.log, "write_evaluation")
-        recorder.record(trainer.run.files, "report_if_due")
-        trainer.evaluate()
-        step, scores, episodes = recorder.arguments["write_evaluation"]
-        assert step == 0
-        assert scores == trainer.scores
-        assert len(episodes) == 8
-        assert "report_if_due" in recorder.calls
-
-
 def test_without_held_out_rows_nothing_is_evaluated(workspace, recorder):
     with algorithm.train(make_plan(workspace, *QUIET, "env.val_files=[]")) as trainer:
         trainer.evaluate()
@@ -276,18 +276,9 @@ def test_records_have_the_index_of_their_row_and_each_step_prints_a_line(
 
 def test_an_evaluation_with_failures_prints_a_warning(workspace, recorder, capsys):
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        rollout = trainer.servers.rollout
-
-        def fail_first(*arguments, **named):
-            episodes = rollout(*arguments, **named)
-            episodes[0].status = "timeout"
-            episodes[0].reward = None
-            episodes[0].error = "no answer"
-            return episodes
-
         trainer.evaluate()
         assert "WARNING" not in capsys.readouterr().out
-        trainer.servers.rollout = fail_first
+        recorder.servers.fails = "val_0/0"
         trainer.evaluate()
     output = capsys.readouterr().out.replace("\n", " ")
     assert "if a failed one counts as 0. See failures.jsonl" in output
@@ -295,74 +286,47 @@ def test_an_evaluation_with_failures_prints_a_warning(workspace, recorder, capsy
 
 # --- the order of calls ---------------------------------------------------------------------------
 
-RECOMPUTE = "algorithm.recompute_old_log_probs=true"
+OLD = "add_old_log_probs"
 
 
 @pytest.mark.parametrize(
     ("changes", "forward_passes"),
     [
         ([], []),  # the forward pass of the update computes the old log-probs
-        ([RECOMPUTE], ["old_log_probs"]),
-        (["actor_rollout_ref.actor.ppo_mini_batch_size=4"], ["old_log_probs"]),
-        (["actor_rollout_ref.actor.ppo_epochs=2"], ["old_log_probs"]),
-        (["algorithm.use_kl_in_reward=true"], ["old_log_probs", "ref"]),
-        (["algorithm.rollout_correction.rollout_is=token"], ["old_log_probs"]),
-        (["trainer.critic_warmup=1"], ["old_log_probs"]),
-        (["algorithm.rollout_correction.bypass_mode=true"], []),
+        (["algorithm.recompute_old_log_probs=true"], [OLD]),
+        ([f"{ACTOR}.ppo_mini_batch_size=4"], [OLD]),
+        ([f"{ACTOR}.ppo_epochs=2"], [OLD]),
+        (["algorithm.use_kl_in_reward=true"], [OLD, "compute_ref_log_probs"]),
+        ([f"{CORRECTION}.rollout_is=token"], [OLD]),
+        (["trainer.critic_warmup=1"], [OLD]),
+        ([f"{CORRECTION}.bypass_mode=true"], []),
     ],
 )
 def test_vllm_sleeps_while_the_trainer_computes_updates_and_saves(
-    workspace, loop_doubles, changes, forward_passes
+    workspace, recorder, changes, forward_passes
 ):
-    calls = loop_doubles.calls
     with algorithm.train(make_plan(workspace, "trainer.save_freq=1", *changes)) as trainer:
-        assert calls == ["sleep", "update_weights 0"]
-        calls.clear()
+        assert recorder.calls == ["sleep", "update_weights 0"]
+        recorder.calls.clear()
         trainer.step_or_skip()
     updates = [] if "trainer.critic_warmup=1" in changes else ["update_actor"]
-    assert calls == ["rollout", "sleep", *forward_passes, *updates, "save 1", "update_weights 1"]
-
-
-def test_a_run_changes_no_value_of_its_recipe(workspace, loop_doubles):
-    plan = make_plan(
-        workspace,
-        "trainer.total_training_steps=3",
-        "trainer.save_freq=1",
-        "algorithm.use_kl_in_reward=true",
-        "algorithm.kl_ctrl.type=adaptive",
-    )
-    before = plan.recipe.for_verl()
-    with algorithm.train(plan) as trainer:
-        trainer.fit()
-        assert trainer.recipe is trainer.run.recipe is plan.recipe
-    assert trainer.state.step == 3 and plan.recipe.for_verl() == before
-
-
-def test_a_checkpoint_is_loaded_while_vllm_sleeps(workspace, loop_doubles, tmp_path):
-    calls = loop_doubles.calls
-    plan = make_plan(
-        workspace, "trainer.total_training_steps=6", resume_from=tmp_path / "global_step_5"
-    )
-    with algorithm.train(plan) as trainer:
-        assert calls == ["sleep", "load global_step_5", "update_weights 5"]
-        trainer.fit()
-    assert calls[3:5] == ["validate", "rollout"]
-    assert calls[-4:] == ["save 6", "update_weights 6", "validate", "export 6"]
+    stages = ["rollout", "sleep", *forward_passes, *updates, "save 1", "update_weights 1"]
+    assert recorder.list_stages() == stages
 
 
 def test_a_run_that_resumes_after_its_last_step_evaluates_and_exports(
-    workspace, loop_doubles, tmp_path, monkeypatch
+    workspace, recorder, tmp_path, monkeypatch
 ):
     """Ctrl-C in the last step saves it. The same command then evaluates and exports.
 
     After the export, the same command is an error.
     """
-    calls = loop_doubles.calls
     changes = ("trainer.total_training_steps=5", "trainer.val_before_train=false")
     plan = make_plan(workspace, *changes, resume_from=tmp_path / "global_step_5")
     with algorithm.train(plan) as trainer:
         trainer.fit()
-    assert calls == ["sleep", "load global_step_5", "update_weights 5", "validate", "export 5"]
+    expected = ["sleep", "load global_step_5", "update_weights 5", "validate", "export 5"]
+    assert recorder.calls == expected
 
     folder = tmp_path / plan.recipe.trainer.default_local_dir
     (folder / "global_step_5").mkdir(parents=True)
@@ -380,7 +344,7 @@ def test_a_run_that_resumes_after_its_last_step_evaluates_and_exports(
 
 
 def test_an_error_during_sampling_saves_the_state_of_the_last_update(
-    workspace, loop_doubles, monkeypatch
+    workspace, recorder, monkeypatch
 ):
     with pytest.raises(ValueError, match="a server's"):
         with algorithm.train(make_plan(workspace)) as trainer:
@@ -393,8 +357,440 @@ def test_an_error_during_sampling_saves_the_state_of_the_last_update(
             def fail(*_, **__):
                 raise ValueError("a server's")
 
-            monkeypatch.setattr(loop_doubles.servers, "rollout", fail)
+            monkeypatch.setattr(recorder.servers, "rollout", fail)
             trainer.step_or_skip()
-    assert loop_doubles.calls[-1] == "save 1"
+    assert recorder.calls[-1] == "save 1"
     assert trainer.saved_state.batches == 1
     assert trainer.state.batches == 3
+
+
+# --- prompts and episodes -------------------------------------------------------------------------
+
+
+def take_row_ids(trainer, batch: int) -> list[str]:
+    """The row ids of the prompts of a batch of four."""
+    trainer.state = replace(trainer.state, batches=batch - 1, rows=4 * (batch - 1))
+    return [task.row_id for task in trainer.take_tasks()]
+
+
+@pytest.mark.parametrize("name", ["remax", "grpo"])
+def test_greedy_responses_are_sampled_for_an_advantage_that_reads_them(workspace, recorder, name):
+    """They are sampled only in training. The number of open episodes includes them."""
+    plan = make_plan(workspace, *QUIET, f"algorithm.adv_estimator={name}")
+    with algorithm.train(plan) as trainer:
+        trainer.evaluate()
+        trainer.step_or_skip()
+        baselines = [rollout.baselines for rollout in recorder.servers.rollouts]
+        assert baselines == [False, name == "remax"]
+        assert trainer.run.stages.open_episodes == (8 if name == "remax" else 0)
+        batch = recorder.arguments["compute_advantages"][0].batch
+        if name == "remax":
+            rewards = torch.tensor([float(i % 3 == 0) for i in range(64)])
+            assert is_close(batch["advantages"], (rewards - 0.25)[:, None].expand(64, 3))
+
+
+def test_a_sampler_gets_the_sizes_and_seed_of_the_recipe_and_the_pass_rates(workspace, recorder):
+    changes = [*QUIET, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4", "data.seed=7"]
+    changes.append("env.sampler=templates/samplers.py:by_pass_rate")
+    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+        trainer.state = replace(trainer.state, pass_rates={"x": 0.5})
+        order = take_row_ids(trainer, 3)
+        recorder.record(trainer.inputs.source, "sampler")
+        assert take_row_ids(trainer, 3) == order
+        assert recorder.arguments["sampler"] == (trainer.inputs.train, 4, 3, 7, {"x": 0.5})
+    with algorithm.train(make_plan(workspace, *changes, "data.seed=8")) as trainer:
+        assert take_row_ids(trainer, 3) != order
+
+
+def test_pass_rates_of_sampled_rows_are_averaged_and_others_do_not_change(workspace, recorder):
+    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
+        row_ids = [task.row_id for task in trainer.inputs.train]
+        before = dict.fromkeys(row_ids, 1.0) | {"other": 0.25}
+        trainer.state = replace(trainer.state, pass_rates=before)
+        recorder.servers.reward = lambda i, group_id: float(i % 8 < 2)
+        trainer.collect()
+        assert trainer.state.pass_rates == dict.fromkeys(row_ids, 0.625) | {"other": 0.25}
+        assert before["other"] == 0.25
+        assert set(before.values()) == {1.0, 0.25}
+
+
+# --- refilled batches ----------------------------------------------------------------------------
+
+
+def compute_reward(i: int, group_id: str) -> float:
+    """In odd batches, all responses to each of the first four prompts have the reward 1.
+
+    All other groups have rewards of 0 and 1.
+    """
+    batch, _, prompt = group_id.partition("/")
+    is_uniform = int(batch) % 2 and int(prompt) < 4
+    return 1.0 if is_uniform else float(i % 2)
+
+
+def test_a_batch_is_refilled_with_groups_whose_rewards_differ(workspace, recorder):
+    refill = [f"{REFILL}.enable=true", f"{REFILL}.max_num_gen_batches=5"]
+    with algorithm.train(make_plan(workspace, *QUIET, *refill)) as trainer:
+        recorder.servers.reward = compute_reward
+        metrics = trainer.step_or_skip()
+        kept = recorder.arguments["to_batch"][0]
+        group_ids = [f"1/{i}" for i in range(4, 8)] + [f"2/{i}" for i in range(4)]
+        assert [e.group_id for e in kept[::8]] == group_ids
+        assert len(kept) == 64
+        assert all(e.group_id == kept[i - i % 8].group_id for i, e in enumerate(kept))
+        assert trainer.state.batches == metrics["rollout/prompt_batches"] == 2
+        assert metrics["rollout/filtered/drop_uniform"] == 32
+        assert metrics["rollout/episodes"] == 128
+        assert metrics["rollout/kept"] == 64
+        assert metrics["rollout/groups_dropped"] == 8
+        records = read_run_lines(trainer, "rollouts/step_1.jsonl")
+        assert [record["_episode"]["group_id"] for record in records[::64]] == ["1/0", "2/0"]
+        assert len(records) == 128
+
+
+def test_refilling_ends_after_max_num_gen_batches(workspace, recorder):
+    refill = [f"{REFILL}.enable=true", f"{REFILL}.max_num_gen_batches=3"]
+    with algorithm.train(make_plan(workspace, *QUIET, *refill)) as trainer:
+        recorder.servers.reward = lambda i, group_id: 1.0
+        message = r"no group is left to train on\. See runs/tiny/rollouts/step_1\.jsonl"
+        with pytest.raises(SkippedStep, match=message):
+            trainer.step()
+        assert trainer.state.batches == 3
+        assert len(recorder.servers.rollouts) == 3
+        assert trainer.metrics["rollout/filtered/drop_uniform"] == 3 * 64
+        recorder.servers.reward = lambda i, group_id: float(group_id.startswith("4/0") and i == 0)
+        assert len(trainer.collect()) == 8  # an incomplete batch is used
+
+
+def test_without_filter_groups_a_step_has_one_batch_of_prompts(workspace, recorder):
+    plan = make_plan(workspace, *QUIET, f"{REFILL}.max_num_gen_batches=3")
+    with algorithm.train(plan) as trainer:
+        recorder.servers.reward = lambda i, group_id: 1.0
+        assert len(trainer.collect()) == 64
+        sampled = list_row_ids(recorder.servers.rollouts[0].requests)[::8]
+        assert take_row_ids(trainer, 1) == sampled
+
+
+def test_prompts_of_batches_that_may_be_truncated_are_shuffled_by_the_seed(workspace, recorder):
+    refill = [f"{REFILL}.enable=true", f"{REFILL}.max_num_gen_batches=2", "data.shuffle=false"]
+    orders = set()
+    for seed in (1, 2):
+        plan = make_plan(workspace, *QUIET, *refill, f"data.seed={seed}")
+        with algorithm.train(plan) as trainer:
+            in_file = [task.row_id for task in trainer.inputs.train]
+            for batch in (1, 2):
+                order = take_row_ids(trainer, batch)
+                assert order == take_row_ids(trainer, batch)
+                assert sorted(order) == sorted(in_file)
+                assert order != in_file
+                orders.add(tuple(order))
+    assert len(orders) == 4
+    with algorithm.train(make_plan(workspace, *QUIET, "data.shuffle=false")) as trainer:
+        assert take_row_ids(trainer, 1) == in_file
+
+
+@pytest.mark.parametrize(("estimator", "groups"), [("grpo", 7), ("reinforce_plus_plus", 8)])
+def test_a_group_of_one_is_dropped_if_the_advantage_compares_responses(
+    workspace, recorder, monkeypatch, estimator, groups
+):
+    changes = [*QUIET, "gym.max_failed_frac=1", f"algorithm.adv_estimator={estimator}"]
+    rollout = recorder.servers.rollout
+
+    def fail_all_but_one(requests, *arguments, **named):
+        episodes = rollout(requests, *arguments, **named)
+        for episode in episodes[1:8]:
+            episode.status = "timeout"
+            episode.reward = None
+        return episodes
+
+    monkeypatch.setattr(recorder.servers, "rollout", fail_all_but_one)
+    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+        kept = trainer.collect()
+    assert len({e.group_id for e in kept}) == groups
+    assert len(kept) == 56 + groups - 7
+
+
+def test_too_many_failures_end_the_run(workspace, recorder):
+    recorder.servers.fails = True
+    plan = make_plan(workspace, *QUIET, "gym.max_failed_frac=0.5")
+    with pytest.raises(RunError, match=r"64 of 64 episodes failed"):
+        with algorithm.train(plan) as trainer:
+            trainer.step_or_skip()
+    assert len(read_run_lines(trainer, "failures.jsonl")) == 64
+
+
+# --- trainer.one_step_off ------------------------------------------------------------------------
+
+ONE_STEP_OFF = [
+    "trainer.one_step_off=1",
+    f"{ROLLOUT}.full_determinism=false",
+    "trainer.total_training_steps=2",
+]
+
+
+def test_the_rollout_of_the_next_batch_starts_before_the_update(workspace, recorder):
+    sizes = ["data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4"]
+    changes = [*QUIET, *ONE_STEP_OFF, *sizes, f"{ROLLOUT}.temperature=0.7"]
+    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+        trainer.step_or_skip()
+        [started] = recorder.servers.started
+        group_ids = list_group_ids(started.requests)
+        assert group_ids[::8] == [f"2/{i}" for i in range(4)]
+        assert group_ids == sorted(group_ids[::8] * 8)
+        assert list_row_ids(started.requests)[::8] == take_row_ids(trainer, 2)
+        assert started.sampling["temperature"] == 0.7
+        assert started.baselines is False
+        calls = recorder.calls
+        start = calls.index("start_rollout")
+        assert calls.index("sleep", 2) < start < calls.index("update_actor")
+        trainer.step_or_skip()
+        assert list_group_ids(recorder.servers.rollouts[1].requests) == group_ids
+        assert len(recorder.servers.started) == 1  # the last step does not start another one
+
+
+# --- rewards -------------------------------------------------------------------------------------
+
+
+def test_a_learned_reward_is_a_component_that_env_reward_can_read(workspace, recorder):
+    """The means of the verifier's components are still over all episodes."""
+    recorder.workers = training.Workers("actor", None, "reward model")
+    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
+        functions = trainer.recipe.functions._replace(
+            reward=lambda e: e.reward + e.reward_components["reward_model"]
+        )
+        trainer.recipe = replace(trainer.recipe, functions=functions)
+        metrics = trainer.step_or_skip()
+        model, kept, inputs, recipe = recorder.arguments["add_reward_model_scores"]
+        assert model == "reward model"
+        assert inputs is trainer.inputs
+        assert recipe is trainer.recipe
+        assert [e.shaped_reward for e in kept] == [4.0 + float(i % 3 == 0) for i in range(64)]
+        assert metrics["reward/reasoning_gym/reward_model/mean"] == 4.0
+        assert "timing_s/reward_model" in metrics
+        assert metrics["reward/reasoning_gym/right/mean"] == 0.5
+        batch = recorder.arguments["compute_advantages"][0].batch
+        assert batch["token_level_rewards"].sum(dim=1).tolist() == [e.shaped_reward for e in kept]
+        trainer.metrics = {"reward/reasoning_gym/right/mean": 0.75}
+        trainer.shape_rewards(kept)
+        assert trainer.metrics["reward/reasoning_gym/right/mean"] == 0.75
+
+
+# --- log-probs, values and advantages ------------------------------------------------------------
+
+
+def test_critic_warmup_trains_only_the_critic(workspace, recorder):
+    """With critic_warmup=2, steps 1 and 2 compute old log-probs and update only the critic.
+
+    The learning rate of each model starts with its first update.
+    """
+    recorder.workers = training.Workers("actor", "critic", None)
+    positions = []
+
+    def update(model, batch, _recipe):
+        positions.append((model, batch.meta_info[POSITION]))
+        return {f"{model}/loss": 0.75}
+
+    recorder.record(training, "update_critic", update)
+    recorder.record(training, "update_actor", update)
+    changes = [*GAE, "trainer.critic_warmup=2"]
+    with algorithm.train(make_plan(workspace, *QUIET, *changes)) as trainer:
+        for updates_actor in (False, False, True, True):
+            recorder.calls.clear()
+            metrics = trainer.step_or_skip()
+            names = ("add_old_log_probs", "compute_values", "update_critic", "update_actor")
+            calls = [name for name in recorder.calls if name in names]
+            if updates_actor:
+                assert calls == ["compute_values", "update_critic", "update_actor"]
+            else:
+                assert calls == ["add_old_log_probs", "compute_values", "update_critic"]
+            assert ("actor/loss" in metrics) == updates_actor
+            assert ("timing_s/update_actor" in metrics) == updates_actor
+            assert ("actor/entropy" in metrics) == (not updates_actor)
+            assert ("timing_s/old_log_prob" in metrics) == (not updates_actor)
+            assert metrics["critic/loss"] == 0.75
+            assert {"timing_s/values", "timing_s/update_critic"} <= set(metrics)
+        batch = recorder.arguments["compute_advantages"][0]
+        assert recorder.arguments["compute_values"] == ("critic", batch, trainer.recipe)
+        assert recorder.arguments["update_critic"] == ("critic", batch, trainer.recipe)
+        assert recorder.arguments["add_old_log_probs"][::2] == ("actor", trainer.recipe)
+        assert set(batch.batch["values"].flatten().tolist()) == {0.25}
+        assert metrics["critic/values/mean"] == 0.25
+    critic = [("critic", step) for step in range(4)]
+    assert positions == [*critic[:3], ("actor", 0), critic[3], ("actor", 1)]
+
+
+def test_the_adaptive_coefficient_of_a_kl_penalty_is_saved(workspace, recorder):
+    settings = ["type=adaptive", "horizon=640", "kl_coef=0.4", "target_kl=0.1"]
+    changes = ["algorithm.use_kl_in_reward=true"]
+    changes += [f"algorithm.kl_ctrl.{setting}" for setting in settings]
+    with algorithm.train(make_plan(workspace, *QUIET, *changes)) as trainer:
+        metrics = trainer.step_or_skip()
+        batch, controller, recipe = recorder.arguments["apply_kl_penalty"]
+        assert controller is trainer.kl_controller
+        assert recipe is trainer.recipe
+        expected = (recorder.workers, batch, trainer.recipe)
+        assert recorder.arguments["compute_ref_log_probs"] == expected
+        tensors = batch.batch
+        assert is_close(tensors["ref_log_prob"], tensors["rollout_log_probs"] - 1.0)
+        penalty = 0.4 * 0.5 * torch.ones(64, 3)  # old - ref = 0.5 on each token
+        assert is_close(tensors["token_level_rewards"], tensors["token_level_scores"] - penalty)
+        assert metrics["actor/reward_kl_penalty_coeff"] == 0.4
+        assert "timing_s/ref" in metrics
+        new = 0.4 * (1 + 0.2 * 64 / 640)
+        assert trainer.state.kl_coef == trainer.saved_state.kl_coef == pytest.approx(new)
+        assert type(trainer.state.kl_coef) is float
+
+
+def test_without_a_kl_penalty_rewards_are_the_scores(workspace, recorder):
+    with algorithm.train(make_plan(workspace, *QUIET, f"{ACTOR}.use_kl_loss=true")) as trainer:
+        trainer.step_or_skip()
+        batch = recorder.arguments["compute_advantages"][0].batch
+        assert torch.equal(batch["token_level_rewards"], batch["token_level_scores"])
+        assert "apply_kl_penalty" not in recorder.calls
+        assert "ref_log_prob" in batch
+        assert trainer.state.kl_coef == 0.0
+
+
+def test_rollout_engine_and_trainer_are_compared_if_both_log_probs_exist(workspace, recorder):
+    """The difference is -0.5 on each token."""
+    with algorithm.train(make_plan(workspace, *QUIET, f"{CORRECTION}.rollout_is=token")) as trainer:
+        metrics = trainer.step_or_skip()
+        batch, recipe = recorder.arguments["apply_rollout_correction"]
+        assert recipe is trainer.recipe
+        expected = np.full((64, 3), np.exp(-0.5))
+        assert is_close(batch.batch["rollout_is_weights"], expected)
+        assert any(name.startswith("rollout_corr/") for name in metrics)
+        assert "timing_s/old_log_prob" in metrics
+        assert metrics["actor/entropy"] == 0.125
+
+
+def test_in_bypass_mode_the_rollout_engine_is_the_old_policy_and_the_loss_corrects(
+    workspace, recorder
+):
+    plan = make_plan(workspace, *QUIET, f"{CORRECTION}.bypass_mode=true")
+    with algorithm.train(plan) as trainer:
+        trainer.step_or_skip()
+        batch = recorder.arguments["update_actor"][1].batch
+        assert torch.equal(batch["old_log_probs"], batch["rollout_log_probs"])
+        assert not {"apply_rollout_correction", "add_old_log_probs"} & set(recorder.calls)
+
+
+def test_the_step_of_the_tiny_recipe_computes_nothing_that_it_does_not_need(workspace, recorder):
+    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
+        trainer.step_or_skip()
+    unused = {
+        "apply_rollout_correction",
+        "add_old_log_probs",
+        "add_reward_model_scores",
+        "compute_ref_log_probs",
+        "compute_values",
+        "update_critic",
+        "start_rollout",
+    }
+    assert not unused & set(recorder.calls)
+
+
+# --- skipped steps -------------------------------------------------------------------------------
+
+
+def test_a_step_whose_tokens_are_all_rejected_is_skipped(workspace, recorder, monkeypatch, capsys):
+    def reject(batch, _config):
+        batch.batch["response_mask"][:] = 0
+        return {}
+
+    monkeypatch.setattr(training, "apply_rollout_correction", reject)
+    plan = make_plan(workspace, *QUIET, "algorithm.recompute_old_log_probs=true")
+    with algorithm.train(plan) as trainer:
+        trainer.run.files.nonfinite_steps = 2
+        trainer.step_or_skip()
+        assert "update_actor" not in recorder.calls
+        assert recorder.calls[-1] == "update_weights 1"
+        assert trainer.run.files.nonfinite_steps == 0
+        assert trainer.metrics["training/skipped_nonfinite_steps"] == 0
+        assert not (trainer.run.folder / "nonfinite").exists()
+    output = capsys.readouterr().out.replace("\n", "")
+    assert "step 1 skipped: algorithm.rollout_correction.rollout_rs rejected every token" in output
+
+
+def break_update(*_, **__):
+    return {"actor/grad_norm": math.nan}
+
+
+def break_values(_critic, batch, _config):
+    return torch.full_like(batch.batch["rollout_log_probs"], math.nan)
+
+
+def break_advantages(batch, _config):
+    nan = torch.full_like(batch.batch["token_level_rewards"], math.nan)
+    batch.batch["advantages"] = nan
+    batch.batch["returns"] = nan
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "later_calls"),
+    [
+        ("compute_values", break_values, ["compute_advantages", "update_critic", "update_actor"]),
+        ("compute_advantages", break_advantages, ["update_critic", "update_actor"]),
+        ("update_actor", break_update, ["update_weights 1"]),
+    ],
+)
+def test_a_nonfinite_step_stops_immediately_and_its_error_has_the_batch(
+    workspace, recorder, monkeypatch, name, function, later_calls
+):
+    recorder.workers = training.Workers("actor", "critic", None)
+    monkeypatch.setattr(training, name, function)
+    with algorithm.train(make_plan(workspace, *QUIET, *GAE)) as trainer:
+        with pytest.raises(NonFiniteStep) as caught:
+            trainer.step()
+        assert not set(later_calls) & set(recorder.calls)
+        assert caught.value.batch.batch["responses"].tolist() == [[5, 6, 1]] * 64
+
+
+def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeypatch, capsys):
+    """They are saved like others. A finite step resets their count."""
+    finite = training.update_actor
+    message = r"3 non-finite steps in a row, the last: actor/grad_norm is nan.* See docs/"
+    with pytest.raises(RunError, match=message):
+        with algorithm.train(make_plan(workspace, *QUIET, "trainer.save_freq=1")) as trainer:
+            updates = [break_update, finite, break_update, break_update]
+            for step, count in enumerate((1, 0, 1, 2), 1):
+                monkeypatch.setattr(training, "update_actor", updates[step - 1])
+                metrics = trainer.step_or_skip()
+                assert metrics.get("training/skipped_nonfinite_steps", 0) == count
+                assert trainer.run.files.nonfinite_steps == count
+                assert recorder.list_stages()[-2:] == [f"save {step}", f"update_weights {step}"]
+                path = trainer.run.folder / "nonfinite" / f"step_{step}.pt"
+                assert path.is_file() == (count > 0)
+                assert trainer.saved_state.step == trainer.state.step == step
+                line = read_run_lines(trainer)[-1]
+                assert line["step"] == step
+                assert line.get("training/skipped_nonfinite_steps", 0) == count
+            trainer.step_or_skip()
+    output = capsys.readouterr().out.replace("\n", "")
+    reason = "actor/grad_norm is nan; the batch is in runs/tiny/nonfinite/step_1.pt"
+    assert "step 1 has bad numbers after its update (verl skips only mini-batches " in output
+    assert f"a non-finite gradient): {reason}" in output
+
+
+def test_the_console_calls_a_step_skipped_only_if_it_has_no_update(
+    workspace, recorder, monkeypatch, capsys
+):
+    monkeypatch.setattr(training, "compute_advantages", break_advantages)
+    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
+        trainer.step_or_skip()
+        assert "update_actor" not in recorder.calls
+    output = capsys.readouterr().out.replace("\n", "")
+    assert re.search(r"step 1 skipped: \d+ of \d+ advantages", output)
+    assert "after its update" not in output
+
+
+def test_a_skipped_step_is_saved_and_evaluated_like_any_other(workspace, recorder):
+    recorder.servers.fails = True
+    changes = ["gym.max_failed_frac=1", "trainer.save_freq=1", "trainer.test_freq=1"]
+    with algorithm.train(make_plan(workspace, *QUIET, *changes)) as trainer:
+        recorder.calls.clear()
+        metrics = trainer.step_or_skip()
+        trainer.evaluate_if_due()
+        assert recorder.calls == ["rollout", "save 1", "validate"]
+        assert trainer.saved_state == trainer.state
+        assert metrics["rollout/failed_frac"] == 1.0
+        assert metrics["training/epoch"] == 1.0

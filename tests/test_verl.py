@@ -40,6 +40,7 @@ from kit.runs import prepare
 from kit.runs.checkpoints import LoopState
 from kit.runs.workers import start_workers
 from tests.helpers import plain_torch
+from tests.helpers.cases import MODES
 from tests.helpers.plain_torch import Data, compute_log_probs
 from tests.helpers.recipes import CPU, RECIPE, ROOT, tiny
 from tests.helpers.stack import kill_workers, with_values
@@ -229,11 +230,16 @@ def prepare_workers(recipe, stack, values, worker_variants, name) -> training.Wo
     """
     actor = worker_variants["one rank"][0].actor
     workers = with_values(stack, values, critic=name == "ppo")._replace(actor=actor)
+    set_losses(workers, recipe)
+    return workers
+
+
+def set_losses(workers, recipe) -> None:
+    """Give actor and critic the losses of a recipe."""
     training.set_policy_loss(workers.actor, recipe)
     if workers.critic:
         settings = omega_conf_to_dataclass(recipe.verl.critic)
         workers.critic.set_loss_fn(functools.partial(value_loss, config=settings))
-    return workers
 
 
 def list_changes(name: str) -> list[str]:
@@ -251,15 +257,6 @@ def list_changes(name: str) -> list[str]:
     return changes
 
 
-def list_compared_metrics(name: str) -> list[str]:
-    names = ["actor/pg_loss", "actor/loss", "actor/grad_norm", "actor/pg_clipfrac", "actor/ppo_kl"]
-    if name == "grpo":
-        names.append("actor/kl_loss")
-    if name == "ppo":
-        names += ["critic/vf_loss", "critic/grad_norm", "critic/vpred_mean"]
-    return names
-
-
 class StepResult(NamedTuple):
     """The result of a step, and the weights before and after it."""
 
@@ -270,17 +267,33 @@ class StepResult(NamedTuple):
 
 
 def run_step(step, episodes, workers, recipe, folder) -> StepResult:
-    """Run a step from the current weights. folder: where to write checkpoints."""
+    """Run a step, and then restore the weights. folder: where to write checkpoints."""
+    groups = {"actor": workers.actor}
+    if workers.critic:
+        groups["critic"] = workers.critic
+    for name, group in groups.items():
+        group.save_checkpoint(str(folder / f"start_{name}"), None, 0, None)
     before = read_weights(workers, folder / "before")
     advantages, metrics = step(episodes, workers, recipe)
-    groups = [name for name in ("actor", "critic") if getattr(workers, name)]
     after = [read_weights(workers, folder / name, name) for name in groups]
+    for name, group in groups.items():
+        group.load_checkpoint(str(folder / f"start_{name}"))
     return StepResult(advantages, metrics, before, after)
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "dapo"])
+METRICS = ["actor/pg_loss", "actor/loss", "actor/grad_norm", "actor/pg_clipfrac", "actor/ppo_kl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "more_metrics"),
+    [
+        ("grpo", ["actor/kl_loss"]),
+        ("ppo", ["critic/vf_loss", "critic/grad_norm", "critic/vpred_mean"]),
+        ("dapo", []),
+    ],
+)
 def test_a_step_equals_that_of_verls_trainer(
-    stack, values, worker_variants, workspace, tmp_path, name
+    stack, values, worker_variants, workspace, tmp_path, name, more_metrics
 ):
     """Both have the same episodes, weights and seed, and two mini-batches.
 
@@ -295,23 +308,13 @@ def test_a_step_equals_that_of_verls_trainer(
     for e in episodes:
         e.reward = recipe.functions.reward(e)
     workers = prepare_workers(recipe, stack, values, worker_variants, name)
-    groups = [group for group in ("actor", "critic") if getattr(workers, group)]
-
-    def reset_weights():
-        for group in groups:
-            getattr(workers, group).load_checkpoint(str(tmp_path / f"start_{group}"))
-
-    for group in groups:
-        getattr(workers, group).save_checkpoint(str(tmp_path / f"start_{group}"), None, 0, None)
     kit = run_step(run_kit_step, episodes, workers, recipe, tmp_path / "kit")
-    reset_weights()
     verl = run_step(run_verl_step, episodes, workers, recipe, tmp_path / "verl")
-    reset_weights()  # other tests need the initial weights
     moved = compute_distance(kit.before, kit.after[0])
     assert compute_distance(kit.before, verl.before) == 0.0 and moved > 0.01
     verl_advantages = verl.advantages[:, : kit.advantages.shape[1]]
     torch.testing.assert_close(kit.advantages, verl_advantages, rtol=LOSS, atol=LOSS)
-    for key in list_compared_metrics(name):
+    for key in METRICS + more_metrics:
         print(key, kit.metrics[key], verl.metrics[key])
         expected = pytest.approx(float(verl.metrics[key]), rel=LOSS, abs=LOSS)
         assert kit.metrics[key] == expected, key
@@ -319,40 +322,6 @@ def test_a_step_equals_that_of_verls_trainer(
         difference = compute_distance(kit_weights, verl_weights)
         print("weights differ by", difference, "of", moved)
         assert difference < GRADIENT * moved
-
-
-def test_an_on_policy_update_equals_one_with_a_separate_pass(worker_variants, workspace, tmp_path):
-    """With one optimizer step per batch, the ratio is 1, so all results are equal."""
-    workers, _ = worker_variants["one rank"]
-    recipe, _ = load_recipe(workspace, *SGD, "actor_rollout_ref.rollout.n=4")
-    assert recipe.is_on_policy
-    training.set_policy_loss(workers.actor, recipe)
-    episodes = make_episodes()[:31]
-    episodes[7].response_mask = [0] * len(episodes[7].response_mask)
-    state = str(tmp_path / "start")
-    workers.actor.save_checkpoint(state, None, 0, None)
-    results = []
-    for name in ("separate", "on-policy"):
-        batch = training.build_batch(episodes, 1, 1.0)
-        signs = torch.linspace(-1, 1, 31)[:, None]
-        batch.batch["advantages"] = signs * batch.batch["response_mask"]
-        metrics = {}
-        if name == "separate":
-            metrics |= training.add_old_log_probs(workers.actor, batch, recipe)
-            metrics |= training.apply_rollout_correction(batch, recipe)
-        metrics |= training.update_actor(workers.actor, batch, recipe)
-        results.append((metrics, read_weights(workers, tmp_path / name)))
-        workers.actor.load_checkpoint(state)
-    (metrics_separate, weights_separate), (metrics_on_policy, weights_on_policy) = results
-    names = ["actor/entropy", "actor/pg_loss", "actor/grad_norm", "actor/ppo_kl"]
-    names += ["training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"]
-    names += ["rollout_corr/kl", "rollout_corr/k3_kl"]
-    for key in names:
-        expected = pytest.approx(metrics_separate[key], rel=LOSS, abs=LOSS)
-        assert metrics_on_policy[key] == expected, key
-    assert metrics_on_policy["actor/grad_norm"] > 0
-    moved = compute_distance(read_weights(workers, tmp_path / "before"), weights_separate)
-    assert compute_distance(weights_on_policy, weights_separate) < GRADIENT * moved
 
 
 # --- a step of the kit and a step of plain torch --------------------------------------------------
@@ -488,10 +457,7 @@ def test_a_step_of_each_recipe_equals_plain_torch(
     register_in_verl(recipe.algorithm.adv_estimator, loss_mode)
     critic = with_values(stack, values).critic if recipe.has_critic else None
     workers = training.Workers(moved_actor, critic, None)
-    training.set_policy_loss(moved_actor, recipe)
-    if critic:
-        settings = omega_conf_to_dataclass(recipe.verl.critic)
-        critic.set_loss_fn(functools.partial(value_loss, config=settings))
+    set_losses(workers, recipe)
     before = read_weights(workers, tmp_path / "before")
     episodes = select_for(name, recipe)
     batch, _ = run_trainer_step(episodes, workers, recipe, inputs)
@@ -537,13 +503,6 @@ def test_a_step_of_sft_equals_plain_torch(moved_actor, workspace, tmp_path):
 
 # --- a batch in other micro-batches --------------------------------------------------------------
 
-MODES = [
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-mean-token-mean",
-]
 # (name of the workers, tokens per micro-batch)
 SPLITS = [
     ("one rank", 2048),
@@ -597,21 +556,23 @@ def run_split_update(workers, recipe, mode, tokens, episodes, folder) -> Update:
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     signs = torch.linspace(-1, 1, len(episodes))[:, None]
     batch.batch["advantages"] = signs * batch.batch["response_mask"]
-    state = str(folder / "start")
-    workers.actor.save_checkpoint(state, None, 0, None)
-    before = read_weights(workers, folder / "before")
     flags = {"calculate_entropy": False, "compute_loss": True, "max_token_len_per_gpu": tokens}
     ranks = recipe.data_parallel_size()
     data = training.make_update_data(batch, ranks, 1, recipe.actor, **flags)
-    output = training.wait_for_output(workers.actor.update_actor(data))
-    metrics = training.collect_metrics(output, recipe, "actor")
-    after = read_weights(workers, folder / "after")
-    workers.actor.load_checkpoint(state)
-    gradient = {k: before[k] - after[k] for k in before}
-    return Update(metrics["actor/loss"], metrics["actor/grad_norm"], gradient)
+
+    def update(_episodes, workers, recipe):
+        output = training.wait_for_output(workers.actor.update_actor(data))
+        return batch.batch["advantages"], training.collect_metrics(output, recipe, "actor")
+
+    step = run_step(update, episodes, workers, recipe, folder)
+    gradient = {k: step.before[k] - step.after[0][k] for k in step.before}
+    return Update(step.metrics["actor/loss"], step.metrics["actor/grad_norm"], gradient)
 
 
-@pytest.mark.parametrize("mode", MODES)
+# test_policy_losses.py computes the means of the other modes over micro-batches and ranks.
+@pytest.mark.parametrize(
+    "mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.soak) for mode in MODES[1:])]
+)
 def test_the_split_of_a_batch_does_not_change_the_update(
     worker_variants, workspace, tmp_path, mode
 ):

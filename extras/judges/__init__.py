@@ -15,13 +15,10 @@ from env import Json
 from kit.config.keys import to_plain
 from kit.features import Feature
 from kit.gym import process_specs
-from kit.gym.network import HOST, GymStartError
+from kit.gym.network import GymStartError
 from kit.gym.server_process import MODELS, RESOURCES, ProcessSpec, build_settings
 
 if TYPE_CHECKING:
-    from extras.judges.judge_settings import Judge
-    from kit.config.recipe import Recipe
-    from kit.rollout.inputs import RunInputs
     from kit.runs.launch import Launch
 
 # settings that switch a verifier's judge off if they are false
@@ -45,20 +42,13 @@ class Judges(Feature):
         super().__init__(config, command)
         self.specs: Json = to_plain(config.gym.judges)
         self.timeout_s = float(config.gym.timeout_s)
-        self.device = str(config.trainer.device)
-        self.cpu_dtype = str(config.actor_rollout_ref.rollout.dtype) if self.device == "cpu" else ""
-
-    def _build(self, policy: Mapping[str, str] | None = None) -> dict[str, Judge]:
-        """Return the judges by name. policy: the policy endpoint, when its address is known."""
-        from extras.judges import judge_settings
-
-        return judge_settings.build_judges(self.specs, self.timeout_s, policy, self.cpu_dtype)
 
     def check_recipe(self, config: DictConfig) -> Iterator[str]:
         """Yield a message for each invalid or unused judge."""
         from extras.judges import judge_settings
 
-        yield from judge_settings.find_problems(self.specs, self.timeout_s, self.device)
+        device = str(config.trainer.device)
+        yield from judge_settings.find_problems(self.specs, self.timeout_s, device)
         used: set[str] = set()
         for name, start in list_starts(config).items():
             used |= set(list_models(name, start).values())
@@ -70,23 +60,19 @@ class Judges(Feature):
                     "Remove it."
                 )
 
-    def summary_lines(self, recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
-        """Yield the lines of the summary that describe the judges."""
-        from extras.judges import judge_settings
-
-        yield from judge_settings.describe_judges(self._build())
-
     def before_gym(self, launch: Launch) -> None:
         """Start the proxy in front of the judges, and plan their processes."""
         if not launch.policy:  # this command does not sample
             return
-        from extras.judges import judge_processes, judge_proxy
+        from extras.judges import judge_processes, judge_proxy, judge_settings
 
-        judges = self._build(launch.policy)
-        starts = [server.start for server in launch.recipe.gym.servers.values() if server.start]
+        recipe = launch.recipe
+        dtype = str(recipe.rollout.dtype) if recipe.trainer.device == "cpu" else ""
+        judges = judge_settings.build_judges(self.specs, self.timeout_s, launch.policy, dtype)
+        starts = [server.start for server in recipe.gym.servers.values() if server.start]
         python = next((start.python for start in starts if start.python), None)
         proxy = launch.stack.enter_context(judge_proxy.JudgeProxy(judges))
-        launch.stack.enter_context(judge_processes.reserve_gpus(judges))
+        judge_processes.reserve_gpus(judges)
         launch.gym_processes += proxy.process_specs(launch.logs, python)
         launch.gym_process_names += [f"{name} (a judge)" for name in judges]
         launch.serves_policy |= "policy" in self.specs.values()
@@ -116,7 +102,8 @@ def list_models(name: str, start: Json) -> dict[str, str]:
         return {}
     if package is None or not (package / RESOURCES / folder / "app.py").is_file():
         return {}
-    spec = ProcessSpec(name, HOST, 0, RESOURCES, folder, folder, start.get("config") or {})
+    config = start.get("config") or {}
+    spec = ProcessSpec(name, RESOURCES, folder, config, resources_server=folder)
     return find_models(build_settings(spec, package))
 
 

@@ -6,14 +6,12 @@ Each judge has one of Gym's model servers, which sends its requests to the judge
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from env import Json
@@ -31,30 +29,29 @@ def model_server_spec(judge: Judge, base_url: str, api_key: str, python: str) ->
 
     base_url, api_key: of the judge proxy. python: interpreter with nemo-gym.
     """
-    prefix = "openai_" if judge.server == "openai_model" else ""
+    prefix = "openai_" if judge.settings.server == "openai_model" else ""
     settings: Json = {
         f"{prefix}base_url": base_url,
         f"{prefix}api_key": api_key,
         f"{prefix}model": judge.model,
     }
-    if judge.server in ("vllm_model", "genrm_model"):
+    if judge.settings.server == "vllm_model":
         settings |= {"return_token_id_information": False, "uses_reasoning_parser": False}
     return ProcessSpec(
         judge.name,
-        network.HOST,
-        network.find_free_port(),
         MODELS,
-        judge.server,
-        overrides=settings | judge.config,
-        config_key=f"gym.judges.{judge.name}.config",
+        judge.settings.server,
+        settings | judge.settings.config,
+        f"gym.judges.{judge.name}.config",
+        port=network.find_free_port(),
         python=str(Path(python).absolute()),
     )
 
 
 def vllm_process_spec(judge: Judge) -> ProcessSpec:
     """Return the process of the vLLM server for a judge with `start`. Its port is in judge.url."""
-    assert judge.start
-    start = judge.start
+    start = judge.settings.start
+    assert start
     port = urlsplit(judge.url).port
     path = Path(start.model).expanduser()
     model = str(path.resolve()) if path.is_dir() else start.model
@@ -67,6 +64,8 @@ def vllm_process_spec(judge: Judge) -> ProcessSpec:
         "allowed_origins": "[]",
         "middleware": "kit.rollout.vllm_routes.JudgeRoutes",
     }
+    if judge.cpu_dtype:
+        options |= {"dtype": judge.cpu_dtype, "enforce_eager": True, "kv_cache_memory_bytes": 2**30}
     # PYTHONPATH: for the middleware
     env = {"VLLM_API_KEY": judge.key, "PYTHONPATH": str(ROOT)}
     if start.gpus:
@@ -75,8 +74,7 @@ def vllm_process_spec(judge: Judge) -> ProcessSpec:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     return ProcessSpec(
         f"{judge.name}_vllm",
-        network.HOST,
-        port or 0,
+        port=port or 0,
         command=command + _format_options(options | start.args),
         env=env,
         visible_variables=[name for name in os.environ if VLLM_VARIABLES.fullmatch(name)],
@@ -96,23 +94,15 @@ def _format_options(values: Json) -> list[str]:
     return options
 
 
-@contextlib.contextmanager
-def reserve_gpus(judges: Mapping[str, Judge]) -> Generator[None, None, None]:
-    """Hide the judges' GPUs from this process and the processes that it starts, until exit."""
-    starts = [judge.start for judge in judges.values() if judge.start]
-    reserved = set(itertools.chain(*[start.gpus for start in starts]))
+def reserve_gpus(judges: Mapping[str, Judge]) -> None:
+    """Hide the judges' GPUs from this process and from the processes that it starts later."""
+    starts = [judge.settings.start for judge in judges.values()]
+    reserved = set(itertools.chain(*[start.gpus for start in starts if start]))
     if not reserved:
-        yield
         return
     import torch
 
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible: list[Any] = before.split(",") if before else [*range(torch.cuda.device_count())]
-    names = [str(gpu).strip() for gpu in visible]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for gpu in names if gpu not in reserved)
-    try:
-        yield
-    finally:
-        os.environ.pop("CUDA_VISIBLE_DEVICES")
-        if before:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else map(str, range(torch.cuda.device_count()))
+    kept = [name for name in names if name.strip() not in reserved]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(kept)

@@ -22,10 +22,12 @@ import json
 import logging
 import secrets
 import threading
+import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
@@ -44,6 +46,7 @@ ROUTES = ("chat/completions", "responses")
 MESSAGE_FIELDS = ("role", "content", "refusal", "tool_calls")
 FIRST_RETRY_DELAY_S = 0.5  # doubled for each further retry
 MAX_REQUEST_BYTES = 2**28
+LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")  # reached without the environment's proxy
 MAX_QUOTE = 200  # characters of a judge's reply in an error
 logger = logging.getLogger(__name__)
 
@@ -75,47 +78,38 @@ async def query_judge(
     An error with a Retry-After header does not count as an attempt. Adds the number of retries to
     `counts`. Raises JudgeError: the last one, if the time ends.
     """
-    request = {**body, **judge.parameters, "model": judge.model, "stream": False}
-    failures = [JudgeError("timeout", f"no reply within {judge.timeout_s:g} s")]
-    try:
-        async with asyncio.timeout(judge.timeout_s):
-            return await _send_with_retries(judge, http, route, request, failures)
-    except TimeoutError:
-        raise failures[-1] from None
-    finally:
-        counts["retries"] += len(failures) - 1
-
-
-async def _send_with_retries(
-    judge: Judge,
-    http: aiohttp.ClientSession,
-    route: str,
-    request: Json,
-    failures: list[JudgeError],
-) -> Json:
-    """Send requests until one has a reply. Adds those to `failures` that are sent again."""
+    request = {**body, **judge.settings.parameters, "model": judge.model, "stream": False}
+    deadline = time.monotonic() + judge.timeout_s
+    error = JudgeError("timeout", f"no reply within {judge.timeout_s:g} s")
     delay_s = FIRST_RETRY_DELAY_S
     attempts = 0
     while True:
         try:
-            return await _send_request(judge, http, route, request)
-        except JudgeError as error:
-            attempts += not error.retry_after_s
-            if not error.is_retryable or attempts >= judge.attempts:
-                raise
-            failures.append(error)
-        await asyncio.sleep(failures[-1].retry_after_s or delay_s)
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return await send_request(judge, http, route, request)
+        except TimeoutError:
+            raise error from None
+        except JudgeError as failure:
+            error = failure
+        attempts += not error.retry_after_s
+        pause_s = error.retry_after_s or delay_s
+        is_late = time.monotonic() + pause_s > deadline
+        if not error.is_retryable or attempts >= judge.settings.attempts or is_late:
+            raise error
+        counts["retries"] += 1
+        await asyncio.sleep(pause_s)
         delay_s *= 2
 
 
-async def _send_request(
+async def send_request(
     judge: Judge, http: aiohttp.ClientSession, route: str, request: Json
 ) -> Json:
     """Send one request. Raises JudgeError."""
+    headers = {"Authorization": f"Bearer {judge.key}"} if judge.key else {}
     try:
         # A redirect would send the row to another host, which would then give the verdict.
         async with http.post(
-            f"{judge.url}/{route}", json=request, headers=judge.headers, allow_redirects=False
+            f"{judge.url}/{route}", json=request, headers=headers, allow_redirects=False
         ) as response:
             body = await response.read()
     except (aiohttp.ClientError, OSError) as error:
@@ -125,61 +119,53 @@ async def _send_request(
     # A key that is cut would not be found.
     quote = judge.redact(body.decode(errors="replace"))[:MAX_QUOTE]
     if status != 200:
+        wait = response.headers.get("Retry-After", "")
         raise JudgeError(
             f"http_{status}",
             f"HTTP {status}: {quote}",
             is_retryable=status in RETRYABLE_STATUS,
-            retry_after_s=_parse_retry_after(response.headers.get("Retry-After", "")),
+            retry_after_s=float(wait) if wait.isdecimal() else 0.0,
         )
     try:
-        return _parse_completion(json.loads(body))
+        return parse_completion(json.loads(body))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         message = f"HTTP 200 without a completion: {quote!r}"
         raise JudgeError("bad_answer", message, is_retryable=True) from None
 
 
-def _parse_retry_after(header: str) -> float:
-    """Return the seconds of a Retry-After header, or 0 if it has another form."""
-    return float(header) if header.isdecimal() else 0.0
-
-
-def _parse_completion(completion: Json) -> Json:
+def parse_completion(completion: Json) -> Json:
     """Return a reply with only those message fields that verifiers read.
 
     Raises JudgeError if it has no text. Raises KeyError, TypeError or AttributeError if it is
     neither a chat completion nor a Responses object.
     """
-    if "choices" not in completion:
+    if "choices" in completion:
+        texts = []
+        refused = False
+        for choice in completion["choices"]:
+            message = choice["message"]
+            texts.append(message.get("content"))
+            refused |= choice.get("finish_reason") == "content_filter"
+            refused |= bool(message.get("refusal"))
+            choice["message"] = {key: message[key] for key in message if key in MESSAGE_FIELDS}
+            choice.pop("logprobs", None)
+    else:
         messages = [item for item in completion["output"] if item.get("type") == "message"]
         parts = itertools.chain(*[message["content"] for message in messages])
-        _check_texts([part.get("text") for part in parts], {str(completion.get("status"))})
-        return completion
-    choices = completion["choices"]
-    for choice in choices:
-        message = choice["message"]
-        choice["message"] = {key: message[key] for key in message if key in MESSAGE_FIELDS}
-        choice.pop("logprobs", None)
-    reasons = {str(choice.get("finish_reason")) for choice in choices}
-    if any(choice["message"].get("refusal") for choice in choices):
-        reasons.add("content_filter")
-    _check_texts([choice["message"].get("content") for choice in choices], reasons)
+        texts = [part.get("text") for part in parts]
+        refused = False
+    if not "".join(text or "" for text in texts).strip():
+        if refused:
+            raise JudgeError("refused", "the judge refused to reply")
+        raise JudgeError(
+            "empty",
+            "the reply has no text. If the judge used all its tokens before it wrote text, raise "
+            "parameters.max_tokens",
+        )
     return completion
 
 
-def _check_texts(texts: list[str | None], reasons: set[str]) -> None:
-    """Raise JudgeError if all texts are empty. reasons: why the judge stopped."""
-    if "".join(text or "" for text in texts).strip():
-        return
-    if "content_filter" in reasons:
-        raise JudgeError("refused", "the judge refused to reply")
-    raise JudgeError(
-        "empty",
-        f"the reply has no text ({', '.join(sorted(reasons))}). If the judge used all its tokens "
-        "before it wrote text, raise parameters.max_tokens",
-    )
-
-
-def _count_tokens(completion: Json) -> Counter[str]:
+def count_tokens(completion: Json) -> Counter[str]:
     """Return the tokens of the prompt and of the reply, as the judge reports them."""
     usage = completion.get("usage") or {}
     # The second name is that of the Responses API.
@@ -202,7 +188,7 @@ class JudgeProxy:
         self.judges = judges
         self.key = secrets.token_hex(16)  # Gym's model servers send it
         self.port = network.find_free_port()
-        self._counts: dict[str, Counter[str]] = {name: Counter() for name in judges}
+        self._counts: Counter[str] = Counter()  # by metric
         self._counts_lock = threading.Lock()
         self._logged: set[tuple[str, str]] = set()  # (judge, reason)
         self._sessions: dict[str, aiohttp.ClientSession] = {}
@@ -220,17 +206,10 @@ class JudgeProxy:
         self._thread.join()
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call, as judge/<name>/<metric>.
-
-        The metrics: asked (number of requests), prompt_tokens, completion_tokens, retries and
-        failed/<reason>.
-        """
-        metrics = {}
+        """Return the metrics since the last call, as judge/<name>/<metric>."""
         with self._counts_lock:
-            for name, counts in self._counts.items():
-                for key, count in counts.items():
-                    metrics[f"judge/{name}/{key}"] = float(count)
-                counts.clear()
+            metrics = {name: float(count) for name, count in self._counts.items()}
+            self._counts.clear()
         return metrics
 
     def process_specs(self, log_dir: Path, python: str | None = None) -> list[ProcessSpec]:
@@ -240,7 +219,7 @@ class JudgeProxy:
         """
         specs = []
         for judge in self.judges.values():
-            if judge.start:
+            if judge.settings.start:
                 specs.append(vllm_process_spec(judge))
             url = f"http://{network.HOST}:{self.port}/{judge.name}/v1"
             specs.append(model_server_spec(judge, url, self.key, python or PYTHON))
@@ -251,43 +230,37 @@ class JudgeProxy:
     async def _serve(self) -> None:
         """Serve until `__exit__`."""
         self._stop = asyncio.Event()
-        try:
-            async with self._listen():
-                self._started.set_result(asyncio.get_running_loop())
-                await self._stop.wait()
-        except OSError as error:  # the port is taken
-            self._started.set_exception(error)
-
-    @contextlib.asynccontextmanager
-    async def _listen(self) -> AsyncGenerator[None, None]:
-        """Open a client session for each judge, and listen on the port, until exit."""
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post("/{name}/v1/{route:.*}", self._handle)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         async with contextlib.AsyncExitStack() as stack:
             for name, judge in self.judges.items():
                 # no limits here: query_judge has a timeout, and the slots limit requests
                 session = aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=0),
                     timeout=aiohttp.ClientTimeout(total=None),
-                    trust_env=not judge.is_local,
+                    trust_env=urlsplit(judge.url).hostname not in LOCAL_HOSTS,
                 )
                 self._sessions[name] = await stack.enter_async_context(session)
-                self._slots[name] = asyncio.Semaphore(judge.concurrency)
-            runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+                self._slots[name] = asyncio.Semaphore(judge.settings.concurrency)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
-            await web.TCPSite(runner, network.HOST, self.port).start()
-            yield
+            try:
+                await web.TCPSite(runner, network.HOST, self.port).start()
+            except OSError as error:  # the port is taken
+                self._started.set_exception(error)
+                return
+            self._started.set_result(asyncio.get_running_loop())
+            await self._stop.wait()
 
     async def _handle(self, request: web.Request) -> web.Response:
         """Respond to one request of a model server."""
         name = request.match_info["name"]
         route = request.match_info["route"]
         if request.headers.get("Authorization") != f"Bearer {self.key}":
-            return web.json_response({"error": {"message": "wrong or missing key"}}, status=401)
+            raise web.HTTPUnauthorized
         if name not in self.judges or route not in ROUTES:
-            message = f"no such route: {request.path}"
-            return web.json_response({"error": {"message": message}}, status=404)
+            raise web.HTTPNotFound
         async with self._slots[name]:
             return await self._forward(self.judges[name], route, await request.json())
 
@@ -299,7 +272,7 @@ class JudgeProxy:
         counts: Counter[str] = Counter(asked=1)
         try:
             reply = await query_judge(judge, self._sessions[judge.name], route, body, counts)
-            counts += _count_tokens(reply)
+            counts += count_tokens(reply)
             return web.json_response(reply)
         except JudgeError as error:
             counts[f"failed/{error.reason}"] += 1
@@ -312,4 +285,5 @@ class JudgeProxy:
             return web.json_response({"error": {"message": message}}, status=422)
         finally:
             with self._counts_lock:
-                self._counts[judge.name] += counts
+                for key, count in counts.items():
+                    self._counts[f"judge/{judge.name}/{key}"] += count

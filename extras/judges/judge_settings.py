@@ -16,7 +16,6 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -35,60 +34,16 @@ from kit.gym import network
 from kit.gym.process_specs import is_valid_name
 
 PAGE = 'See docs/guides/judges.md, "Configure judges".'
-# Keys of an entry that are fields of Judge with the same name.
-OPTION_KEYS = {"parameters", "timeout_s", "attempts", "concurrency", "server", "config"}
 DEFAULT_TIMEOUT_SHARE = 0.8  # of gym.timeout_s, for a judge without timeout_s
 
 
-@dataclass
-class Judge:
-    """A model that verifiers call by `name`."""
-
-    name: str
-    url: str  # of its API: ".../v1"
-    model: str  # its name in that API
-    key: str = field(default="", repr=False)
-    key_name: str = ""  # the environment variable that holds the key
-    parameters: Json = field(default_factory=dict)  # override those of a request
-    timeout_s: float = 48.0  # for one reply: all attempts and pauses, not the wait for a slot
-    attempts: int = 3
-    concurrency: int = 64  # requests in flight
-    server: str = "vllm_model"  # Gym's model server: a folder of responses_api_models
-    config: Json = field(default_factory=dict)  # overrides of its settings
-    start: Start | None = None  # of a vLLM of this run
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the endpoint is on this machine, where the environment's proxy is not used."""
-        return urlsplit(self.url).hostname in ("127.0.0.1", "::1", "localhost")
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """The HTTP headers that authorize a request."""
-        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
-
-    def redact(self, text: str) -> str:
-        """Replace the key in `text`: an error of the provider may quote it."""
-        return text.replace(self.key, f"${self.key_name}") if self.key else text
+SECTION = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
 
 
-class Section(BaseModel):
-    """A section of a recipe. A key without a value has its default."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def drop_nulls(cls, values: object) -> object:
-        """Return the keys that have a value."""
-        if not isinstance(values, dict):
-            return values
-        return {key: value for key, value in values.items() if value is not None}
-
-
-class Start(Section):
+class Start(BaseModel):
     """A vLLM server that the run starts."""
 
+    model_config = SECTION
     model: str
     gpus: list[str] = []
     args: Json = {}  # of `vllm serve`
@@ -103,19 +58,21 @@ class Start(Section):
         return model
 
 
-class Entry(Section):
-    """An entry of gym.judges, except `policy`."""
+class Entry(BaseModel):
+    """An entry of gym.judges."""
 
+    model_config = SECTION
     base_url: str | None = Field(None, pattern="^https?://")
     model: str | None = None
     api_key_env: str | None = None
     start: Start | None = None
-    parameters: Json | None = None
-    timeout_s: PositiveFloat | None = None
-    attempts: PositiveInt | None = None
-    concurrency: PositiveInt | None = None
-    server: Literal["vllm_model", "openai_model", "inference_provider", "genrm_model"] | None = None
-    config: Json | None = None
+    parameters: Json = {}  # override those of a request
+    timeout_s: PositiveFloat | None = None  # for one reply, with all attempts and pauses
+    attempts: PositiveInt = 3
+    concurrency: PositiveInt = 64  # requests in flight
+    # Gym's model server: a folder of responses_api_models
+    server: Literal["vllm_model", "openai_model", "inference_provider"] = "vllm_model"
+    config: Json = {}  # overrides of its settings
 
     @field_validator("api_key_env")
     @classmethod
@@ -132,6 +89,23 @@ class Entry(Section):
         if has_endpoint == bool(self.start) or (self.base_url and self.start):
             raise ValueError("set base_url and model, or start, or the whole entry to `policy`")
         return self
+
+
+@dataclass
+class Judge:
+    """A model that verifiers call by `name`. url: of its API, with /v1."""
+
+    name: str
+    url: str
+    model: str  # its name in that API
+    key: str = field(repr=False)
+    timeout_s: float
+    settings: Entry
+    cpu_dtype: str = ""  # of a vLLM that this run starts on a CPU
+
+    def redact(self, text: str) -> str:
+        """Replace the key in `text`: an error of the provider may quote it."""
+        return text.replace(self.key, "(the key)") if self.key else text
 
 
 def find_problems(specs: Mapping[str, Any], timeout_s: float, device: str = "cpu") -> Iterator[str]:
@@ -167,63 +141,23 @@ def build_judges(
     """Return {name: Judge} for gym.judges, which must have passed `find_problems`.
 
     timeout_s: gym.timeout_s. policy: {base_url, api_key, model} of this run's policy endpoint.
-    cpu_dtype: dtype of a started vLLM on a CPU; "" if it has GPUs.
+    cpu_dtype: dtype of a vLLM that this run starts on a CPU, "" if it has GPUs.
     """
-    default_timeout_s = DEFAULT_TIMEOUT_SHARE * timeout_s
     judges = {}
     for name, spec in specs.items():
+        key = ""
         if spec == "policy":
-            judges[name] = _build_policy_judge(name, policy, default_timeout_s)
-            continue
+            assert policy
+            key = policy["api_key"]
+            spec = {"base_url": policy["base_url"], "model": policy["model"]}
+            spec["parameters"] = {"for_training": False}  # the limits of episodes do not apply
         entry = Entry.model_validate(spec)
-        options: Json = {"timeout_s": default_timeout_s}
-        options |= entry.model_dump(include=OPTION_KEYS, exclude_none=True)
+        if entry.api_key_env:
+            key = os.environ[entry.api_key_env]
+        url = str(entry.base_url).rstrip("/")
         if entry.start:
-            judges[name] = _build_started_judge(name, entry.start, options, cpu_dtype)
-        else:
-            variable = entry.api_key_env or ""
-            url = str(entry.base_url).rstrip("/")
-            key = os.environ.get(variable, "")
-            judges[name] = Judge(name, url, str(entry.model), key, variable, **options)
+            key = secrets.token_hex(16)
+            url = f"http://{network.HOST}:{network.find_free_port()}/v1"
+        limit_s = entry.timeout_s or DEFAULT_TIMEOUT_SHARE * timeout_s
+        judges[name] = Judge(name, url, entry.model or name, key, limit_s, entry, cpu_dtype)
     return judges
-
-
-def _build_policy_judge(name: str, policy: Mapping[str, str] | None, timeout_s: float) -> Judge:
-    endpoint = policy or {"base_url": "", "api_key": "", "model": "policy"}
-    return Judge(
-        name,
-        url=endpoint["base_url"],
-        model=endpoint["model"],
-        key=endpoint["api_key"],
-        key_name="POLICY_API_KEY",
-        timeout_s=timeout_s,
-        parameters={"for_training": False},  # the limits of episodes are not those of a judge
-    )
-
-
-def _build_started_judge(
-    name: str, start: Start, options: Mapping[str, Any], cpu_dtype: str
-) -> Judge:
-    arguments: Json = {}
-    if cpu_dtype:
-        arguments = {"dtype": cpu_dtype, "enforce_eager": True, "kv_cache_memory_bytes": 2**30}
-    return Judge(
-        name,
-        url=f"http://{network.HOST}:{network.find_free_port()}/v1",
-        model=name,
-        key=secrets.token_hex(16),
-        start=start.model_copy(update={"args": arguments | start.args}),
-        **options,
-    )
-
-
-def describe_judges(judges: Mapping[str, Judge]) -> Iterator[str]:
-    """Yield a line for each judge, for the dry run."""
-    for judge in judges.values():
-        source = f"{judge.model} at {judge.url or 'the policy endpoint'}"
-        if judge.start:
-            source = f"vLLM with {judge.start.model}"
-        yield (
-            f"judge       {judge.name}: {source}; timeout {judge.timeout_s:g} s, "
-            f"{judge.attempts} attempts, {judge.concurrency} concurrent requests"
-        )

@@ -11,7 +11,6 @@ import functools
 import glob
 import itertools
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -36,16 +35,14 @@ VARIABLES = (*("--setenv", "TMPDIR", "/tmp"), *("--setenv", "KIT_SANDBOX", "1"))
 @functools.cache
 def find_problem() -> str:
     """Return the reason why bubblewrap cannot be used on this machine, empty if it can."""
-    if not shutil.which("bwrap"):
-        return (
-            "bubblewrap is not installed. Install it "
-            "(Debian and Ubuntu: apt-get install bubblewrap)"
-        )
     command = sandbox_command(["true"], [])
     try:
         trial = subprocess.run(command, capture_output=True, text=True, timeout=TRIAL_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"bubblewrap does not start: {error}. Repair its installation"
+        return (
+            f"bubblewrap does not start ({error}). Install it (Debian and Ubuntu: apt-get install "
+            "bubblewrap)"
+        )
     if trial.returncode == 0:
         return ""
     message = trial.stderr.strip()[-200:]

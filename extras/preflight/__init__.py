@@ -22,16 +22,12 @@ if TYPE_CHECKING:
 class Preflight(Feature):
     """Checks of this machine."""
 
-    def check_recipe(self, config: DictConfig) -> Iterator[str]:
-        """A driver that is too old."""
-        yield from node.check_driver(config)
-
     def set_sizes(self, config: DictConfig, hf_config: PretrainedConfig) -> None:
         """Choose an attention that is installed."""
         attention.choose(config, hf_config, self.command)
 
     def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[str]:
-        """Each stage that needs far more memory than a GPU has, and all that needs flash-attn."""
+        """Each stage that needs far more memory than a GPU has, and parts that need flash-attn."""
         yield from attention.check_model(recipe.verl, hf_config, self.command)
         yield from memory.find_excess(recipe, hf_config.get_text_config())
 

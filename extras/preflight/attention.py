@@ -16,17 +16,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from extras.preflight import gpus
 from kit import features
-from kit.config.load import ACTOR, FSDP, MODEL
+from kit.config.load import ACTOR, FSDP
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FLASH_ATTENTION = "flash_attention_2"  # verl's default
 VARLEN = "torch_varlen"  # of SUBSTITUTE_MODULE
 SDPA = "sdpa"  # torch.nn.functional.scaled_dot_product_attention
 SUBSTITUTE_MODULE = "extras.without_flash_attn"
-INSTALL = "Install flash-attn (make math FLASH_ATTN=build)"
-PAGE = 'See docs/backends.md, "flash-attn".'
 PACKAGE = "flash_attn"
 PACKAGES = (PACKAGE, "kernels")  # transformers downloads the same kernel by `kernels`
 WINDOWS = ("sliding_window", "attention_chunk_size")  # of a model's configuration
@@ -57,18 +54,19 @@ def lacks_flash_attention(config: DictConfig, command: str) -> bool:
 def check_model(config: DictConfig, hf_config: PretrainedConfig, command: str) -> Iterator[str]:
     """A problem for each part of verl that calls flash-attn, which is not installed."""
     key = f"{ACTOR}.ulysses_sequence_parallel_size"
+    size = OmegaConf.select(config, key)
     kind = hf_config.model_type
-    needs = {}
-    if lacks_flash_attention(config, command) and OmegaConf.select(config, key) > 1:
-        needs[f"{key}={OmegaConf.select(config, key)}"] = f"set {key}=1"
     is_packed = config.actor_rollout_ref.model.use_remove_padding
     has_package = is_installed(PACKAGE) or not trains_here(config, command)
+    needs = {}
+    if lacks_flash_attention(config, command) and size > 1:  # with FSDP, so that it is set
+        needs[f"{key}={size}"] = f"set {key}=1"
     if kind in CALLS_FLASH_ATTENTION and is_packed and not has_package:
         needs[f"the model type {kind}"] = "use another model"
     for need, fix in needs.items():
         yield (
-            f"flash-attn is not installed, and verl needs it for {need}. {INSTALL}, or {fix}. "
-            f"{PAGE}"
+            f"flash-attn is not installed, and verl needs it for {need}. Install flash-attn "
+            f'(make math FLASH_ATTN=build), or {fix}. See docs/backends.md, "flash-attn".'
         )
 
 
@@ -119,26 +117,7 @@ def load_substitute(config: DictConfig) -> None:
 
 def describe(config: DictConfig, command: str) -> list[str]:
     """A line with the attention that replaces flash-attn, if any does."""
-    attention = config.actor_rollout_ref.model.override_config.get("attn_implementation")
-    if attention != VARLEN or not lacks_flash_attention(config, command):
-        return []
-    return [f"attention   {VARLEN}: flash-attn is not installed, so torch computes its part"]
-
-
-def warnings(config: DictConfig, command: str) -> Iterator[str]:
-    """An attention that is not installed, or that is slower than flash-attn."""
     if not lacks_flash_attention(config, command):
-        return
-    model = config.actor_rollout_ref.model
-    attention = model.override_config.attn_implementation
-    if attention == FLASH_ATTENTION:
-        yield (
-            f"{attention} is not installed. {INSTALL}, or set "
-            f"{MODEL}.override_config.attn_implementation={VARLEN}. {PAGE}"
-        )
-    elif attention == SDPA and model.use_remove_padding:
-        yield (
-            "flash-attn is not installed, so the trainer uses sdpa: results are the same, but "
-            "attention takes longer, because it covers all pairs of tokens of a micro-batch. "
-            f"{INSTALL}. {PAGE}"
-        )
+        return []
+    attention = config.actor_rollout_ref.model.override_config.attn_implementation
+    return [f"attention   {attention}: flash-attn is not installed"]

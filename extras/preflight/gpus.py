@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 
-MIN_DRIVER = 580  # of CUDA 13
 TIMEOUT_S = 20.0
 
 
@@ -57,15 +56,6 @@ def query(value: str) -> list[str]:
     return [line.strip() for line in lines]
 
 
-def find_old_driver() -> str:
-    """The version of a driver that is too old for CUDA 13. Empty if it is new enough."""
-    for version in query("driver_version"):
-        major = version.partition(".")[0]
-        if major.isdigit() and int(major) < MIN_DRIVER:
-            return version
-    return ""
-
-
 def main() -> None:
     """Start CUDA in this process. Print the number of GPUs."""
     import torch
@@ -76,7 +66,7 @@ def main() -> None:
         reason = str(error).strip().splitlines()[0]
         sys.exit(
             f"error: CUDA {torch.version.cuda} does not start: {reason} Check `nvidia-smi`: it "
-            f"must list the GPUs and a driver of {MIN_DRIVER} or newer."
+            f"must list the GPUs and a driver of 580 or newer."
         )
     print(torch.cuda.device_count())
 

@@ -7,7 +7,7 @@ experts is not estimated.
 
 The estimates were compared with one GPU, called "the H100" below: an NVIDIA H100 80GB HBM3, driver
 580.159.04, torch 2.11.0, vLLM 0.24.0, on 2026-11-26. Two random models of 402M and 176M parameters
-trained there (tests/extras/preflight/test_memory.py has the readings). Several GPUs, larger models
+trained there (tests/extras/test_preflight.py has the readings). Several GPUs, larger models
 and flash-attn were not compared.
 """
 
@@ -33,45 +33,28 @@ ASSUMED_GPU_BYTES = 80 * GIB  # if this node has no GPU
 # A recipe is refused if a stage needs more than this times the GPU's memory. Below it, the error of
 # the estimate may be larger than the shortage.
 REFUSED_FROM = 1.15
-OVERRIDE = "To start in spite of this estimate, set trainer.allow_memory_over_estimate=true. "
+OVERRIDE = "To start in spite of this estimate, set trainer.allow_memory_over_estimate=true."
 # Runtime overhead: Python, torch, Ray, verl and vLLM. For a CPU it is the part of the demo's memory
 # that the estimate does not explain (docs/performance.md). For a GPU it is what nvidia-smi showed
-# on the H100 during an update, minus what the trainer's allocator had reserved: 2.33 GiB and
-# 2.27 GiB with the two models. The CUDA contexts of trainer and vLLM take 0.5 GiB each. The rest is
-# libraries, kernels, NCCL of a group of one, and CUDA graphs.
+# on the H100 during an update, minus what the trainer's allocator had reserved.
 OVERHEAD = {"cpu": 6 * GIB, "cuda": 2.3 * GIB}
 NCCL_BUFFERS = 2 * GIB  # with several GPUs, in each process: a guess, not measured
-# vLLM takes activations, graphs and libraries from its fraction of the GPU. On the H100 the KV
-# cache was 0.9 and 0.7 GiB smaller than the fraction without the weights, with the two models.
+# vLLM takes activations, graphs and libraries from its fraction of the GPU (0.7 and 0.9 GiB there).
 VLLM_WORKSPACE = 0.8 * GIB
-NEEDED_FIELDS = (  # of the Hugging Face configuration
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-)
-# {stage: the key to lower if it does not fit}, in the order in which they are printed
+# of the Hugging Face configuration
+NEEDED_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# {stage: the key to lower if it does not fit}
 KEYS = {
     "generate": f"{ROLLOUT}.gpu_memory_utilization (on a CPU "
     "engine_kwargs.vllm.kv_cache_memory_bytes)",
-    "log-probs": f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
     "update": f"{ACTOR}.ppo_max_token_len_per_gpu",
     "critic": "critic.ppo_max_token_len_per_gpu",
-    "sync": f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
 }
 PAGE = 'See docs/guides/gpu.md, "4. Read the memory lines".'
 Bytes = dict[str, float]  # {part: bytes}
 
 
 # --- sizes of a model ----------------------------------------------------------------------------
-
-
-class ParameterCount(NamedTuple):
-    """The number of parameters."""
-
-    model: int
-    layer: int
 
 
 def head_widths(text_config: PretrainedConfig) -> tuple[int, int]:
@@ -87,13 +70,17 @@ def layer_outputs(text_config: PretrainedConfig) -> int:
     return 2 * sum(head_widths(text_config)) + 3 * text_config.intermediate_size
 
 
-def count_parameters(text_config: PretrainedConfig) -> ParameterCount:
-    """The parameters of a model and of one of its layers."""
-    hidden = text_config.hidden_size
-    layer = hidden * (layer_outputs(text_config) + 2)
+def count_layer(text_config: PretrainedConfig) -> int:
+    """The parameters of one layer."""
+    return int(text_config.hidden_size * (layer_outputs(text_config) + 2))
+
+
+def count_parameters(text_config: PretrainedConfig) -> int:
+    """The parameters of a model."""
     embeddings = 1 if getattr(text_config, "tie_word_embeddings", False) else 2
-    outside = (embeddings * text_config.vocab_size + 1) * hidden  # the embeddings and the last norm
-    return ParameterCount(text_config.num_hidden_layers * layer + outside, layer)
+    # the embeddings and the last norm
+    outside = (embeddings * text_config.vocab_size + 1) * text_config.hidden_size
+    return int(text_config.num_hidden_layers * count_layer(text_config) + outside)
 
 
 def activation_bytes(text_config: PretrainedConfig, itemsize: int) -> int:
@@ -132,7 +119,7 @@ def estimate_states(
 
     Weights and moments are in engine.model_dtype. An adapter is assumed to be on all linear layers.
     """
-    count = count_parameters(text_config).model
+    count = count_parameters(text_config)
     trained = count
     if model.lora_rank:
         widths = 7 * text_config.hidden_size + layer_outputs(text_config)
@@ -167,16 +154,15 @@ def estimate_pass(
     """
     engine = section.get("fsdp_config") or section.fsdp
     tokens = section.ppo_max_token_len_per_gpu
-    count = count_parameters(text_config)
     width = itemsize((engine.get("mixed_precision") or {}).get("param_dtype"))
     layers = text_config.num_hidden_layers
     activations = layers * activation_bytes(text_config, width)
     if model.enable_gradient_checkpointing:
         inputs = width * text_config.hidden_size * layers
         activations = inputs + activation_bytes(text_config, width)
-    gathered = count.model
+    gathered = count_parameters(text_config)
     if engine.reshard_after_forward:
-        gathered -= (layers - 2) * count.layer
+        gathered -= (layers - 2) * count_layer(text_config)
     parts = {"all-gathered": float(width * gathered), "activations": float(tokens * activations)}
     if section is recipe.actor and not recipe.model.use_fused_kernels:
         parts["logits"] = 3 * tokens * width * text_config.vocab_size
@@ -188,7 +174,7 @@ def estimate_rollout_engine(
 ) -> Bytes:
     """The memory of the rollout engine while it samples."""
     rollout = recipe.rollout
-    weights = itemsize(rollout.dtype) * count_parameters(text_config).model
+    weights = itemsize(rollout.dtype) * count_parameters(text_config)
     weights /= rollout.tensor_model_parallel_size
     workspace = 0.0 if recipe.trainer.device == "cpu" else VLLM_WORKSPACE
     cache = OmegaConf.select(rollout, "engine_kwargs.vllm.kv_cache_memory_bytes")
@@ -207,6 +193,13 @@ def cache_bytes_per_token(recipe: Recipe, text_config: PretrainedConfig) -> floa
     return float(numbers * itemsize(rollout.dtype) / rollout.tensor_model_parallel_size)
 
 
+def count_cached_episodes(recipe: Recipe, text_config: PretrainedConfig) -> int:
+    """The number of episodes of full length for which the KV cache has room."""
+    engine = estimate_rollout_engine(recipe, text_config, find_device(recipe).size)
+    length = recipe.rollout.max_model_len
+    return int(engine["KV cache"] / cache_bytes_per_token(recipe, text_config) / length)
+
+
 # --- the stages ----------------------------------------------------------------------------------
 
 
@@ -215,20 +208,16 @@ def estimate_stages(
 ) -> dict[str, Bytes]:
     """{stage: bytes of each part} on one device, for the stages of KEYS.
 
-    In `sync`, vLLM's weights are awake. Its KV cache wakes after the buckets are freed, so that it
-    belongs to `generate`.
+    Usually log-probs need less than the update, and a weight sync less than `generate`.
     """
     is_cpu = recipe.trainer.device == "cpu"
     overhead = OVERHEAD["cpu"] if is_cpu else OVERHEAD["cuda"]
     if recipe.all_gpus > 1 and not is_cpu:
         overhead += NCCL_BUFFERS
-    sampler = estimate_rollout_engine(recipe, text_config, device_bytes)
-    stages = {"generate": sampler}
+    stages = {"generate": estimate_rollout_engine(recipe, text_config, device_bytes)}
     if recipe.trains:
-        stages = estimate_training(recipe, text_config, sampler)
-    return {
-        stage: stages[stage] | {"runtime overhead": overhead} for stage in KEYS if stage in stages
-    }
+        stages = estimate_training(recipe, text_config, stages["generate"])
+    return {stage: parts | {"runtime overhead": overhead} for stage, parts in stages.items()}
 
 
 def estimate_training(
@@ -243,26 +232,11 @@ def estimate_training(
         return {"update": states | micro_batch}
     rollout = recipe.rollout
     is_separate = bool(rollout.nnodes and recipe.trainer.device != "cpu")
-    # what the engine keeps on the trainer's device while it sleeps, and while it gets new weights
+    # what the engine keeps on the trainer's device while it sleeps
     asleep = {} if is_separate or rollout.free_cache_engine else sampler
-    awake = {} if is_separate else asleep or {"engine weights": sampler["engine weights"]}
-    width = itemsize((engine.get("mixed_precision") or {}).get("param_dtype"))
-    tokens = rollout.log_prob_max_token_len_per_gpu
-    forward = {
-        "weights": states["weights"],
-        "all-gathered": micro_batch["all-gathered"],
-        "activations": tokens * activation_bytes(text_config, width),
-    }
-    if "logits" in micro_batch:
-        forward["logits"] = 2 * tokens * width * text_config.vocab_size
-    bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20
-    if is_separate and rollout.checkpoint_engine.backend == "nccl":
-        bucket *= 2  # verl sends one bucket while it fills the other
     stages = {
         "generate": ({} if is_separate else resident) | sampler,
-        "log-probs": resident | forward | asleep,
         "update": states | micro_batch | asleep,
-        "sync": resident | awake | {"bucket": bucket},
     }
     if "values" in recipe.arguments and not recipe.kit.resource_pools.critic:
         critic = recipe.verl.critic
@@ -306,7 +280,7 @@ def find_obstacle(recipe: Recipe, text_config: PretrainedConfig) -> str:
     """The reason why no estimate is possible. Empty if one is possible."""
     missing = [name for name in NEEDED_FIELDS if not getattr(text_config, name, None)]
     if missing:
-        return f"the model's recipe has no {', '.join(missing)}"
+        return f"the model's configuration has no {', '.join(missing)}"
     if expert_count(text_config):
         return "the model is a mixture of experts"
     if recipe.verl.model_engine != FSDP:
@@ -329,11 +303,10 @@ def describe(recipe: Recipe, text_config: PretrainedConfig) -> list[str]:
         lines.append(f"  {stage:9} {sum(parts.values()) / GIB:.1f}: {', '.join(sizes)}")
     if "generate" in stages:
         token = cache_bytes_per_token(recipe, text_config)
-        length = recipe.rollout.max_model_len
-        episodes = int(stages["generate"]["KV cache"] / token / length)
         lines.append(
-            f"KV cache    {token / 2**10:.0f} KiB a token: {episodes} concurrent episodes of "
-            f"{length} tokens"
+            f"KV cache    {token / 2**10:.0f} KiB a token: "
+            f"{count_cached_episodes(recipe, text_config)} concurrent episodes of "
+            f"{recipe.rollout.max_model_len} tokens"
         )
     return lines
 
@@ -345,16 +318,14 @@ def find_excess(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
     """
     is_allowed = recipe.kit.allow_memory_over_estimate or recipe.trainer.device == "cpu"
     if not is_allowed and not find_device(recipe).note:
-        yield from find_large_stages(recipe, text_config, REFUSED_FROM, OVERRIDE)
+        for problem in find_large_stages(recipe, text_config, REFUSED_FROM):
+            yield f"{problem} {OVERRIDE}"
 
 
 def find_large_stages(
-    recipe: Recipe, text_config: PretrainedConfig, factor: float = 1.0, override: str = ""
+    recipe: Recipe, text_config: PretrainedConfig, factor: float = 1.0
 ) -> Iterator[str]:
-    """Each stage that needs more than `factor` times the device's memory, and the key to change.
-
-    override: a sentence for the message.
-    """
+    """Each stage that needs more than `factor` times the device's memory, and the key to change."""
     if find_obstacle(recipe, text_config):
         return
     device = find_device(recipe)
@@ -363,7 +334,7 @@ def find_large_stages(
         if needed > factor * device.size:
             yield (
                 f"{stage} needs {needed / GIB:.1f} GiB, {describe_device(recipe, device)}. Lower "
-                f"{KEYS[stage]}, or raise trainer.n_gpus_per_node. {override}{PAGE}"
+                f"{KEYS[stage]}, or raise trainer.n_gpus_per_node. {PAGE}"
             )
 
 
@@ -375,8 +346,7 @@ def check_cache(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
     if recipe.command == "sft" or find_obstacle(recipe, text_config):
         return
     rollout = recipe.rollout
-    cache = estimate_rollout_engine(recipe, text_config, find_device(recipe).size)["KV cache"]
-    episodes = int(cache / cache_bytes_per_token(recipe, text_config) / rollout.max_model_len)
+    episodes = count_cached_episodes(recipe, text_config)
     needed = 1
     if recipe.command == "train" and recipe.trainer.device != "cpu":
         share = recipe.data.train_batch_size * rollout.n / recipe.replicas
@@ -384,7 +354,6 @@ def check_cache(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
     if episodes < needed:
         yield (
             f"The KV cache has room for {episodes} episodes of {rollout.max_model_len} tokens, "
-            f"and a vLLM replica samples up to {needed} concurrently, so that some wait. Raise "
-            f"{ROLLOUT}.gpu_memory_utilization (on a CPU engine_kwargs.vllm."
-            f"kv_cache_memory_bytes), or {ROLLOUT}.tensor_model_parallel_size. {PAGE}"
+            f"and a replica samples up to {needed} concurrently, so that some wait. Raise "
+            f"{KEYS['generate']}, or {ROLLOUT}.tensor_model_parallel_size. {PAGE}"
         )

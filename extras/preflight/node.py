@@ -1,16 +1,13 @@
-"""Check disk, shared memory, GPUs and packages of the node that a run starts on."""
+"""Check disk and shared memory of the node that a run starts on."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-
-from extras.preflight import attention, gpus, memory
+from extras.preflight import memory
 from extras.preflight.memory import GIB
 from kit.config.recipe import Recipe
 
@@ -26,10 +23,6 @@ def find_problems(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str
     if recipe.trains and not memory.find_obstacle(recipe, text_config):
         yield from check_disk(recipe, text_config)
     yield from check_shared_memory(recipe)
-    is_gpu_node = recipe.trainer.device != "cpu" and not memory.find_device(recipe).note
-    if is_gpu_node:  # else the run will use another node
-        yield from check_gpus(recipe)
-        yield from attention.warnings(recipe.verl, recipe.command)
 
 
 def check_disk(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
@@ -56,22 +49,6 @@ def check_disk(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
         )
 
 
-def check_driver(config: DictConfig) -> Iterator[str]:
-    """A problem if this node's driver is too old. The workers would fail minutes after starting.
-
-    With CUDA's forward compatibility package an older driver works. Then the user sets FORCE=1, as
-    for check_gpu_node.sh.
-    """
-    if config.trainer.device == "cpu" or os.environ.get("FORCE") == "1":
-        return
-    driver = gpus.find_old_driver()
-    if driver:
-        yield (
-            f"NVIDIA driver {driver} is too old for CUDA 13. Install driver {gpus.MIN_DRIVER} or "
-            "newer. Or install CUDA's forward compatibility package, and set FORCE=1."
-        )
-
-
 def check_shared_memory(recipe: Recipe) -> Iterator[str]:
     """/dev/shm has room for NCCL's messages and, on a CPU, for the weights that are sent.
 
@@ -87,15 +64,3 @@ def check_shared_memory(recipe: Recipe) -> Iterator[str]:
             f"/dev/shm has {free / GIB:.2f} GiB free, and the weight sync and NCCL need "
             f"{needed / GIB:.1f}. Start the container with a larger --shm-size."
         )
-
-
-def check_gpus(recipe: Recipe) -> Iterator[str]:
-    """The node has the GPUs that the run uses, and the package of the rollout engine."""
-    count = gpus.count_gpus()
-    needed = recipe.all_gpus
-    is_one_node = not recipe.verl.ray_kwargs.ray_init.get("address")
-    if is_one_node and count != needed:
-        yield f"This node has {count} GPUs, and the run uses {needed}. Set trainer.n_gpus_per_node."
-    engine = recipe.rollout.name
-    if recipe.command != "sft" and engine != "hf" and not attention.is_installed(engine):
-        yield f"{engine} is not installed. See docs/backends.md."

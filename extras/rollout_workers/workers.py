@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from omegaconf import OmegaConf
@@ -52,17 +52,6 @@ def divide_up(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-class WorkerResult(NamedTuple):
-    """The episodes of one call, and the worker's metrics after it.
-
-    greedy: with `baselines`, the greedy episodes, which only count as ended.
-    """
-
-    episodes: list[Episode]
-    greedy: list[Episode]
-    metrics: dict[str, float]
-
-
 class RolloutWorker:
     """One worker: a Ray actor."""
 
@@ -88,25 +77,18 @@ class RolloutWorker:
 
     async def rollout(
         self, requests: Sequence[EpisodeRequest], sampling: Sampling, baselines: bool
-    ) -> WorkerResult:
-        """Run episodes as inference.rollout does.
+    ) -> tuple[list[Episode], dict[str, float]]:
+        """Run episodes as inference.rollout does. Returns them with the worker's metrics.
 
         Raises RunError if the run has to end, and the errors of vLLM's servers.
         """
         rollout = inference.rollout_with_baselines if baselines else inference.rollout
         verifiers: Any = self.verifiers
-        ended: list[Episode] = []
-
-        def on_done(_index: int, episode: Episode) -> None:
-            ended.append(episode)
-
         try:
-            episodes = await rollout(requests, sampling, self.context, verifiers, on_done)
+            episodes = await rollout(requests, sampling, self.context, verifiers)
         except GymError as error:
             raise RunError(str(error)) from None
-        returned = {id(episode) for episode in episodes}
-        greedy = [episode for episode in ended if id(episode) not in returned]
-        return WorkerResult(episodes, greedy, self.limits.metrics())
+        return episodes, self.limits.metrics()
 
     async def set_policy_version(self, step: int) -> None:
         """Record that the vLLM servers have the weights of a step."""
@@ -166,50 +148,46 @@ class RolloutWorkers:
     ) -> list[Episode]:
         """Run episodes as inference.rollout does, or with `baselines` rollout_with_baselines.
 
-        When the last episode of a group ends, `on_done` is called for each episode of the group,
-        also for a greedy one, with the number of the group as index.
+        When the last episode of a group ends, `on_done` is called for each of them, and with
+        `baselines` once more, since the greedy episode counts, too.
         """
         group_indices: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             group_indices.setdefault(request.id.group_id, []).append(index)
         episodes: list[Any] = [None] * len(requests)
 
-        async def run_group(worker: Any, number: int, indices: list[int]) -> None:
+        async def run_group(worker: Any, indices: list[int]) -> None:
             group = [requests[index] for index in indices]
-            result = await self._call(worker, group, sampling, baselines)
-            for index, episode in zip(indices, result.episodes, strict=True):
+            ended = await self._call(worker, group, sampling, baselines)
+            for index, episode in zip(indices, ended, strict=True):
                 episodes[index] = episode
                 on_done(index, episode)
-            for episode in result.greedy:
-                on_done(number, episode)
+            if baselines:
+                on_done(indices[0], ended[0])
 
         workers = itertools.cycle(self.workers)
-        groups = enumerate(group_indices.values())
-        calls = [run_group(next(workers), number, indices) for number, indices in groups]
+        calls = [run_group(next(workers), indices) for indices in group_indices.values()]
         await asyncio.gather(*calls)
         return episodes
 
     async def _call(
         self, worker: Any, group: list[EpisodeRequest], sampling: Sampling, baselines: bool
-    ) -> WorkerResult:
+    ) -> list[Episode]:
         """Run one group in a worker. Raises the worker's own exceptions, not Ray's."""
+        episodes: list[Episode]
         try:
-            result = await worker.rollout.remote(group, sampling, baselines)
+            call = worker.rollout.remote(group, sampling, baselines)
+            episodes, self.worker_metrics[worker] = await call
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
-        self.worker_metrics[worker] = result.metrics
-        for episode in result.episodes:
+        for episode in episodes:
             if episode.status == "ok" and not episode.policy_versions:  # a server has run it
-                self._take_samples(episode)
-        return result
-
-    def _take_samples(self, episode: Episode) -> None:
-        """Take the episode's samples from the policy endpoint, which is in this process."""
-        assert self.context.samples
-        try:
-            inference.take_samples(episode, self.context.samples)
-        except GymError as error:
-            inference.record_failure(episode, error)
+                assert self.context.samples  # of the policy endpoint, which is in this process
+                try:
+                    inference.take_samples(episode, self.context.samples)
+                except GymError as error:
+                    inference.record_failure(episode, error)
+        return episodes
 
     def set_policy_version(self, step: int) -> None:
         """Record in all workers that the vLLM servers have the weights of a step."""

@@ -6,7 +6,6 @@ killed driver stay.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kit.features import Feature
@@ -22,7 +21,6 @@ class Supervisor(Feature):
         """Start the process monitor."""
         from extras.supervisor.process_monitor import ProcessMonitor
 
-        checkpoints = Path(launch.recipe.trainer.default_local_dir)
         stages = launch.run.stages
-        monitor = ProcessMonitor(launch.logs, checkpoints, stages.report_lost)
+        monitor = ProcessMonitor(launch.logs, stages.report_lost)
         stages.monitor = launch.stack.enter_context(monitor)

@@ -41,17 +41,15 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessMonitor:
-    """Use as `with ProcessMonitor(logs, checkpoints, report)` around ray.init and ray.shutdown.
+    """Use as `with ProcessMonitor(logs, report)` around ray.init and ray.shutdown.
 
     Call `stop_watching` before ray.shutdown.
 
-    checkpoints: the run's folder of checkpoints.
     report: called once, from the thread, with a message about a lost process.
     """
 
-    def __init__(self, logs: Path, checkpoints: Path, report: Callable[[str], None]):
+    def __init__(self, logs: Path, report: Callable[[str], None]):
         self.logs = logs
-        self.checkpoints = checkpoints
         self.report = report
         self.started_at = time.time()  # wall clock, like file times
         self.excluded: set[int] = set()  # processes of trackers, which end after the run
@@ -68,7 +66,7 @@ class ProcessMonitor:
     def __enter__(self) -> ProcessMonitor:
         script = str(Path(__file__).with_name("reaper.py"))
         self.reaper = subprocess.Popen(
-            [sys.executable, "-P", script, str(os.getpid()), str(self.checkpoints)],
+            [sys.executable, "-P", script, str(os.getpid())],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
@@ -172,25 +170,13 @@ def remove_leftovers(started_at: float) -> None:
 
 
 def list_used_inodes() -> set[int]:
-    """Return the inodes in /dev/shm that any process has mapped or open.
+    """Return the inodes in /dev/shm that any process has mapped.
 
     Names would not identify them: glibc maps a semaphore before it gives it the final name.
     """
     inodes: set[int] = set()
-    for process in Path("/proc").glob("[0-9]*"):
+    for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
-            maps = (process / "maps").read_text().splitlines()
-            inodes |= {int(line.split()[4]) for line in maps if "/dev/shm/" in line}
-            inodes |= _list_open_inodes(process / "fd")
-    return inodes
-
-
-def _list_open_inodes(descriptors: Path) -> set[int]:
-    """Return the inodes in /dev/shm that a process has open. descriptors: /proc/PID/fd."""
-    inodes = set()
-    for link in os.listdir(descriptors):
-        path = descriptors / link
-        with contextlib.suppress(OSError):  # it has just been closed
-            if os.readlink(path).startswith("/dev/shm/"):
-                inodes.add(path.stat().st_ino)
+            lines = maps.read_text().splitlines()
+            inodes |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
     return inodes

@@ -3,11 +3,10 @@
 It kills the run's other processes and removes their temporary files. A driver may be killed by a
 user, by Ray, or by the kernel when memory is low.
 
-    python -P extras/supervisor/reaper.py DRIVER_PID CHECKPOINTS
+    python -P extras/supervisor/reaper.py DRIVER_PID
 
-CHECKPOINTS: the run's folder of checkpoints. process_monitor.py starts it and writes to its stdin:
-each line is a TMPDIR that only processes of this run use. The last text, `end`, means that the run
-has cleaned up itself.
+process_monitor.py starts it and writes to its stdin: each line is a TMPDIR that only processes of
+this run use. The last text, `end`, means that the run has cleaned up itself.
 """
 
 from __future__ import annotations
@@ -69,15 +68,6 @@ def list_processes(folders: Collection[str]) -> dict[int, psutil.Process]:
     return processes
 
 
-def describe_checkpoint(checkpoints: Path) -> str:
-    """Return which checkpoint is the last one, and how to resume from it."""
-    pointer = checkpoints / "latest_checkpointed_iteration.txt"
-    if not pointer.is_file():
-        return "No checkpoint was saved"
-    path = checkpoints / f"global_step_{pointer.read_text().strip()}"
-    return f"Last checkpoint: {path}. Rerun the same command to resume from it"
-
-
 def main() -> None:
     """Wait for the end of the driver. If it has not cleaned up, report that and clean up."""
     started_at = time.time()
@@ -86,9 +76,11 @@ def main() -> None:
     if last == "end":
         return
     clean_up(folders, started_at)
-    text = f"the driver (pid {driver_pid}) died, so the run ended."
-    text += f" {describe_checkpoint(Path(sys.argv[2]))}"
-    print(f'error: {text}. See docs/troubleshooting.md, "Resume".', file=sys.stderr)
+    print(
+        f"error: the driver (pid {driver_pid}) died, so the run ended. Rerun the same command to "
+        'resume from its last checkpoint. See docs/troubleshooting.md, "Resume".',
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.model import extract_multi_modal_inputs
 from verl.workers.engine.base import EngineRegistry
 
-from kit.cpu.packed_layout import MAX_GRID_KEYS, Grid, Layout, lay_out
+from kit.cpu.packed_layout import MAX_GRID_KEYS, Grid, Layout, find_unique_prompts, lay_out
 from kit.rollout.packing_trial import monkey_patch_engine
 
 Context = Any  # of a torch.autograd.Function; torch has no type for what it holds
@@ -250,13 +250,6 @@ def scale_logits(
     return ScaleInPlace.apply(logits, temperature.clamp(min=1e-8).to(logits.dtype))
 
 
-def monkey_patch_logits() -> None:
-    """Have verl's engine compute log-probs and entropy together, in tiles and in place."""
-    fsdp.logprobs_from_logits = logprobs_from_logits
-    fsdp._scale_logits_by_temperature = scale_logits
-    verl_F.entropy_from_logits = entropy_from_logits
-
-
 # --- micro-batches -------------------------------------------------------------------------------
 
 verl_prepare_micro_batches = fsdp.prepare_micro_batches
@@ -272,29 +265,21 @@ def prepare_micro_batches(
     """
     if not tu.get_non_tensor_data(data, "use_dynamic_bsz", True) or "prompts" not in data:
         return verl_prepare_micro_batches(data, dp_group, **options)
-    rows = [row.tolist() for row in data["input_ids"].unbind()]
-    prompt_lengths = count_prompt_tokens(data).tolist()
-    images = data["image"].tolist() if "image" in data else [0] * len(rows)
-    # Sorted, so that the same rows in another order have the same micro-batches.
-    order = sorted(range(len(rows)), key=lambda i: (rows[i], images[i]))
-    costs = []  # tokens to compute, in this order
-    prompts = set()
-    for i in order:
-        prompt = (images[i], *rows[i][: prompt_lengths[i]])
-        is_repeated = prompt in prompts
-        costs.append(len(rows[i]) - (prompt_lengths[i] if is_repeated else 0))
-        prompts.add(prompt)
+    prompt_lengths = count_prompt_tokens(data)
+    unique = find_unique_prompts(data["input_ids"], prompt_lengths, data.get("image", None))
+    tokens = data["input_ids"].offsets().diff() - prompt_lengths  # [B] to compute for each row
+    tokens[unique.prompt_rows] += prompt_lengths[unique.prompt_rows]
+    costs = tokens[unique.order].tolist()
     needed = math.ceil(sum(costs) / data["max_token_len_per_gpu"])
-    count = torch.tensor(min(len(rows), needed))
+    count = torch.tensor(min(len(costs), needed))
     torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=dp_group)
-    parts = split_by_cost(order, costs, int(count))
+    parts = split_by_cost(unique.order, costs, int(count))
     return [tu.index_select_tensor_dict(data, part) for part in parts], parts
 
 
 def count_prompt_tokens(data: TensorDict) -> torch.Tensor:
     """Return the lengths of the prompts [B]: verl's mask covers prompts first, then responses."""
-    width = data["prompts"].shape[1]
-    return data["attention_mask"][:, :width].sum(dim=1)
+    return data["attention_mask"][:, : data["prompts"].shape[1]].sum(dim=1)
 
 
 def split_by_cost(rows: Sequence[int], costs: Sequence[int], count: int) -> list[list[int]]:
@@ -314,11 +299,6 @@ def split_by_cost(rows: Sequence[int], costs: Sequence[int], count: int) -> list
         parts[current].append(row)
         cost_before += cost
     return parts
-
-
-def monkey_patch_micro_batches() -> None:
-    """Have verl's engine split batches so that shared prompts stay together."""
-    fsdp.prepare_micro_batches = prepare_micro_batches  # type: ignore[assignment]
 
 
 # --- verl's engines ------------------------------------------------------------------------------
@@ -427,6 +407,13 @@ def nest(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
-monkey_patch_logits()
-monkey_patch_micro_batches()
+def monkey_patch_verl() -> None:
+    """Have verl's engine use this file's functions of logits and micro-batches."""
+    fsdp.logprobs_from_logits = logprobs_from_logits
+    fsdp._scale_logits_by_temperature = scale_logits
+    verl_F.entropy_from_logits = entropy_from_logits
+    fsdp.prepare_micro_batches = prepare_micro_batches  # type: ignore[assignment]
+
+
+monkey_patch_verl()
 monkey_patch_engine()

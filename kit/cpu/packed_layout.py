@@ -17,7 +17,7 @@ of all responses, n rows of a grid, L queries and P prompt keys of a grid's row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,36 +28,25 @@ ASSUMED_HEADS = 16  # of the model, to compute that limit
 MIN_LENGTH_BITS = 6  # rows below 64 tokens share a grid: smaller kernels do not pay off
 
 
-class Span(NamedTuple):
-    """Tokens that follow each other in a row."""
-
-    start: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        """The position behind the last token."""
-        return self.start + self.length
-
-    def positions(self) -> torch.Tensor:
-        """The tokens' positions [length]."""
-        return torch.arange(self.start, self.end)
-
-
 class UniquePrompts(NamedTuple):
-    """The distinct prompts of a micro-batch, and the responses to them, as spans of verl's row."""
+    """The rows of a micro-batch, sorted by their token ids, and their distinct prompts."""
 
-    prompts: list[Span]  # each where it comes first
-    prompt_rows: list[int]  # of each prompt: the row of B where it comes first
-    responses: list[Span]  # [B], in the order of the packed row
-    prompt_indices: list[int]  # [B] of each response: the index of its prompt
+    order: list[int]  # [B] the rows, in the order of their responses in the packed row
+    prompt_indices: list[int]  # [B] of each of them: the index of its prompt
+    prompt_rows: list[int]  # of each distinct prompt: the row of B where it comes first
 
 
-class GridRow(NamedTuple):
-    """A row of a grid, as spans of the packed row."""
+class GridRows(NamedTuple):
+    """Rows of grids, as spans of the packed row: the queries, and the prompt of a response."""
 
-    queries: Span  # a prompt or a response
-    prompt: Span  # the response's prompt; empty if the queries are a prompt
+    query_starts: torch.Tensor  # [n]
+    query_lengths: torch.Tensor  # [n]
+    prompt_starts: torch.Tensor  # [n]
+    prompt_lengths: torch.Tensor  # [n] 0 if the queries are a prompt
+
+    def select(self, index: list[int]) -> GridRows:
+        """Return some of the rows."""
+        return GridRows(*(values[index] for values in self))
 
 
 class Grid(NamedTuple):
@@ -92,82 +81,87 @@ def lay_out(
     images: [B], rows with the same number have the same images.
     """
     unique = find_unique_prompts(ids, prompt_lengths, images)
-    sources = [*unique.prompts, *unique.responses]  # spans of T, in the order of U
-    starts = itertools.accumulate((span.length for span in sources), initial=0)
-    # the same tokens as spans of U
-    packed = [Span(start, span.length) for start, span in zip(starts, sources, strict=False)]
-    prompts = packed[: len(unique.prompts)]
-    rows = [
-        GridRow(response, prompts[index])
-        for response, index in zip(packed[len(prompts) :], unique.prompt_indices, strict=True)
-    ]
-    grids = make_grids([GridRow(prompt, Span(0, 0)) for prompt in prompts])
-    grids += make_grids([row for row in rows if row.queries.length])
-    gather_index = torch.cat([span.positions() for span in sources])
-    response_positions = [span.positions() - 1 for span in unique.responses]
+    offsets = ids.offsets()  # type: ignore[attr-defined]
+    lengths = prompt_lengths[unique.prompt_rows]  # of each distinct prompt
+    response_starts = (offsets[:-1] + prompt_lengths)[unique.order]  # in T
+    response_lengths = (offsets.diff() - prompt_lengths)[unique.order]
+    source_starts = torch.cat([offsets[unique.prompt_rows], response_starts])  # in T
+    source_lengths = torch.cat([lengths, response_lengths])
+    packed_starts = source_lengths.cumsum(0) - source_lengths  # of the same spans in U
+    prompts = GridRows(packed_starts[: len(lengths)], lengths, 0 * lengths, 0 * lengths)
+    responses = GridRows(
+        query_starts=packed_starts[len(lengths) :],
+        query_lengths=response_lengths,
+        prompt_starts=prompts.query_starts[unique.prompt_indices],
+        prompt_lengths=lengths[unique.prompt_indices],
+    )
+    grids = make_grids(prompts)
+    grids += make_grids(responses.select(response_lengths.nonzero().flatten().tolist()))
+    gather_index = list_positions(source_starts, source_lengths)
     return Layout(
         gather_index=gather_index,
-        packed_positions=find_packed_positions(ids.values().numel(), unique.responses, rows),
-        response_positions=torch.cat(response_positions),
-        response_lengths=torch.tensor([span.length for span in unique.responses]),
+        packed_positions=find_packed_positions(response_starts, responses),
+        response_positions=list_positions(response_starts - 1, response_lengths),
+        response_lengths=response_lengths,
         grids=grids,
         inverse_index=invert_grids(grids, len(gather_index)),
         prompt_rows=unique.prompt_rows,
     )
 
 
+def list_positions(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the positions of all tokens of spans: starts [n], lengths [n] -> [their sum]."""
+    spans = zip(starts.tolist(), lengths.tolist(), strict=True)
+    return torch.cat([torch.arange(start, start + length) for start, length in spans])
+
+
 def find_unique_prompts(
     ids: torch.Tensor, prompt_lengths: torch.Tensor, images: torch.Tensor | None
 ) -> UniquePrompts:
     """Find the distinct prompts. Two prompts are the same if their ids and images are."""
-    offsets = ids.offsets().tolist()  # type: ignore[attr-defined]
     tokens = ids.values().tolist()
+    offsets = ids.offsets().tolist()  # type: ignore[attr-defined]
+    rows = [tokens[start:end] for start, end in itertools.pairwise(offsets)]
     lengths = prompt_lengths.tolist()
-    image_numbers = [0] * len(lengths) if images is None else images.tolist()
-
-    def ids_and_images(row: int) -> tuple[list[int], int]:
-        return tokens[offsets[row] : offsets[row + 1]], image_numbers[row]
-
-    unique = UniquePrompts([], [], [], [])
-    index_of: dict[tuple[int, ...], int] = {}  # image number and ids -> index of the prompt
+    image_numbers = [0] * len(rows) if images is None else images.tolist()
     # Sorted, so that the same rows in another order have the same layout and rounding.
-    for row in sorted(range(len(lengths)), key=ids_and_images):
-        prompt = Span(offsets[row], lengths[row])
-        key = (image_numbers[row], *tokens[prompt.start : prompt.end])
+    order = sorted(range(len(rows)), key=lambda row: (rows[row], image_numbers[row]))
+    unique = UniquePrompts(order, [], [])
+    index_of: dict[tuple[int, ...], int] = {}  # image number and ids -> index of the prompt
+    for row in order:
+        key = (image_numbers[row], *rows[row][: lengths[row]])
         if key not in index_of:
-            index_of[key] = len(unique.prompts)
-            unique.prompts.append(prompt)
+            index_of[key] = len(index_of)
             unique.prompt_rows.append(row)
         unique.prompt_indices.append(index_of[key])
-        unique.responses.append(Span(prompt.end, offsets[row + 1] - prompt.end))
     return unique
 
 
-def find_packed_positions(
-    size: int, responses: Sequence[Span], rows: Sequence[GridRow]
-) -> torch.Tensor:
+def find_packed_positions(response_starts: torch.Tensor, responses: GridRows) -> torch.Tensor:
     """Return the position in the packed row of each token of verl's row [T].
 
-    size: T. responses: spans of T. rows: the same responses with their prompts, as spans of U.
+    response_starts: [B] where these responses start in T, each behind its prompt.
     """
-    positions = torch.empty(size, dtype=torch.long)
-    for response, row in zip(responses, rows, strict=True):
-        positions[response.start - row.prompt.length : response.start] = row.prompt.positions()
-        positions[response.start : response.end] = row.queries.positions()
+    _, lengths, _, prompt_lengths = responses
+    positions = torch.empty(int(lengths.sum() + prompt_lengths.sum()), dtype=torch.long)
+    in_prompts = list_positions(response_starts - prompt_lengths, prompt_lengths)
+    positions[in_prompts] = list_positions(responses.prompt_starts, prompt_lengths)
+    in_responses = list_positions(response_starts, lengths)
+    positions[in_responses] = list_positions(responses.query_starts, lengths)
     return positions
 
 
-def make_grids(rows: Sequence[GridRow]) -> list[Grid]:
+def make_grids(rows: GridRows) -> list[Grid]:
     """Return grids of rows with similar lengths, which are between the same powers of two."""
-    similar: dict[tuple[int, int], list[GridRow]] = {}
-    for row in rows:
-        key = (length_class(row.queries.length), length_class(row.prompt.length))
-        similar.setdefault(key, []).append(row)
+    similar: dict[tuple[int, int], list[int]] = {}
+    lengths = zip(rows.query_lengths.tolist(), rows.prompt_lengths.tolist(), strict=True)
+    for row, (queries, prompt) in enumerate(lengths):
+        similar.setdefault((length_class(queries), length_class(prompt)), []).append(row)
     grids = []
     for members in similar.values():
-        size = max_rows(members)
+        size = max_rows(rows.select(members))
         for start in range(0, len(members), size):
-            grids.append(make_grid(members[start : start + size]))
+            grids.append(make_grid(rows.select(members[start : start + size])))
     return grids
 
 
@@ -176,21 +170,18 @@ def length_class(length: int) -> int:
     return max(MIN_LENGTH_BITS, length.bit_length())
 
 
-def max_rows(rows: Sequence[GridRow]) -> int:
+def max_rows(rows: GridRows) -> int:
     """Return how many of these rows a grid may hold."""
-    queries = max(row.queries.length for row in rows)
-    keys = queries + max(row.prompt.length for row in rows)
+    queries = int(rows.query_lengths.max())
+    keys = queries + int(rows.prompt_lengths.max())
     if keys > MAX_GRID_KEYS:
         return 1
     return max(1, MAX_GRID_SCORES // (ASSUMED_HEADS * queries * keys))
 
 
-def make_grid(rows: Sequence[GridRow]) -> Grid:
+def make_grid(rows: GridRows) -> Grid:
     """Return the grid of some rows."""
-    start = column(row.queries.start for row in rows)
-    length = column(row.queries.length for row in rows)
-    prompt_start = column(row.prompt.start for row in rows)
-    prompt_length = column(row.prompt.length for row in rows)
+    start, length, prompt_start, prompt_length = (values[:, None] for values in rows)  # [n, 1]
     offset = torch.arange(int(length.max()))  # [L]
     prompt_offset = torch.arange(int(prompt_length.max()))  # [P]
     query_index = start + offset.minimum(length - 1)  # [n, L]
@@ -198,22 +189,17 @@ def make_grid(rows: Sequence[GridRow]) -> Grid:
     is_beyond_prompt = (prompt_offset >= prompt_length)[:, None]  # [n, 1, P]
     is_later = offset > offset[:, None]  # [L, L]
     attn_mask = torch.cat(
-        [is_beyond_prompt.expand(-1, len(offset), -1), is_later.expand(len(rows), -1, -1)], dim=2
+        [is_beyond_prompt.expand(-1, len(offset), -1), is_later.expand(len(start), -1, -1)], dim=2
     )  # [n, L, P+L]
     return Grid(
         query_index=query_index,
         is_query=offset < length,
         key_index=torch.cat([prompt_index, query_index], dim=1),
         key_positions=torch.cat(
-            [prompt_offset.expand(len(rows), -1), prompt_length + offset], dim=1
+            [prompt_offset.expand(len(start), -1), prompt_length + offset], dim=1
         ),
         attn_mask=attn_mask[:, None, None],
     )
-
-
-def column(values: Iterable[int]) -> torch.Tensor:
-    """Return numbers as a tensor [n, 1]."""
-    return torch.tensor(list(values)).unsqueeze(-1)
 
 
 def invert_grids(grids: Sequence[Grid], size: int) -> torch.Tensor:

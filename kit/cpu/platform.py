@@ -225,36 +225,14 @@ monkey_patch_critic_attention()
 
 # --- verl's platform -----------------------------------------------------------------------------
 
-
-def make_device_module() -> types.ModuleType:
-    """Return torch.cpu with the functions of torch.cuda that verl calls.
-
-    Those for memory return 0; those for the device do nothing.
-    """
-    module = types.ModuleType("torch_cpu")
-    functions = vars(module)
-    functions.update(vars(torch.cpu))
-    for name in ("empty_cache", "ipc_collect", "set_device", "synchronize"):
-        functions[name] = do_nothing
-    functions["reset_peak_memory_stats"] = do_nothing
-    for name in ("memory_allocated", "memory_reserved"):
-        functions[name] = return_zero
-        functions[f"max_{name}"] = return_zero
-    functions["mem_get_info"] = read_memory
-    functions["get_device_name"] = lambda *_: "CPU"
-    functions["manual_seed"] = torch.manual_seed
-    functions["manual_seed_all"] = torch.manual_seed
-    functions["get_rng_state"] = torch.get_rng_state
-    functions["set_rng_state"] = torch.set_rng_state
-    return module
+WITHOUT_EFFECT = (
+    *("empty_cache", "ipc_collect", "set_device", "synchronize", "reset_peak_memory_stats"),
+    *("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"),
+)
 
 
-def do_nothing(*_: object) -> None:
-    """Accept any arguments."""
-
-
-def return_zero(*_: object) -> int:
-    """Return 0 for any arguments."""
+def return_zero(*_: object, **__: object) -> int:
+    """Return 0 for any arguments, as the memory in use and for what a CPU need not do."""
     return 0
 
 
@@ -262,6 +240,20 @@ def read_memory(*_: object) -> tuple[int, int]:
     """Return the host's available and total memory in bytes."""
     memory = psutil.virtual_memory()
     return memory.available, memory.total
+
+
+def make_device_module() -> types.ModuleType:
+    """Return torch.cpu with the functions of torch.cuda that verl calls."""
+    module = types.ModuleType("torch_cpu")
+    functions = vars(module)
+    functions.update(vars(torch.cpu))
+    functions.update(dict.fromkeys(WITHOUT_EFFECT, return_zero))
+    functions["mem_get_info"] = read_memory
+    functions["get_device_name"] = lambda *_: "CPU"
+    functions["manual_seed"] = functions["manual_seed_all"] = torch.manual_seed
+    functions["get_rng_state"] = torch.get_rng_state
+    functions["set_rng_state"] = torch.set_rng_state
+    return module
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -299,10 +291,8 @@ class PlatformCPU(PlatformBase):
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
 
-    def skip(self, *_: object, **__: object) -> None:
-        """Do nothing, where a CPU has nothing to do."""
-
-    set_device = synchronize = set_allocator_settings = empty_cache = skip
-    profiler_start = profiler_stop = cudart = skip
+    no_effect: Any = staticmethod(return_zero)
+    set_device = synchronize = set_allocator_settings = empty_cache = no_effect
+    profiler_start = profiler_stop = cudart = no_effect
     nvtx_range = contextlib.nullcontext  # type: ignore[assignment]
     manual_seed = manual_seed_all = staticmethod(torch.manual_seed)  # type: ignore[assignment]

@@ -29,8 +29,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -39,8 +37,6 @@ GROUND_TRUTH_KEYS = ("ground_truth", "expected_answer", "answer", "final_answer"
 PLACES = ("reward_model.ground_truth", *GROUND_TRUTH_KEYS, "extra_info")  # for messages
 # Texts that pandas and Python write for a missing value, and marks of data sets.
 MISSING = re.compile(r"None|nan|NaN|<NA>|NaT|null|(?i:n/a|not[ _]?found|proof)")
-WORDS = re.compile(r"[^\W\d_]{3,}( [^\W\d_]+)*")  # no value that a parser of mathematics reads
-VERDICTS = ("yes", "true", "false")  # answers that many rows may share
 LIST_STARTS = ('["', "['")  # of a list of texts that was written as text
 BOX = "\\boxed{"
 SPACED_BOX = re.compile(r"\\boxed\s+\{")
@@ -88,20 +84,6 @@ def is_empty(value: object) -> bool:
     if isinstance(value, dict):
         return all(is_empty(member) for member in value.values())
     return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def find_marks(rows: Sequence[Json]) -> dict[str, int]:
-    """Find words that are the ground truth of many rows, while most have a value: {word: rows}.
-
-    Such a word may be a mark of the data set for a row without an answer.
-    """
-    values = [find_ground_truth(row) for row in rows]
-    texts = [value.strip() for value in values if isinstance(value, str)]
-    words = Counter(text for text in texts if WORDS.fullmatch(text))
-    if words.total() >= len(values) / 2:
-        return {}
-    least = max(3, 0.01 * len(values))
-    return {word: n for word, n in words.items() if n >= least and word.lower() not in VERDICTS}
 
 
 # --- read -----------------------------------------------------------------------------------------

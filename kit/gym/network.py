@@ -1,24 +1,24 @@
-"""HTTP requests with a deadline and a size limit, ports, and waiting for Gym servers.
+"""Ports, and requests to Gym servers before a run.
 
 Only the driver uses this module. Episodes use gym_client.py, with sessions and retries.
 """
 
 from __future__ import annotations
 
-import errno
-import ipaddress
+import contextlib
+import random
 import re
-import secrets
 import socket
 import time
 from itertools import chain
 from pathlib import Path
 from subprocess import Popen
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
 import yaml
+from httpx import HTTPError, InvalidURL
 from yaml import YAMLError
 
 from env import Json
@@ -29,7 +29,10 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 90.0  # a Gym server imports for 3 to 30 s before it answers
 CHECK_TIMEOUT_S = 5.0  # for the answer to one check
 MAX_BODY_BYTES = 2**22  # of the answer to a check: as objects it takes 100 MB
-HOST_NAME = re.compile(r"[\w.:-]+", re.ASCII)  # or an IPv6 address
+# In a random order. They are above the ports of Ray's workers and below those that Linux gives to
+# outgoing connections: both could take a port before the server listens.
+ports = iter(random.SystemRandom().sample(range(20000, 32768), 12768))
+HOST_NAME = re.compile(r"[\w.-]+", re.ASCII)
 # What code for one form of JSON raises for another.
 WRONG_SHAPES = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 
@@ -38,57 +41,7 @@ class GymStartError(QuotingError, RuntimeError):
     """A Gym server does not answer or did not start. The message includes the fix."""
 
 
-class FetchError(QuotingError, RuntimeError):
-    """A request has no usable answer. The message is the reason."""
-
-
-def fetch(
-    url: str,
-    method: str = "GET",
-    timeout_s: float = CHECK_TIMEOUT_S,
-    use_proxy: bool = False,
-    **request: Any,  # as for httpx
-) -> httpx.Response:
-    """Send one request and read the whole answer, within a timeout and a size limit.
-
-    use_proxy: whether to use the proxy of the environment. request: headers and json, as for httpx.
-    A redirect is an error, because another host must not receive the request. Raises FetchError.
-    """
-    # uncompressed, so that a short body cannot become a long one
-    headers = {**request.pop("headers", {}), "Accept-Encoding": "identity"}
-    end = time.monotonic() + timeout_s
-    try:
-        with (
-            httpx.Client(timeout=timeout_s, trust_env=use_proxy) as http,
-            http.stream(method, url, headers=headers, **request) as answer,
-        ):
-            body = read_body(answer, end)
-    except httpx.TimeoutException:
-        raise FetchError(
-            f"no complete answer of at most {MAX_BODY_BYTES:,} bytes within {timeout_s:.1f} s"
-        ) from None
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise FetchError(f"{type(error).__name__}: {error}") from None
-    if answer.has_redirect_location:
-        target = answer.headers["location"]
-        raise FetchError(f"HTTP {answer.status_code} redirects to {target}. Set that URL instead.")
-    return httpx.Response(answer.status_code, content=body)
-
-
-def read_body(answer: httpx.Response, end: float) -> bytes:
-    """Read a body until `end`, of time.monotonic(). The timeout of httpx is that of each part."""
-    body = bytearray()
-    for part in answer.iter_raw():
-        body += part
-        if len(body) > MAX_BODY_BYTES or time.monotonic() > end:
-            raise httpx.ReadTimeout("a long or slow body")
-    return bytes(body)
-
-
 # --- ports ---------------------------------------------------------------------------------------
-
-
-chosen_ports: set[int] = set()  # of this process: servers may not listen on theirs yet
 
 
 def check_address(section: str, host: str, port: int | None) -> None:
@@ -108,22 +61,13 @@ def check_address(section: str, host: str, port: int | None) -> None:
 def find_free_port(host: str = HOST) -> int:
     """Return a port on which nothing listens now, and which no earlier call returned.
 
-    The range is 20000 to 32767: above the ports of Ray's workers and below the ports that Linux
-    gives to outgoing connections. Both could take the port while the new server still imports.
-    Raises OSError if `host` is not an address of this machine (check_address).
+    Raises OSError if there is none, or if `host` is not an address of this machine (check_address).
     """
-    while True:
-        port = 20000 + secrets.randbelow(12768)
-        try:
-            with socket.socket() as probe:
-                probe.bind((host, port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            continue
-        if port not in chosen_ports:
-            chosen_ports.add(port)
+    for port in ports:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((host, port))
             return port
+    raise OSError(f"no free port on {host}")
 
 
 # --- Gym servers ---------------------------------------------------------------------------------
@@ -152,10 +96,14 @@ def wait_ready(
             problem = f"it exited with status {process.poll()}"
             break
         try:
-            answer = fetch(f"{url}/openapi.json", timeout_s=CHECK_TIMEOUT_S)
-            return check_answer(name, url, kind, answer, is_own=bool(process))
-        except FetchError as error:
-            problem = str(error)
+            answer = get(f"{url}/openapi.json")
+            problem = f"HTTP {answer.status_code} from /openapi.json"
+            if answer.status_code == 200:
+                return check_kind(name, url, kind, list_kinds(parse_routes(answer.json(), url)))
+            if not process and f"http_{answer.status_code}" in UNDESCRIBED:
+                return None
+        except (HTTPError, InvalidURL, GymError, ValueError, RecursionError) as error:
+            problem = f"{type(error).__name__}: {error}"
         time.sleep(0.2)
     if process:
         raise GymStartError(
@@ -169,21 +117,29 @@ def wait_ready(
     )
 
 
-def check_answer(
-    name: str, url: str, kind: str | None, answer: httpx.Response, is_own: bool
-) -> None:
-    """Check that a server describes the routes of a kind, if it describes any.
+def get(
+    url: str,
+    timeout_s: float = CHECK_TIMEOUT_S,
+    max_bytes: int = MAX_BODY_BYTES,
+    use_proxy: bool = False,
+) -> httpx.Response:
+    """Send one request. A redirect is not followed. use_proxy: the one of the environment.
 
-    Raises FetchError if it is not ready, and GymStartError if it is of another kind.
+    The timeout of httpx is that of each part, and a server may send parts without end.
     """
-    if f"http_{answer.status_code}" in UNDESCRIBED and not is_own:
-        return
-    if answer.status_code != 200:
-        raise FetchError(f"HTTP {answer.status_code} from /openapi.json")
-    try:
-        kinds = list_kinds(parse_routes(answer.json(), url))
-    except (ValueError, RecursionError, GymError) as error:
-        raise FetchError(f"HTTP 200 from /openapi.json, but no description ({error})") from None
+    end = time.monotonic() + timeout_s
+    plain = {"Accept-Encoding": "identity"}  # so that a short body cannot become a long one
+    body = bytearray()
+    with httpx.stream("GET", url, headers=plain, timeout=timeout_s, trust_env=use_proxy) as answer:
+        for part in answer.iter_raw():
+            body += part
+            if len(body) > max_bytes or time.monotonic() > end:
+                raise httpx.ReadTimeout(f"over {max_bytes} bytes or {timeout_s:g} s")
+    return httpx.Response(answer.status_code, content=bytes(body), request=answer.request)
+
+
+def check_kind(name: str, url: str, kind: str | None, kinds: list[str]) -> None:
+    """Check that `kind` is among those of a server, if it has any. Raises GymStartError."""
     if kind and kinds and kind not in kinds:
         raise GymStartError(
             f"gym.servers.{name}.kind={kind}, but {url} has the routes of {' and '.join(kinds)}. "
@@ -209,13 +165,10 @@ def discover_servers(head_server: str) -> Discovery:
 
     head_server: "http://host:11000".
     """
-    path = "/global_config_dict_yaml"
     try:
-        answer = fetch(f"{head_server}{path}")
-        if answer.status_code != 200:
-            raise FetchError(f"HTTP {answer.status_code} from {path}")
+        answer = get(f"{head_server}/global_config_dict_yaml").raise_for_status()
         return read_discovery(yaml.safe_load(answer.json()), head_server)  # YAML in a JSON string
-    except (FetchError, YAMLError, *WRONG_SHAPES) as error:
+    except (HTTPError, InvalidURL, YAMLError, *WRONG_SHAPES) as error:
         raise GymStartError(
             f"gym.head_server: {head_server} is not a Gym head server ({error!r:.300}). "
             "To start one, run `gym env start` in .venv-gym."
@@ -259,6 +212,4 @@ def public_url(server: Json, head_server: str) -> str:
         raise ValueError(f"the address {host!r:.80}, {port} is not a host and a port")
     if host in ("0.0.0.0", HOST, "localhost"):
         host = urlsplit(head_server).hostname
-    if ":" in str(host):  # an IPv6 address
-        host = f"[{ipaddress.IPv6Address(host)}]"
     return f"http://{host}:{port}"

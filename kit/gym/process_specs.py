@@ -1,20 +1,6 @@
 """Check `gym.servers` of a recipe, and plan the processes of the servers that it starts.
 
-`start` of a server has these keys, all optional:
-
-    python         interpreter with nemo-gym; default .venv-gym/bin/python
-    install        true: make an environment with the server's own requirements
-    server         folder under resources_servers of nemo-gym; default the server's name
-    path           instead of `server`: a folder with app.py that is not part of nemo-gym
-    config         settings that replace those of the server's YAML
-    global_config  entries of Gym's configuration next to the server's, for example
-                   {sandbox: {docker: {}}}; its agent sees them too
-    host, port     default 127.0.0.1 and a free port, of the process that answers for the name
-    agent          folder under responses_api_agents: this agent runs the episodes
-    agent_config   settings that replace those of the agent's YAML
-    environment    folder under environment_servers: this server of Gym 0.7 has the agent run the
-                   episodes, for example single_agent_turn
-    env            names of environment variables that the server needs, such as keys and proxies
+docs/tutorial.md lists the keys of `start` of a server.
 
 Without `agent` one process serves /seed_session, the tools and /verify. With `agent` there are
 three: Gym's agent (POST /run), the resources server behind it, and `policy_model`. This is Gym's
@@ -27,7 +13,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,7 +26,6 @@ from kit.gym.server_process import AGENTS, ENVIRONMENTS, MODELS, RESOURCES, Proc
 PYTHON = ".venv-gym/bin/python"  # separate: nemo-gym would break the environment of the run
 POLICY_MODEL = "policy_model"  # the name of the trained model in Gym's YAML files
 VALID_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
-FIND_PACKAGE = "import pathlib, nemo_gym; print(pathlib.Path(nemo_gym.__file__).parent.parent)"
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -57,7 +41,6 @@ def check_server(name: str, server: Json) -> None:
 
     server: as in gym.servers.
     """
-    start = server.get("start") or {}
     if not is_valid_name(name):
         raise GymStartError(
             f"gym.servers: {name!r} is not a valid name. "
@@ -65,12 +48,8 @@ def check_server(name: str, server: Json) -> None:
         )
     if server.get("url"):
         network.wait_ready(name, str(server["url"]).rstrip("/"), kind=server.get("kind"))
-    else:
-        check_start(name, start)
-
-
-def check_start(name: str, start: Json) -> None:
-    """Check the `start` section of a server. Raises GymStartError."""
+        return
+    start = server.get("start") or {}
     key = f"gym.servers.{name}.start"
     missing = [variable for variable in start.get("env") or [] if variable not in os.environ]
     if missing:
@@ -138,9 +117,7 @@ def plan_processes(name: str, start: Json, policy: Json | None) -> list[ProcessS
     )
     key = f"gym.servers.{name}.start"
     config = start.get("config") or {}
-    specs = [
-        make_spec(name, kind=RESOURCES, folder=folder, overrides=config, config_key=f"{key}.config")
-    ]
+    specs = [make_spec(name, RESOURCES, folder, config, f"{key}.config")]
     if start.get("agent"):
         specs += plan_agent(name, start, policy, make_spec)
     for spec in specs:
@@ -155,49 +132,24 @@ def plan_agent(
     """Return the specs of the policy's model server, of the agent and of the environment server."""
     agent = start["agent"]
     key = f"gym.servers.{name}.start"
-    if not policy:
-        raise GymStartError(
-            f"{key}.agent={agent} needs a policy endpoint, but none is configured. "
-            "Pass `policy`, or remove agent."
-        )
     agent_name = f"{name}_{agent}"
     resources_server = {"type": RESOURCES, "name": name}
-    model = {"return_token_id_information": True, "uses_reasoning_parser": True, **policy}
+    model = {"return_token_id_information": True, "uses_reasoning_parser": True, **(policy or {})}
     agent_config = {
         "resources_server": resources_server,
         "model_server": {"type": MODELS, "name": POLICY_MODEL},
         **(start.get("agent_config") or {}),
     }
-    specs = [
-        make_spec(
-            POLICY_MODEL,
-            kind=MODELS,
-            folder="vllm_model",
-            overrides=model,
-            config_key="policy",
-            visible_variables=[],  # all agents of a run share it
-            global_config={},
-        ),
-        make_spec(
-            agent_name,
-            kind=AGENTS,
-            folder=agent,
-            overrides=agent_config,
-            config_key=f"{key}.agent_config",
-        ),
-    ]
+    model_spec = make_spec(POLICY_MODEL, MODELS, "vllm_model", model, "policy")
+    model_spec.visible_variables = []  # all agents of a run share this process
+    model_spec.global_config = {}
+    specs = [model_spec, make_spec(agent_name, AGENTS, agent, agent_config, f"{key}.agent_config")]
     environment = start.get("environment")
     if environment:
         agent_server = {"type": AGENTS, "name": agent_name}
-        specs.append(
-            make_spec(
-                f"{name}_{environment}",
-                kind=ENVIRONMENTS,
-                folder=environment,
-                overrides={"resources_server": resources_server, "agent_server": agent_server},
-                config_key=f"{key}.environment",
-            )
-        )
+        config = {"resources_server": resources_server, "agent_server": agent_server}
+        env_name = f"{name}_{environment}"
+        specs.append(make_spec(env_name, ENVIRONMENTS, environment, config, f"{key}.environment"))
     return specs
 
 
@@ -216,14 +168,15 @@ def resolve_python(name: str, start: Json) -> str:
     if start.get("install"):
         key = f"gym.servers.{name}.start.install"
         try:
-            return str(features.install_environment(folder, python, key))
+            environments = features.load("environments", key)
+            return str(environments.install_environment(folder, python))
         except GymStartError as error:
             raise GymStartError(f"{key}: {error}") from None
     package = find_package(python)
     if package and not start.get("python"):
-        environment = environment_folder(folder, package)
-        if is_made_for(package, environment):
-            return str(environment / "bin" / "python")
+        own_python = environment_folder(folder, package) / "bin" / "python"
+        if own_python.is_file():
+            return str(own_python)
     return str(Path(python).absolute())
 
 
@@ -232,15 +185,7 @@ def find_package(python: str) -> Path | None:
     for folder in Path(python).absolute().parents[1].glob("lib/python3*/site-packages"):
         if (folder / "nemo_gym").is_dir():
             return folder
-    # A script that starts an interpreter: only that one can say where its packages are.
-    try:
-        answer = subprocess.run(
-            [python, "-P", "-c", FIND_PACKAGE], capture_output=True, text=True, timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    folder = Path(answer.stdout.strip() or "/missing")
-    return folder if (folder / "nemo_gym").is_dir() else None
+    return None
 
 
 def environment_folder(server: str, package: Path) -> Path:
@@ -257,10 +202,3 @@ def environment_folder(server: str, package: Path) -> Path:
 def list_versions(package: Path) -> list[str]:
     """Return the names of nemo-gym's .dist-info folders: one, with the version."""
     return sorted(path.name for path in package.glob("nemo_gym-*.dist-info"))
-
-
-def is_made_for(package: Path, environment: Path) -> bool:
-    """Return whether an environment for one server is complete and has this version of nemo-gym."""
-    contents = environment / "installed.txt"
-    versions = list_versions(package)
-    return contents.is_file() and contents.read_text().splitlines()[: len(versions)] == versions

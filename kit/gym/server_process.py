@@ -20,7 +20,6 @@ import re
 import runpy
 import signal
 import sys
-import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,15 +38,15 @@ class ProcessSpec:
     """One process of a run."""
 
     name: str  # in Gym's configuration
-    host: str
-    port: int = 0
     kind: str = ""  # its code: the folder kind/folder of the package; "": not of Gym
     folder: str = ""  # or an absolute path
-    resources_server: str = ""  # the folder of the server whose YAML files describe this process
     overrides: Json | None = None  # of the YAML's settings. None: a reader must not see them
+    config_key: str = ""  # the key of the recipe that sets `overrides`, for messages
+    host: str = "127.0.0.1"
+    port: int = 0
+    resources_server: str = ""  # the folder of the server whose YAML files describe this process
     # entries of Gym's configuration that describe no process, such as a sandbox
     global_config: Json = field(default_factory=dict)
-    config_key: str = ""  # the key of the recipe that sets `overrides`, for messages
     python: str = ""  # its interpreter
     log: str = ""
     visible_variables: Sequence[str] = ()  # environment variables besides the public ones
@@ -90,8 +89,6 @@ def run_server(name: str, specs: list[ProcessSpec]) -> None:
     try:
         gym: Any = importlib.import_module("nemo_gym.server_utils")
         gym.initialize_ray = lambda: None  # most servers never use its six processes
-        if spec.folder == "genrm_model":
-            use_remote_genrm()
         runpy.run_path(str(folder / "app.py"), run_name="__main__")
     except ImportError as error:
         # Without a package, a folder of its name next to app.py has an "unknown location".
@@ -161,6 +158,8 @@ def build_gym_config(spec: ProcessSpec, specs: Iterable[ProcessSpec], package: P
         )
     config["head_server"] = {"host": spec.host, "port": spec.port}
     config["dry_run"] = False
+    for key in spec.global_config.keys() & config.keys():
+        sys.exit(f"start.global_config.{key} of {spec.name}: the run sets this entry. Remove it.")
     return {**spec.global_config, **config}
 
 
@@ -203,15 +202,6 @@ def find_settings(entries: object, spec: ProcessSpec) -> Json:
         if settings:
             return dict(settings)
     return {}
-
-
-def use_remote_genrm() -> None:
-    """Have Gym's genrm_model use an address, as vllm_model does. Gym would start vLLM."""
-    vllm = importlib.import_module(f"{MODELS}.vllm_model.app")
-    local: Any = types.ModuleType(f"{MODELS}.local_vllm_model.app")
-    local.LocalVLLMModel = vllm.VLLMModel
-    local.LocalVLLMModelConfig = vllm.VLLMModelConfig
-    sys.modules[local.__name__] = local
 
 
 if __name__ == "__main__":

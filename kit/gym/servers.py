@@ -12,13 +12,7 @@ package; a recipe sets only the differences (kit/gym/process_specs.py).
 A server receives its settings and the addresses of the others through its standard input. Of the
 environment variables it sees PUBLIC_VARIABLES and those that `start.env` names.
 
-To serve one resources server until Ctrl-C:
-
-    python -m kit.gym.servers NAME [--path FOLDER] [--port 8001] [--python PYTHON]
-
-To make an environment for a server with more requirements:
-
-    python -m kit.gym.servers install NAME
+The command `python -m kit.gym.servers NAME` serves one resources server until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -222,7 +216,7 @@ def redact_spec(spec: ProcessSpec, reader: ProcessSpec) -> ProcessSpec:
     """Return the part of `spec` that the server of `reader` may see."""
     if spec.name == reader.name or READS_SETTINGS.get(reader.folder) == spec.folder:
         return spec
-    return ProcessSpec(spec.name, spec.host, spec.port, spec.kind, spec.folder)
+    return ProcessSpec(spec.name, spec.kind, spec.folder, host=spec.host, port=spec.port)
 
 
 def build_environment(spec: ProcessSpec) -> dict[str, str]:

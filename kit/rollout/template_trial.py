@@ -134,22 +134,6 @@ def try_call(template: ChatTemplate) -> None:
         raise RenderError("it does not show the call to the model")
 
 
-def list_changed_by_system(template: ChatTemplate) -> list[str]:
-    """List the parts that the template writes in another way after a system message."""
-    changed = []
-    for part, message in ((TURNS, user(QUESTION)), (OUTPUTS, make_output("c", QUESTION))):
-        if {SYSTEM, part} & template.failures.keys():
-            continue
-        conversation = template.make_conversation([message])
-        texts = [
-            template.continue_conversation([*opening, *conversation], [message], None)
-            for opening in ([], [system("Be brief.")])
-        ]
-        if texts[0] != texts[1]:
-            changed.append(part)
-    return changed
-
-
 def check_marks(text: str, marks: Sequence[str]) -> None:
     """Check that a text has each mark once and in order, as text or as JSON. Raises RenderError."""
     end = 0

@@ -69,7 +69,6 @@ UNREPORTED_KEY = re.compile(
     r"trainer\.(resume_|default_local_dir)|.*(experiment_name|optim\.total_training_steps)$"
     r"|ray_kwargs\."
 )
-NEW_NAME = "Set another trainer.experiment_name"
 
 
 # --- save ----------------------------------------------------------------------------------------
@@ -170,12 +169,10 @@ def write_manifest(checkpoint: Path) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in paths}
-    partial = checkpoint / f"{MANIFEST}.tmp"
-    with partial.open("w") as out:
+    with files.replace_atomically(checkpoint / MANIFEST) as partial, partial.open("w") as out:
         json.dump({"files": sizes}, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
-    os.replace(partial, checkpoint / MANIFEST)
 
 
 # --- find ----------------------------------------------------------------------------------------
@@ -318,12 +315,8 @@ def list_checkpoint_folders(run: Path) -> list[Path]:
 
     run: its folder, which may have been moved.
     """
-    folders = [run / "checkpoints"]
-    path = run / "config.yaml"
-    if path.is_file():
-        saved = identity.read_recipe(path).get("trainer.default_local_dir")
-        folders = [Path(saved), *folders] if saved else folders
-    return folders
+    saved = identity.read_run(run).values.get("trainer.default_local_dir")
+    return [Path(saved), run / "checkpoints"] if saved else [run / "checkpoints"]
 
 
 def read_exported_step(export: Path) -> int | None:
@@ -345,7 +338,8 @@ def check(checkpoint: Path, recipe: Recipe, fingerprint: Fingerprint | None = No
     saved_command = read(checkpoint / "data.pt").get("command")
     if saved_command != recipe.command:
         raise RunError(
-            f"{checkpoint} is of `{saved_command}`, not of `{recipe.command}`. {NEW_NAME}."
+            f"{checkpoint} is of `{saved_command}`, not of `{recipe.command}`. Set another "
+            "trainer.experiment_name."
         )
     before = identity.read_run(checkpoint)
     now = fingerprint or Fingerprint(flatten(redacted(recipe.verl)))

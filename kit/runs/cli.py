@@ -94,7 +94,6 @@ def plan(
     on_features: called with the features that are on, before the checks. is_dry_run: a finished run
     of this name is a warning. Raises EXPECTED_ERRORS.
     """
-    isolation.set_home()
     silence_libraries()
     config, defaults = load_config(recipe_files, overrides)
     resume_from: Path | None = None
@@ -103,7 +102,7 @@ def plan(
     if recording:
         resume_from = recorded.prepare(config, recording)
     if command in features.COMMANDS:
-        module = features.load_command(command)
+        module = features.load(command, f"the command {command}")
         recipe, inputs = module.prepare(config, defaults, on_features)
     else:
         recipe, inputs = prepare.prepare(config, defaults, command, on_features)
@@ -207,9 +206,7 @@ def parse_arguments() -> argparse.Namespace:
         default="",
         help="train on the rollouts files of a run, without a rollout engine",
     )
-    parser.add_argument(
-        "--quiet", action="store_true", help="one line a step instead of a progress bar"
-    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument(
         "words",
         nargs="*",
@@ -225,7 +222,7 @@ def read_plan() -> Plan | None:
     Returns None if nothing is left to run: after a dry run, and after one of features.TOOLS.
     """
     if sys.argv[1:] and sys.argv[1] in features.TOOLS:
-        features.run_tool(sys.argv[1], sys.argv[2:])
+        features.load(sys.argv[1], f"the command {sys.argv[1]}").main(sys.argv[2:])
         return None
     args = parse_arguments()
     console.is_interactive = console.is_interactive and not args.quiet
@@ -273,9 +270,7 @@ def begin_imports(active: Sequence[Feature], config: DictConfig) -> None:
 
     It imports them while the recipe is checked, if the run uses such a process.
     """
-    from kit.runs import node_checks
-
-    node_checks.check_limits()
+    isolation.check_limits()
     for feature in active:
         feature.begin_imports(config)
 
@@ -288,7 +283,7 @@ def run_other(planned: Plan) -> None:
     run_command = collect.run_command
     command = planned.recipe.command
     if command in features.COMMANDS:
-        run_command = features.load_command(command).run_command
+        run_command = features.load(command, f"the command {command}").run_command
     with Run(planned.recipe, planned.resume_from, planned.fingerprint) as started:
         run_command(planned.recipe, started, planned.inputs)
 

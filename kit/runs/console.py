@@ -1,19 +1,15 @@
 """The console output of a run.
 
-On a terminal it is a table of the last steps with a progress bar, below the other lines. Without a
-terminal, or with --quiet, each step is one line.
+Each step is one line. At a terminal there is a progress bar below the lines, unless with --quiet.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -21,12 +17,10 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 from kit.data.episode import Episode
 from kit.errors import remove_control_characters
 
-RECENT_STEPS = 8  # rows of the table
 MIN_SECONDS = 0.05  # shorter stages are not shown
 # labels of stages; the others show their own name
 STAGE_LABELS = {"update_actor": "update", "update_weights": "sync", "testing": "eval"}
@@ -43,7 +37,6 @@ class Display:
 
     def __init__(self, title: str, total: int, completed: int):
         self.total = total
-        self.recent: deque[dict[str, str]] = deque(maxlen=RECENT_STEPS)  # {column: text} of steps
         columns = (
             "{task.description}",
             BarColumn(bar_width=30),
@@ -54,21 +47,20 @@ class Display:
             TimeRemainingColumn(elapsed_when_finished=True),
         )
         # steps are long, so the time left is estimated from the mean of all steps
-        self.bar = Progress(*columns, speed_estimate_period=math.inf)
+        self.bar = Progress(*columns, console=console, speed_estimate_period=math.inf)
         self.task = self.bar.add_task(
             title, total=total or 1, completed=completed, stage="starting"
         )
-        self.live = Live(self, console=console) if console.is_interactive else None
 
     def start(self) -> None:
         """Start drawing."""
-        if self.live:
-            self.live.start()
+        if console.is_interactive:
+            self.bar.start()
 
     def stop(self) -> None:
         """Stop drawing."""
-        if self.live:
-            self.live.stop()
+        if console.is_interactive:
+            self.bar.stop()
 
     def show_stage(self, stage: str) -> None:
         """Show the current stage next to the bar."""
@@ -85,22 +77,10 @@ class Display:
         self.bar.update(self.task, completed=completed, total=total)
 
     def print_step(self, step: int, values: dict[str, str], timing: Mapping[str, float]) -> None:
-        """Print a step's values and the seconds of its stages, or add them to the table."""
+        """Print a step's values and the seconds of its stages."""
         self.set_progress(step)
-        seconds = describe_seconds(timing)
-        self.recent.append({"step": f"{step}/{self.total}", **values, "seconds": seconds})
-        if not self.live:
-            line = "  ".join(f"{name} {value}" for name, value in values.items())
-            say(f"step {step}/{self.total}  {line}  {seconds}")
-
-    def __rich__(self) -> Group:
-        """The table of the last steps, and the bar."""
-        rows = list(self.recent)  # a copy: another thread draws it
-        names = dict.fromkeys(itertools.chain.from_iterable(rows))
-        table = Table(*names, box=None, header_style="bold")
-        for row in rows:
-            table.add_row(*[row.get(name, "") for name in names])
-        return Group(table, self.bar) if rows else Group(self.bar)
+        line = "  ".join(f"{name} {value}" for name, value in values.items())
+        say(f"step {step}/{self.total}  {line}  {describe_seconds(timing)}")
 
 
 def describe_seconds(timing: Mapping[str, float]) -> str:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from env import Json
-from kit.config.keys import KEYS, flatten, is_below, to_plain
+from kit.config.keys import flatten, is_below, to_plain
 from kit.config.load import MODEL, ROLLOUT
 from kit.config.recipe import Recipe
 from kit.config.recipe_text import read_saved
@@ -113,17 +112,6 @@ def read_fingerprint(path: Path) -> Fingerprint:
 def read_run(folder: Path, name: str = "config") -> Fingerprint:
     """Read the recipe in a folder of a run or a checkpoint, and the digests next to it."""
     path = folder / f"{name}.yaml"
-    values = read_recipe(path) if path.is_file() else {}
+    values = flatten(read_saved(path)) if path.is_file() else {}
     saved = read_fingerprint(path.with_suffix(".fingerprint.json"))
     return dataclasses.replace(saved, values=values)
-
-
-def read_recipe(path: Path) -> Json:
-    """Return the values of a saved recipe, under the present names of their keys."""
-    renamed = {}
-    for key, value in flatten(read_saved(path)).items():
-        for old, new in KEYS.renamed.items():
-            if is_below(key, old):
-                key = new + key.removeprefix(old)
-        renamed[key] = value
-    return renamed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import secrets
 import shutil
 import stat
@@ -20,31 +21,18 @@ SOCKET_PATH_LIMIT = 107  # bytes: Linux's sun_path has 108, and the last one is 
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 RUN_SOCKET = "/kit-abcdefgh/rl-colocate-zmq-01000000-replica-999-rank-999.sock"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch would use TMPDIR
-# The variables by which Ray finds the GPUs of a process: NVIDIA's, AMD's and Intel's
-VISIBLE_GPUS = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
-    "ONEAPI_DEVICE_SELECTOR",
-)
+# As in Ray. Linux's default is 1024. With more, programs that close every possible file take long.
+MAX_OPEN_FILES = 65536
 FOLDER_KEY = "ray_kwargs.ray_init._temp_dir"
 
 
-def set_home() -> None:
-    """Set HOME to /tmp/kit-UID if this user has no home folder, as in some containers.
-
-    Caches of libraries are there, for all runs. Raises RunError if others could use the folder.
-    """
-    if os.path.expanduser("~") == "~":  # HOME is not set, and the user has no entry in passwd
-        folder = Path(f"/tmp/kit-{os.getuid()}")
-        _make_private(folder)
-        os.environ["HOME"] = str(folder)
-
-
-def check_tmpdir_length() -> None:
-    """Raise RunError if the paths of a run's sockets in TMPDIR would be too long."""
+def check_limits() -> None:
+    """Raise the limit of open files. Raises RunError if paths of sockets in TMPDIR are too long."""
     _check_length("TMPDIR", tempfile.gettempdir(), RUN_SOCKET)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # in Python, "no limit" is -1
+    limit = MAX_OPEN_FILES if hard < 0 else min(hard, MAX_OPEN_FILES)
+    if 0 <= soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 @contextlib.contextmanager
@@ -53,10 +41,8 @@ def use_own_tmpdir() -> Iterator[str]:
 
     All processes of the run keep their sockets and locks there. The kernels that torch compiles
     stay for the next run: in TORCHINDUCTOR_CACHE_DIR, or in ~/.cache/torchinductor if it is not
-    set. Other nodes of a cluster do not have the folder, and use /tmp. Raises RunError if socket
-    paths would be too long.
+    set. Other nodes of a cluster do not have the folder, and use /tmp.
     """
-    check_tmpdir_length()
     folder = tempfile.mkdtemp(prefix="kit-")
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     kernels = os.environ.get(INDUCTOR_CACHE, str(caches / "torchinductor"))
@@ -115,12 +101,12 @@ def _make_private(folder: Path) -> None:
 
 @contextlib.contextmanager
 def show_logical_gpus(config: DictConfig) -> Iterator[None]:
-    """Hide VISIBLE_GPUS from the processes that a recipe for a CPU starts in the block.
+    """Hide CUDA_VISIBLE_DEVICES from the processes that a recipe for a CPU starts in the block.
 
     Such a recipe gives Ray logical GPUs. Ray and its workers read their ids from this variable, and
     users set it to "" or -1 to compute on the CPU.
     """
-    names = VISIBLE_GPUS if config.trainer.device == "cpu" else ()
+    names = ["CUDA_VISIBLE_DEVICES"] if config.trainer.device == "cpu" else []
     with change_environment(dict.fromkeys(names)):
         yield
 

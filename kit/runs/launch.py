@@ -38,7 +38,7 @@ from kit.gym.servers import GymServers
 from kit.gym.verifiers import make_verifiers
 from kit.rollout.inputs import RunInputs
 from kit.rollout.sampling import make_rollout_context
-from kit.runs import isolation, node_checks
+from kit.runs import isolation
 from kit.runs.console import say
 from kit.runs.event_loops import make_runner
 from kit.runs.run import Run
@@ -117,7 +117,7 @@ def start(
     endpoint = make_policy_endpoint(recipe)
     launch = Launch(run, inputs, stack, endpoint.as_server() if samples else None)
     with run.stage("start"):
-        node_checks.check_limits()
+        isolation.check_limits()
         launch.worker_variables |= download_models(recipe, say)
         urls = start_servers_and_ray(launch)
         other_loop = features.first(feature.make_loop() for feature in recipe.features)

@@ -6,7 +6,6 @@ import importlib
 import itertools
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -122,7 +121,7 @@ def check_recipe(
     """
     remove_unused_servers(config)
     problems = [*adapters.check_lora(config), *model_files.take_chat_template(config)]
-    raise_all([*features.find_missing(config, command), *find_missing_modules(config)])
+    raise_all(features.find_missing(config, command))
     active = features.make_features(config, command)
     on_features(active, config)
     verifiers = check_early(config, command, active, problems)
@@ -162,7 +161,9 @@ def make_processor(
     """The processor of a model: for text, or the one for images if the model reads them."""
     processor = None
     if getattr(hf_config, "vision_config", None) is not None:
-        processor = features.make_image_processor(config, hf_config, tokenizer)
+        needed_by = f"the model {config.actor_rollout_ref.model.path}, which reads images,"
+        images = features.load("images", needed_by)
+        processor = images.make_processor(config, hf_config, tokenizer)
     return processor or TextProcessor(tokenizer)
 
 
@@ -221,15 +222,6 @@ def check_late(recipe: Recipe) -> None:
     if recipe.verl.model_engine == FSDP:
         errors += checks.check_strategies(recipe)
     raise_all([as_error(error) for error in errors])
-
-
-def find_missing_modules(config: DictConfig) -> Iterator[ConfigError]:
-    """An error for each module of the kit that a recipe names, and that was deleted."""
-    sections = (config.ray_kwargs.ray_init, config.actor_rollout_ref.rollout)
-    text = "".join(OmegaConf.to_yaml(section) for section in sections)
-    for module in dict.fromkeys(re.findall(r"\bkit(?:\.[a-z]\w*)+", text)):
-        if not features.is_installed(module):
-            yield features.missing_error(module, "This recipe")
 
 
 def as_error(problem: Exception | str) -> Exception:
@@ -505,7 +497,7 @@ def list_code_sources(inputs: RunInputs) -> list[tuple[VerifierSpec, str]]:
 def check_code_execution(config: DictConfig, inputs: RunInputs) -> None:
     """Refuse to run the policy's programs here unless the recipe allows it. Raises ConfigError."""
     for spec, source in list_code_sources(inputs):
-        features.require_code_scorer(f"{spec.key}={spec.reference} with data_source={source}")
+        features.load("programs", f"{spec.key}={spec.reference} with data_source={source}")
     if config.env.allow_unsandboxed_code:
         return
     for name, is_here in find_unsandboxed(config, inputs).items():

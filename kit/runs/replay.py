@@ -60,7 +60,6 @@ OTHER_KEYS = re.compile(r".*\.(checkpoint|profiler)\..*|.*(max_token_len_per_gpu
 KL = "rollout_corr/k3_kl"
 ROUNDING = 1e-4  # nats per token
 MAX_KL = 0.01  # nats per token, between sampler and trainer at the same weights, if not recorded
-CHECKED_TEXTS = 20  # episodes of a file whose ids are decoded, to recognize the tokenizer
 
 
 class Recording(NamedTuple):
@@ -215,7 +214,7 @@ def check_tokens(path: Path, episodes: Sequence[Episode], inputs: RunInputs) -> 
     lists = [[*episode.prompt_ids, *episode.response_ids] for episode in episodes]
     vocabulary = range(inputs.model.vocab_size)
     is_known = all(token_id in vocabulary for token_id in itertools.chain(*lists))
-    compared = [e for e in episodes if e.turns and e.response.strip()][:CHECKED_TEXTS]
+    compared = [e for e in episodes if e.turns and e.response.strip()]
     if is_known and (not compared or any(has_text_of_ids(e, inputs) for e in compared)):
         return
     raise ConfigError(

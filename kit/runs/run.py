@@ -40,10 +40,10 @@ class Run:
         try:
             self.files.open()
             self.log.open()
+            self.stages.install_handlers()
         except BaseException:
             self.files.close()
             raise
-        self.stages.install_handlers()
         self.display.start()
         return self
 

@@ -21,7 +21,6 @@ from kit.data.metrics import describe_score
 from kit.errors import RunError
 from kit.runs import files
 from kit.runs.console import print_examples, say, step_values
-from kit.runs.drift import DriftWatch
 from kit.runs.run_files import RunFiles
 
 if TYPE_CHECKING:  # verl takes 7 s to import
@@ -54,8 +53,6 @@ class RunLog:
         self.gauges: list[Callable[[], Mapping[str, float]]] = []
         # functions that get every line of metrics.jsonl
         self.readers: list[Callable[[int, Mapping[str, float]], None]] = []
-        if self.recipe.command == "train":
-            self.readers.append(DriftWatch(self.recipe, self.folder, say).record)
 
     # --- trackers ---
 

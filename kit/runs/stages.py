@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import itertools
 import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,14 +40,6 @@ RESUME_HINT = "Rerun the same command to resume from the last checkpoint"
 EXPORT_HINT = "Rerun the same command to export the model"
 
 
-class StopReason(enum.Enum):
-    """Why a run ends before its work is done."""
-
-    SIGNAL = enum.auto()  # Ctrl-C or SIGTERM
-    LOST_PROCESS = enum.auto()  # a process or a Gym server is lost
-    STAGE_TIMEOUT = enum.auto()  # a stage made no progress for trainer.stage_timeout_s
-
-
 class Monitor(Protocol):
     """Watches the processes of a run (an optional feature)."""
 
@@ -66,8 +56,7 @@ class Monitor(Protocol):
 class Stages:
     """Times the stages of a run, and stops the run if one hangs, a signal comes or a process dies.
 
-    All of these stop the run by a signal, which Python handles in its main thread only. In another
-    thread, `stage` checks for a lost process, and nothing else stops the run.
+    All of these stop the run by a signal, so a run needs the main thread of Python.
 
     timeout_s: trainer.stage_timeout_s. logs: the folder of the processes' logs.
     """
@@ -94,18 +83,15 @@ class Stages:
         self.notebook_loop = get_running_loop()  # a notebook calls all of this inside its loop
         self.monitor: Monitor | None = None
         self.loop: EventLoop | None = None
-        self.has_signals = threading.current_thread() is threading.main_thread()
         self.previous_handlers: dict[int, _HANDLER] = {}  # by signal
 
     # --- signals ---
 
     def install_handlers(self) -> None:
-        """Handle SIGINT, SIGTERM and SIGALRM, if this is the main thread.
+        """Handle SIGINT, SIGTERM and SIGALRM.
 
         Call it again after ray.init, which installs a SIGTERM handler of Ray.
         """
-        if not self.has_signals:
-            return
         handlers: dict[signal.Signals, _HANDLER] = {
             signal.SIGINT: self.handle_stop_signal,
             signal.SIGTERM: self.handle_stop_signal,
@@ -120,14 +106,9 @@ class Stages:
 
     def restore_handlers(self) -> None:
         """Restore the previous signal handlers: a notebook continues after the run."""
-        self._set_alarm(0)
+        signal.alarm(0)
         for signum, handler in self.previous_handlers.items():
             signal.signal(signum, handler)
-
-    def _set_alarm(self, seconds: int) -> None:
-        """Send SIGALRM after these seconds, instead of a previous alarm. 0: do not send it."""
-        if self.has_signals:
-            signal.alarm(seconds)
 
     def handle_stop_signal(self, signum: int, _frame: FrameType | None) -> None:
         """Handle Ctrl-C or SIGTERM: the first saves and exits, the second exits immediately."""
@@ -142,7 +123,12 @@ class Stages:
         repeat = "Press Ctrl-C" if signum == signal.SIGINT else f"Send {name}"
         say(f"{name}: saving and exiting. {repeat} again to exit immediately.")
         if self.current_stage and self.current_stage not in UNINTERRUPTIBLE:
-            self.stop(StopReason.SIGNAL)
+            self.stop_if_requested()
+
+    def stop_if_requested(self) -> None:
+        """Stop the run if a stop signal has arrived."""
+        if self.stop_signal:
+            self.stop(Stop("interrupted", 128 + self.stop_signal, save=True))
 
     def handle_alarm(self, *_: object) -> None:
         """Handle SIGALRM: a timeout has passed, or `report_lost` was called."""
@@ -152,21 +138,26 @@ class Stages:
             return  # the next stage checks `lost_process`
         if self.loop_stop:
             self._raise_in_blocked_loop()
-        elif self.lost_process:
-            self.stop(StopReason.LOST_PROCESS)
-        else:
-            self.stop(StopReason.STAGE_TIMEOUT)
+            return
+        message = f"stage {self.current_stage}: {self.lost_process}. {RESUME_HINT}."
+        if not self.lost_process:
+            message = (
+                f"Stage '{self.current_stage}' made no progress for {self.timeout_s:g} s "
+                "(trainer.stage_timeout_s). Raise it if the stage is just slow. "
+                f"{log_files.read_newest_log_tail(self.logs)}."
+            )
+        self.stop(Stop(f'{message} See docs/troubleshooting.md, "Ray".'))
 
     def _raise_in_blocked_loop(self) -> None:
         """Raise Stop if a call inside the event loop does not return, so the loop cannot stop."""
         if self.ending and time.monotonic() > self.loop_stop_at + BLOCKED_LOOP_S - 1:
-            self._set_alarm(BLOCKED_LOOP_S)  # again, in case something catches this exception
+            signal.alarm(BLOCKED_LOOP_S)  # again, in case something catches this exception
             raise self.ending
 
     # --- stopping ---
 
-    def stop(self, reason: StopReason) -> None:
-        """Raise Stop, or stop this thread's event loop; then `stage` raises Stop.
+    def stop(self, ending: Stop) -> None:
+        """Raise `ending`, or stop this thread's event loop; then `stage` raises it.
 
         Only the first call has an effect, since the first reason is the cause.
 
@@ -176,34 +167,13 @@ class Stages:
         """
         if self.loop_stop:
             return
-        self.ending = self._make_stop(reason)
+        self.ending = ending
         loop = get_running_loop()
         if loop is None or loop is self.notebook_loop:
             raise self.ending
         self.loop_stop_at = time.monotonic()
         self.loop_stop = loop.call_soon_threadsafe(loop.stop)
-        self._set_alarm(BLOCKED_LOOP_S)
-
-    def _make_stop(self, reason: StopReason) -> Stop:
-        """Return the exception for a reason. If the run can still save, clear `lost_process`."""
-        if reason is StopReason.SIGNAL:
-            return Stop("interrupted", 128 + self.stop_signal, save=True)
-        stage = self.current_stage
-        if reason is StopReason.LOST_PROCESS:
-            message = (
-                f"stage {stage}: {self.lost_process}. {RESUME_HINT}. "
-                'See docs/troubleshooting.md, "Ray".'
-            )
-            # Without Ray's GCS the workers still answer for a minute, until Ray ends the driver.
-            can_save = "gcs_server" in self.lost_process and stage not in UNINTERRUPTIBLE
-            if can_save:
-                self.lost_process = ""  # else the stage that saves would raise it again
-            return Stop(message, save=can_save)
-        return Stop(
-            f"Stage '{stage}' made no progress for {self.timeout_s:g} s "
-            "(trainer.stage_timeout_s). Raise it if the stage is just slow. "
-            f'{log_files.read_newest_log_tail(self.logs)}. See docs/troubleshooting.md, "Ray".'
-        )
+        signal.alarm(BLOCKED_LOOP_S)
 
     def _exit_after_timeout(self) -> None:
         """Print the error that ended the run, which nothing else will print, and exit."""
@@ -222,17 +192,17 @@ class Stages:
     def report_lost(self, message: str) -> None:
         """Stop the run for a lost process. Can be called from any thread."""
         self.lost_process = message
-        if self.current_stage and self.has_signals:
+        if self.current_stage:
             os.kill(os.getpid(), signal.SIGALRM)
 
     def record_progress(self) -> None:
         """Restart the timeout of the current stage (trainer.stage_timeout_s)."""
         self.last_progress_at = time.monotonic()
         if self.current_stage and not self.loop_stop:
-            self._set_alarm(max(1, round(self.timeout_s)))
+            signal.alarm(max(1, round(self.timeout_s)))
             # Another thread may call this, while the main thread stops the loop.
             if self.loop_stop:
-                self._set_alarm(BLOCKED_LOOP_S)
+                signal.alarm(BLOCKED_LOOP_S)
 
     # --- shutdown ---
 
@@ -240,7 +210,7 @@ class Stages:
         """Prepare to stop the run's processes within SHUTDOWN_TIMEOUT_S. Cancel all tasks."""
         self.current_stage = ""
         self.is_closing = True
-        self._set_alarm(SHUTDOWN_TIMEOUT_S)
+        signal.alarm(SHUTDOWN_TIMEOUT_S)
         if self.monitor:
             self.monitor.stop_watching()
         runner = self.loop
@@ -262,8 +232,7 @@ class Stages:
 
     def begin_step(self, step: int) -> None:
         """Clear the timings for a new step. Raises Stop if a stop signal has arrived."""
-        if self.stop_signal:
-            self.stop(StopReason.SIGNAL)
+        self.stop_if_requested()
         self.timing.clear()
         self.display.set_progress(step - 1)
 
@@ -305,7 +274,7 @@ class Stages:
             raise
         finally:
             if name != OUTER_STAGE:
-                self._set_alarm(0)
+                signal.alarm(0)
                 self.current_stage = outer
             if self.loop_stop:
                 self.loop_stop.cancel()
@@ -317,8 +286,8 @@ class Stages:
         self.current_stage = name
         if self.lost_process:
             self.handle_alarm()
-        if self.stop_signal and name not in UNINTERRUPTIBLE:
-            self.stop(StopReason.SIGNAL)
+        if name not in UNINTERRUPTIBLE:
+            self.stop_if_requested()
         self.display.show_stage(name)
         self.record_progress()
 
@@ -350,8 +319,7 @@ class Stages:
         """
         try:
             yield
-            if self.stop_signal:
-                self.stop(StopReason.SIGNAL)
+            self.stop_if_requested()
         except (Stop, Exception) as error:
             if self._can_save(error):
                 checkpoint = save()

@@ -13,9 +13,8 @@ from kit.config.load import FSDP
 from kit.config.neutral_sampling import find_distortions
 from kit.config.recipe import Recipe
 from kit.config.redaction import redacted
+from kit.config.resources import cores
 from kit.config.training_effect import warn_of_lost_updates
-from kit.data.ground_truths import find_marks, is_missing
-from kit.gym.python_verifiers.settings import count_processes
 from kit.rollout import template_trial
 from kit.rollout.chat_template import TURNS, ChatTemplate, RenderError, find_opening
 from kit.rollout.inputs import RunInputs
@@ -126,8 +125,8 @@ def describe_verifiers(recipe: Recipe, inputs: RunInputs) -> list[str]:
         names = ", ".join(map(str, inputs.verifiers.specs.values()))
         pool = recipe.env.verifier_pool
         lines.append(
-            f"verifier    {names}: {count_processes(pool)} processes, {pool.timeout_s:g} s a call, "
-            f"{pool.memory_gb:g} GiB each"
+            f"verifier    {names}: {pool.processes or cores()} processes, "
+            f"{pool.timeout_s:g} s a call, {pool.memory_gb:g} GiB each"
         )
         lines += [f"            {line}" for line in inputs.trials]
     else:
@@ -161,13 +160,9 @@ def describe_devices(recipe: Recipe) -> str:
     pools = [f" + {count} for the {role}" for role, count in separate.items()]
     replicas = recipe.replicas
     plural = "" if replicas == 1 else "s"
-    buckets = ""
-    if recipe.command == "train":
-        megabytes = rollout.checkpoint_engine.update_weights_bucket_megabytes
-        buckets = f", sync buckets of {megabytes} MB"
     return (
         f"devices     {world} {recipe.trainer.device}{engine}{''.join(pools)}, {replicas} "
-        f"{ENGINES[rollout.name]} replica{plural}{buckets}"
+        f"{ENGINES[rollout.name]} replica{plural}"
     )
 
 
@@ -196,14 +191,6 @@ def list_warnings(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
             f"{name} RUNS THE MODEL'S CODE {place}, WITHOUT A SANDBOX: it may read keys and "
             "delete your files. Run all of this in a container without them."
         )
-    custom = inputs.verifiers.specs
-    rows = [task for task in inputs.tasks if "reward_model" in task.row]
-    for name in dict.fromkeys(task.server for task in rows if task.server not in custom):
-        yield (
-            f"Rows in verl's format go to the server {name}, which must read "
-            "`reward_model` itself. For verl's reward functions set `verifier: verl` on the file."
-        )
-    yield from warn_of_marks(inputs)
     yield from warn_of_overlap(inputs)
 
 
@@ -216,14 +203,6 @@ def warn_of_template(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
             "without it."
         )
     yield from warn_of_answers(template)
-    has_system = any(
-        task.messages and task.messages[0]["role"] == "system" for task in inputs.tasks
-    )
-    for part in template_trial.list_changed_by_system(template) if has_system else []:
-        yield (
-            f"The chat template writes {part} in another way after a system message. The policy "
-            "reads them as without one. Set another template, or no system message."
-        )
     if template_trial.writes_date(template):
         yield (
             "The chat template writes today's date, so a run that is resumed tomorrow has other "
@@ -274,17 +253,6 @@ def describe_thoughts(template: ChatTemplate) -> str:
         "thoughts    the chat template shows no markers, so thoughts count as answers, except "
         f"between {start} and {end}"
     )
-
-
-def warn_of_marks(inputs: RunInputs) -> Iterator[str]:
-    """Warn of words that are the ground truth of many rows, and may stand for no answer."""
-    masked = inputs.verifiers.specs  # a Python verifier's known marks are counted by its trial
-    tasks = [task for task in inputs.tasks if task.server not in masked or not is_missing(task.row)]
-    for word, count in find_marks([task.row for task in tasks]).items():
-        yield (
-            f"The ground truth of {count:,} of {len(inputs.tasks):,} rows is {word!r}, and that of "
-            "most others is a value. If it means that there is no answer, remove these rows."
-        )
 
 
 def warn_of_overlap(inputs: RunInputs) -> Iterator[str]:

@@ -216,17 +216,6 @@ def describe(comparisons: Sequence[Comparison]) -> list[str]:
         for one in scores:
             name = f"{one.test_set} {one.score}" if len(rows) > 1 else one.score
             lines += describe_score(one, name)
-    for one in {one.test_set: one for one in comparisons if 2 * one.rows < one.all_rows}.values():
-        lines.append(
-            f"WARNING     {one.test_set}: only {one.rows} of {one.all_rows} held-out rows are in "
-            "all runs. Rows with another prompt or another truth are other rows."
-        )
-    missing = [budget for budget in BUDGETS if budget not in {one.budget for one in comparisons}]
-    if missing:
-        lines.append(
-            f"At equal {' and equal '.join(missing)}, the evaluations are the same, a run has none "
-            "near it (trainer.test_freq), or it is not known what a run has spent."
-        )
     return lines if first.difference.interval else [*lines, ONE_RUN]
 
 

@@ -17,7 +17,6 @@ from lab.evidence.intervals import Scores
 from lab.run_folder import MODEL_PATH, Evaluation, RunFolder, is_run
 
 SCORES = ("acc", "reward")  # of a verified response: whether its reward is the full one, and it
-VAL = "actor_rollout_ref.rollout.val_kwargs"
 MIN_SPENT = 0.75  # of a common budget that each run must have spent at its evaluation
 
 
@@ -42,8 +41,8 @@ def open_evaluated(folder: Path) -> RunFolder:
     run = RunFolder(folder)
     if not run.evaluations:
         raise ConfigError(
-            f"{folder} has no evaluation of its own weights. Set env.val_files and "
-            "trainer.test_freq, or run `evaluate` on its export."
+            f"{folder} has no held-out scores of the model that it trained, so there is nothing to "
+            "compare. Set env.val_files and trainer.test_freq, or run `evaluate` on its export."
         )
     return run
 
@@ -66,13 +65,7 @@ def read_scoring(run: RunFolder, evaluation: Evaluation) -> Fingerprint:
     """Return what decides the scores of an evaluation, besides the weights and the rows."""
     is_command = evaluation.path.name == "evaluation.jsonl"
     recipe = identity.read_run(run.path, "evaluate") if is_command else run.fingerprint
-    is_greedy = recipe.values.get(f"{VAL}.do_sample") is False
-
-    def decides(key: str) -> bool:
-        is_unused = is_greedy and key.endswith((".temperature", ".top_p", ".top_k"))
-        return identity.decides_score(key) and not is_unused
-
-    return recipe.select(decides)
+    return recipe.select(identity.decides_score)
 
 
 def list_test_sets(evaluations: Sequence[Evaluation]) -> list[str]:

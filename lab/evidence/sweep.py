@@ -25,12 +25,7 @@ from kit.runs.console import say
 from lab.evidence import compare, curves
 from lab.run_folder import RunFolder
 
-SHORT = {  # sections that --vary may leave out, as the documentation does
-    "actor": "actor_rollout_ref.actor",
-    "rollout": "actor_rollout_ref.rollout",
-    "model": "actor_rollout_ref.model",
-    "ref": "actor_rollout_ref.ref",
-}
+SHORT = ("actor", "rollout", "model", "ref")  # sections that --vary names without actor_rollout_ref
 ALGORITHM = ROOT / "algorithm.py"
 SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed")
 
@@ -134,8 +129,7 @@ def list_variants(
 
 def expand_key(key: str) -> str:
     """Return the full name of a key that may begin with one of SHORT."""
-    section, dot, rest = key.partition(".")
-    return f"{SHORT.get(section, section)}{dot}{rest}"
+    return f"actor_rollout_ref.{key}" if key.partition(".")[0] in SHORT else key
 
 
 def name_value(key: str, value: str) -> str:

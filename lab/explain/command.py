@@ -14,11 +14,12 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
+from torch import Tensor
 
 from env import Json
 from kit.data.episode import Episode
@@ -27,26 +28,29 @@ from kit.errors import ConfigError, NonFiniteStep, SkippedStep
 from kit.runs import checkpoints, files
 from kit.runs.cli import plan
 from kit.runs.console import say
-from lab.explain.explanation import (
-    Explanation,
-    Gradient,
-    describe_tokens,
-    find_bad,
-    list_bad_numbers,
-    list_rewards,
-    measure_signal,
-    name_episode,
-)
 from lab.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from verl import DataProto
 
     from algorithm import Trainer
-    from lab.explain.gradients import GradientMeter
+    from lab.explain.gradients import Gradient, GradientMeter
 
-SHOWN = 5  # groups, and tokens
-BLAMED_SHOWN = 8
+SHOWN = 5  # groups, and episodes
+
+
+@dataclasses.dataclass
+class Explanation:
+    """What a step did: the content of explain_<N>.json. reason: why it cannot be used, if so."""
+
+    step: int
+    checkpoint: str  # the weights that the step started from
+    reason: str = ""
+    gradient_norm: float = math.nan
+    signal_to_noise: float | None = None
+    importance: Json = dataclasses.field(default_factory=dict)
+    groups: list[Json] = dataclasses.field(default_factory=list)
+    blame: list[Json] = dataclasses.field(default_factory=list)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -87,7 +91,7 @@ def main(arguments: Sequence[str]) -> None:
     out = write(explanation, folder)
     shutil.rmtree(run.folder, ignore_errors=True)  # it has only the logs of this command
     print_explanation(explanation)
-    say(f"Written to {out}. report.html shows it: python -m lab.report.report_page {folder}")
+    say(f"Written to {out}")
 
 
 def find_start(folder: Path, step: int) -> list[str]:
@@ -131,26 +135,19 @@ def explain_step(trainer: Trainer) -> Explanation:
     explanation = Explanation(step, start, reason=prepare_batch(trainer, batch))
     actor = trainer.workers.actor
     log_probs = training.compute_log_probs(actor, batch, trainer.recipe)["log_probs"]
-    tensors = {
-        "mask": batch.batch["response_mask"],
-        "behavior": batch.batch["rollout_log_probs"],
-        "log_probs": log_probs,
-        "advantages": batch.batch["advantages"],
-    }
-    is_sampled = tensors["mask"].bool() & (batch.batch["turn"] >= 0)
-    shift = measure_shift(log_probs, tensors["behavior"], is_sampled)
+    recorded = batch.batch["rollout_log_probs"]
+    mask = batch.batch["response_mask"].bool()
+    shift = measure_shift(log_probs, recorded, mask & (batch.batch["turn"] >= 0))
     explanation.importance = shift._asdict()
-    rows = range(len(episodes))
-    reasons = {row: list_bad_numbers(row, episodes[row], tensors) for row in rows}
-    blamed = [row for row in rows if reasons[row]]
+    for row, episode in enumerate(episodes):
+        own = mask[row]
+        values = {"recorded log-probs": recorded[row][own], "log-probs": log_probs[row][own]}
+        reasons = list_bad_numbers(episode, values)
+        if reasons:
+            number = episode.record_index.rollout
+            explanation.blame.append({"row": episode.row_id, "episode": number, "reasons": reasons})
     with measuring(actor, batch, trainer.recipe) as meter:
         measure_gradients(explanation, episodes, meter)
-        if not math.isfinite(explanation.gradient_norm) and not blamed:
-            blamed = find_bad(rows, meter.is_bad)
-    for row in blamed[:BLAMED_SHOWN]:
-        named = {"reasons": reasons[row] or ["its gradient is not finite"]}
-        explanation.blame.append(name_episode(episodes[row]) | named)
-    explanation.tokens = describe_tokens(episodes, tensors, trainer.inputs.tokenizer)
     return explanation
 
 
@@ -166,6 +163,22 @@ def prepare_batch(trainer: Trainer, batch: DataProto) -> str:
         except NonFiniteStep as skipped:
             reasons.append(str(skipped))
     return "; ".join(dict.fromkeys(reasons))
+
+
+def list_bad_numbers(episode: Episode, values: Mapping[str, Tensor]) -> list[str]:
+    """List what is NaN or infinite in an episode, besides the advantages: these are its group's.
+
+    values: {what they are: of its response tokens}.
+    """
+    reasons = []
+    reward = episode.trained_reward
+    if reward is None or not math.isfinite(reward):
+        reasons.append(f"its reward is {reward}")
+    for name, numbers in values.items():
+        count = int((~numbers.isfinite()).sum())
+        if count:
+            reasons.append(f"{count} of its {name} are NaN or infinite")
+    return reasons
 
 
 def measure_gradients(
@@ -189,16 +202,32 @@ def measure_gradients(
     ]
 
 
+def measure_signal(norms: Sequence[float], batch_norm: float) -> float | None:
+    """Return |G| / the standard error of G, the sum of n group gradients g_i; None if unknown.
+
+    n g_i is an estimate of G from one group. With S = sum |n g_i - G|^2 / (n - 1), the trace of
+    their covariance, the standard error of G is sqrt(S / n). Source: McCandlish et al. 2018,
+    arXiv:1812.06162, appendix A.1.
+    """
+    n = len(norms)
+    if n < 2:
+        return None
+    squares = math.fsum(norm**2 for norm in norms)
+    trace = (n**2 * squares - n * batch_norm**2) / (n - 1)
+    return batch_norm / math.sqrt(trace / n) if trace > 0 else None
+
+
 def describe_group(name: str, episodes: Sequence[Episode], part: Gradient, batch: float) -> Json:
     """Describe the gradient of a group. batch: the norm of the whole gradient."""
-    means = {name: math.fsum(rs) / len(rs) for name, rs in list_rewards(episodes).items()}
+    trained = [float(episode.trained_reward or 0.0) for episode in episodes]
+    verified = [float(episode.reward or 0.0) for episode in episodes]
     return {
         "group": name,
         "row": episodes[0].row_id,
         "prompt": episodes[0].question,
         "episodes": len(episodes),
-        "reward": next(iter(means.values())),  # the one trained on
-        "rewards": means,
+        "reward": math.fsum(trained) / len(trained),  # the one trained on
+        "verified_reward": math.fsum(verified) / len(verified),
         "norm": part.norm,
         "cosine": part.cosine(batch),
         "share": part.share(batch),
@@ -222,7 +251,7 @@ def print_explanation(explanation: Explanation) -> None:
     say(f"step {explanation.step}, from {explanation.checkpoint}")
     if explanation.reason:
         say(f"  not usable: {explanation.reason}")
-    for culprit in explanation.blame:
+    for culprit in explanation.blame[:SHOWN]:
         reasons = "; ".join(culprit["reasons"])
         say(f"  blame: episode {culprit['episode']} of {culprit['row']}: {reasons}")
     if explanation.reason and not explanation.blame:
@@ -238,14 +267,10 @@ def print_explanation(explanation: Explanation) -> None:
     groups = sorted(explanation.groups, key=lambda group: -abs(group["share"]))
     for group in groups[:SHOWN]:
         cosine = "none" if group["cosine"] is None else f"{group['cosine']:+.2f}"
-        rewards = ", ".join(f"{name} {mean:.3g}" for name, mean in group["rewards"].items())
+        reward = f"reward {group['reward']:.3g}"
+        if group["verified_reward"] != group["reward"]:
+            reward += f" (the verifier's {group['verified_reward']:.3g})"
         say(
             f"  group {group['group']}: share {group['share']:.0%}, norm {group['norm']:.3g}, "
-            f"cosine {cosine}, {rewards}  {group['prompt'][:50]!r}"
-        )
-    for token in explanation.tokens[:SHOWN]:
-        direction = "up" if token["advantage"] > 0 else "down"
-        say(
-            f"  token {token['token']!r} {direction}, p {token['probability']:.2g}, after "
-            f"{token['before']!r} ({token['row']})"
+            f"cosine {cosine}, {reward}  {group['prompt'][:50]!r}"
         )

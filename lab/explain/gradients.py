@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 import torch
@@ -22,13 +22,34 @@ from torch.distributed.tensor import DTensor
 
 import training
 from kit.config.recipe import Recipe
-from lab.explain.explanation import Gradient
 
 if TYPE_CHECKING:
     from verl import DataProto
 
 NAME = "actor"  # of the worker group
 RECORDER = "_gradient_recorder"  # attribute of a worker while it measures
+
+
+class Gradient(NamedTuple):
+    """A gradient g, and G, the gradient of the whole batch."""
+
+    norm: float  # |g|
+    dot: float  # <g, G>; NaN before G is known
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no number of the gradient is NaN or infinite."""
+        return math.isfinite(self.norm)
+
+    def cosine(self, batch_norm: float) -> float | None:
+        """Return the cosine with G, None if one of them is 0."""
+        if not self.norm or not batch_norm:
+            return None
+        return max(-1.0, min(1.0, self.dot / (self.norm * batch_norm)))
+
+    def share(self, batch_norm: float) -> float:
+        """Return <g, G> / |G|^2. The shares of all parts have the sum 1; a part may oppose G."""
+        return self.dot / batch_norm**2 if batch_norm else 0.0
 
 
 # --- in the driver -------------------------------------------------------------------------------
@@ -63,10 +84,6 @@ class GradientMeter:
         )
         training.wait_for_output(self.actor.update_actor(data))
         return call_workers(self.actor, take_last)
-
-    def is_bad(self, rows: Sequence[int]) -> bool:
-        """Whether the gradient of some rows is not finite."""
-        return not self.measure(rows).is_finite
 
 
 @contextlib.contextmanager

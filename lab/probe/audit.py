@@ -6,10 +6,10 @@ import asyncio
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import gym_client
-from env import Json, Task
+from env import Task
 from gym_client import GymError, ServerDownError
 from kit.data.reward_scale import UNKNOWN, RewardScale, are_equal, find_scale
 from kit.errors import RunError
@@ -18,13 +18,10 @@ from kit.rollout import chat
 from kit.rollout.sampling import RolloutContext
 from kit.runs.verifier_trial import rank
 from lab.probe import truths
-from lab.probe.responses import RIGHT, WRONG, Case, Probe, make_probes
+from lab.probe.responses import RIGHT, Case, make_probes
 
-BROKEN = "broken"  # the sort of what no response can be blamed for
 CONCURRENT = 8  # responses
 NO_ANSWER = "x"  # a wrong answer where no other one is known
-RECORDED = "probe"  # the field of a row that an earlier probe wrote
-SENT_TWICE = ("empty", "another answer", "negated", "the truth")  # kinds
 
 
 class Reply(NamedTuple):
@@ -39,49 +36,41 @@ class Reply(NamedTuple):
 class Outcome(NamedTuple):
     """What a probe of a row earned.
 
-    expects: WRONG, LEAK, RIGHT, or BROKEN, which is always a weakness. reply: of the probe's texts,
-    the one with the lowest reward. scale: of the truth's form.
+    expects: WRONG, LEAK or RIGHT. reply: of the probe's texts, the one with the lowest reward.
+    gain: the share of the full reward, at most 1: 0 for a wrong answer, below 0 for a penalty.
     """
 
-    task: Task
     kind: str
     expects: str
     reply: Reply
-    scale: RewardScale = UNKNOWN
-
-    @property
-    def gain(self) -> float:
-        """The share of the full reward, at most 1: 0 for a wrong answer, below 0 for a penalty."""
-        reward = self.reply.reward or 0.0
-        return 1.0 if self.scale.is_full(reward) else self.scale.share(reward)
+    gain: float
 
     def is_weak(self, threshold: float) -> bool:
         """Return whether a verifier accepts what deserves nothing, or rejects what is right."""
-        return self.expects == BROKEN or (self.gain >= threshold) != (self.expects == RIGHT)
+        return (self.gain >= threshold) != (self.expects == RIGHT)
 
 
 @dataclass
 class RowAudit:
     """All results of a row.
 
-    tried: the replies to the truth in all forms. scale: of the truth's form, or that of the
+    replies: to the truth in all forms and to all probes. scale: of the truth's form, or that of the
     verifier if no truth is accepted.
     """
 
     task: Task
     case: Case
     scale: RewardScale = UNKNOWN
-    tried: list[Reply] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether no form of the truth earns more than a wrong answer.
 
-def list_replies(rows: Sequence[RowAudit]) -> list[Reply]:
-    """Return the replies to the truth in all forms and to all probes."""
-    replies = []
-    for row in rows:
-        replies += row.tried
-        replies += [each.reply for each in row.outcomes if each.expects != BROKEN]
-    return replies
+        The verifier of a row with tools may look at calls and not at the text.
+        """
+        return bool(self.case.answers) and not self.case.truth and not self.task.tools
 
 
 class Sender:
@@ -126,37 +115,35 @@ async def audit_verifier(rows: Sequence[RowAudit], sender: Sender) -> None:
     Raises RunError if the verifier gives no reward at all, and GymError if its server is down.
     """
     await asyncio.gather(*(audit_row(row, sender) for row in rows))
-    replies = list_replies(rows)
-    server = rows[0].task.server
+    replies = list(itertools.chain.from_iterable(row.replies for row in rows))
     if all(reply.reward is None for reply in replies):
         raise RunError(
-            f"The verifier {server} gave no reward to any of {len(replies)} responses "
+            f"The verifier {rows[0].task.server} gave no reward to any of {len(replies)} responses "
             f"({replies[0].reason}): {replies[0].error} Correct the verifier or its rows, then "
             "probe again."
         )
-    if await sender.router.kind(server) == "verify":  # a game may begin in another way
-        await asyncio.gather(*(send_again(row, sender) for row in reversed(rows)))
 
 
 async def audit_row(row: RowAudit, sender: Sender) -> None:
-    """Find the form of a row's truth, then send its probes and those that it has recorded."""
+    """Find the form of a row's truth, then send its probes."""
     row.scale = find_scale(sender.context.scales, row.task.server, row.task.row.get("data_source"))
     await find_form(row, sender)
-    probes = [*make_probes(row.case), *read_recorded(row.task.row)]
+    probes = make_probes(row.case)
     replies: list[list[Reply]] = await asyncio.gather(
         *(sender.send_all(row.task, probe.texts) for probe in probes)
     )
     for probe, some in zip(probes, replies, strict=True):
+        row.replies += some
         reply = min(some, key=lambda each: rank(each.reward))
-        row.outcomes.append(Outcome(row.task, probe.kind, probe.expects, reply, row.scale))
+        if reply.reward is not None:
+            gain = 1.0 if row.scale.is_full(reply.reward) else row.scale.share(reply.reward)
+            row.outcomes.append(Outcome(probe.kind, probe.expects, reply, gain))
 
 
 async def find_form(row: RowAudit, sender: Sender) -> None:
     """Set truth, form and scale: of the candidates, the first one that earns most.
 
-    A candidate must earn more than a wrong answer in the same form. If none does, or the verifier
-    fails on all of them, that is an outcome, unless the row has tools: then its verifier may look
-    at calls and not at the text.
+    A candidate must earn more than a wrong answer in the same form.
     """
     case = row.case
     if not case.answers:
@@ -166,9 +153,9 @@ async def find_form(row: RowAudit, sender: Sender) -> None:
     wrong = [truths.write(form, case.wrong or NO_ANSWER) for form in forms]
     nothing = dict(zip(forms, await sender.send_all(row.task, wrong), strict=True))
     texts = [truths.write(form, answer) for answer, form in pairs]
-    row.tried = await sender.send_all(row.task, texts)
+    row.replies += await sender.send_all(row.task, texts)
     best = 0.0
-    for (answer, form), reply in zip(pairs, row.tried, strict=True):
+    for (answer, form), reply in zip(pairs, row.replies, strict=True):
         if reply.reward is None:
             continue
         scale = RewardScale(nothing[form].reward or UNKNOWN.nothing, reply.reward)
@@ -177,32 +164,6 @@ async def find_form(row: RowAudit, sender: Sender) -> None:
             best = scale.full
             row.scale = scale
             row.case = replace(case, truth=answer, form=form)
-    if row.case.truth or row.task.tools:
-        return
-    scored = [reply for reply in row.tried if reply.reward is not None]
-    kind = f"the truth, in any of {len(forms)} forms" if scored else "fails on the truth"
-    row.outcomes.append(Outcome(row.task, kind, BROKEN, (scored or row.tried)[0]))
-
-
-def read_recorded(row: Json) -> list[Probe]:
-    """Return the response that an earlier probe recorded in a row, as a probe."""
-    recorded: Any = row.get(RECORDED)
-    if not isinstance(recorded, dict) or not isinstance(recorded.get("response"), str):
-        return []
-    expects = RIGHT if recorded.get("expects") == RIGHT else WRONG
-    return [Probe(f"recorded: {recorded.get('kind')}", expects, (recorded["response"],))]
-
-
-async def send_again(row: RowAudit, sender: Sender) -> None:
-    """Send some responses of a row again, in the opposite order, until a reward differs."""
-    for first in [each.reply for each in row.outcomes if each.kind in SENT_TWICE][::-1]:
-        second = await sender.send(row.task, first.text)
-        if first.reward is None or second.reward is None:
-            continue
-        if not are_equal([first.reward, second.reward]):
-            both = Reply(first.text, None, f"{first.reward:.4g}, then {second.reward:.4g}")
-            row.outcomes.append(Outcome(row.task, "sent a second time", BROKEN, both))
-            return
 
 
 class Weakness(NamedTuple):
@@ -227,12 +188,10 @@ def find_weaknesses(
     """
     sent: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in itertools.chain.from_iterable(row.outcomes for row in rows):
-        if outcome.reply.reward is not None or outcome.expects == BROKEN:
-            sent.setdefault((outcome.kind, outcome.expects), []).append(outcome)
+        sent.setdefault((outcome.kind, outcome.expects), []).append(outcome)
     found = []
     for (kind, expects), outcomes in sent.items():
         weak = [each for each in outcomes if each.is_weak(threshold)]
-        applied = len(rows) if expects == BROKEN else len(outcomes)
-        if weak and (expects == BROKEN or not {kind, expects} & set(ignored)):
-            found.append(Weakness(kind, expects, applied, weak))
+        if weak and not {kind, expects} & set(ignored):
+            found.append(Weakness(kind, expects, len(outcomes), weak))
     return sorted(found, key=lambda each: -len(each.weak) / each.applied)

@@ -1,6 +1,6 @@
 """The command `probe`: can the verifier of a recipe be fooled, and does it accept right answers?
 
-python algorithm.py probe --config math_cpu --config cpu [--rows 8] [--output exploits.jsonl]
+python algorithm.py probe --config math_cpu --config cpu [--rows 8]
 
 It starts the verifiers of the recipe as a run does, and no model. Then it sends them constructed
 responses: some deserve nothing, the others are right. Exit status: 0 if no weakness was found, 3 if
@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
-import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import env
 from env import Task
 from gym_client import RUNS_EPISODES
 from kit.errors import ConfigError
@@ -27,20 +23,19 @@ from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.servers import GymServers
 from kit.gym.verifiers import make_verifiers
 from kit.rollout.sampling import make_rollout_context
-from kit.runs import files, isolation
+from kit.runs import isolation
 from kit.runs.cli import plan
 from kit.runs.console import console, count_nouns, say
 from kit.runs.event_loops import make_runner
 from lab.probe import report, truths
 from lab.probe.audit import RowAudit, Sender, audit_verifier, find_weaknesses
-from lab.probe.responses import LEAK, RIGHT, WRONG, Case
+from lab.probe.responses import Case
 
 if TYPE_CHECKING:
     from kit.config.recipe import Recipe
     from kit.rollout.inputs import RunInputs
 
 WEAK = 3  # exit status
-AGENT_KEYS = ("agent", "agent_config", "environment")
 MAX_OTHERS = 12  # truths of other rows
 
 
@@ -53,31 +48,23 @@ def main(arguments: Sequence[str]) -> None:
     # `rollout` reads the rows of `train`, and needs neither a whole batch nor a checkpoint
     planned = plan(args.config, args.words, "rollout")
     tasks = planned.inputs.train
-    chosen = choose_rows(tasks, args.rows)
     with running_verifiers(planned.recipe, planned.inputs) as (sender, loop):
-        audits = audit_all(chosen, tasks, planned.inputs, sender, loop)
-    sent = {WRONG, LEAK, RIGHT}
-    for row in itertools.chain(*audits.values()):
-        sent.update(outcome.kind for outcome in row.outcomes)
-    for name in {*args.ignore} - sent:
-        raise ConfigError(f"--ignore {name}: no such response was sent. Correct the name.")
+        audits = audit_all(tasks, args.rows, planned.inputs, sender, loop)
     weaknesses = []
+    broken = 0
     for name, rows in audits.items():
         found = find_weaknesses(rows, args.threshold, args.ignore)
         console.print(report.build_report(name, rows, found), highlight=False)
         weaknesses += found
+        broken += sum(row.is_broken for row in rows)
     kinds = count_nouns(len(weaknesses), "kind")
     say(f"\n{kinds} of weakness in {count_nouns(len(audits), 'verifier')}")
-    if args.output:
-        with files.explain_write_errors(args.output):
-            count = env.write_rows(args.output, report.list_exploits(weaknesses))
-        say(f"{args.output}: {count} rows with a response that is judged wrongly")
-    if weaknesses:
+    if weaknesses or broken:
         sys.exit(WEAK)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. Raises ConfigError."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python algorithm.py probe",
         description="Send constructed responses to the verifiers of a recipe. "
@@ -98,49 +85,31 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="KIND",
         help="a kind of response that does not count, such as negated; wrong, leak or right",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="rows with the exploits")
     parser.add_argument("words", nargs="*", metavar="key=value", help="values of the recipe")
-    args = parser.parse_intermixed_args(arguments)
-    if not 0 < args.threshold <= 1:
-        raise ConfigError(f"--threshold {args.threshold:g} is no share. Set a number up to 1.")
-    return args
+    return parser.parse_intermixed_args(arguments)
 
 
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def choose_rows(tasks: Sequence[Task], count: int) -> list[Task]:
-    """Choose rows in turn from all data sets, and evenly within each."""
-    groups = group_by(get_source, tasks)
-    spread = []
-    for members in groups.values():
-        share = min(len(members), -(-count // len(groups)))
-        spread.append([members[n * len(members) // share] for n in range(share)])
-    turns = itertools.zip_longest(*spread)
-    return [task for task in itertools.chain.from_iterable(turns) if task][:count]
-
-
-def group_by(key: Callable[[Task], str], tasks: Sequence[Task]) -> dict[str, list[Task]]:
-    """Group tasks by a text."""
+def group_by_scorer(tasks: Sequence[Task]) -> dict[str, list[Task]]:
+    """Group rows by their verifier and data_source, by which verl's scorer chooses another."""
     groups: dict[str, list[Task]] = {}
     for task in tasks:
-        groups.setdefault(key(task), []).append(task)
+        source = task.row.get("data_source")
+        name = f"{task.server}, data_source {source}" if source else task.server
+        groups.setdefault(name, []).append(task)
     return groups
 
 
-def get_source(task: Task) -> str:
-    """Return the verifier of a row and its data set: the data_source, otherwise the file."""
-    return f"{task.server}, {task.row.get('data_source') or task.file}"
-
-
-def get_scorer(task: Task) -> str:
-    """Return the verifier of a row and the data_source, by which verl's scorer chooses another."""
-    source = task.row.get("data_source")
-    return f"{task.server}, data_source {source}" if source else task.server
+def choose_rows(tasks: Sequence[Task], count: int) -> list[Task]:
+    """Choose rows evenly, at least one."""
+    count = min(len(tasks), max(1, count))
+    return [tasks[number * len(tasks) // count] for number in range(count)]
 
 
 def list_others(task: Task, source: Sequence[Task]) -> list[str]:
-    """Return different truths of other rows. source: the rows of the same data set."""
+    """Return different truths of other rows. source: the rows of the same scorer."""
     own = truths.list_truths(task.row)
     others: list[str] = []
     for other in source:
@@ -179,11 +148,7 @@ def running_verifiers(recipe: Recipe, inputs: RunInputs) -> Iterator[tuple[Sende
                 "gym.judges has the policy as a judge, and the probe runs no policy. Set base_url "
                 "or start for this judge."
             )
-        servers = copy.deepcopy(dict(recipe.get("gym.servers")))
-        for settings in servers.values():  # /verify needs no agent
-            for key in AGENT_KEYS:
-                (settings.get("start") or {}).pop(key, None)
-            settings.pop("kind", None)
+        servers = {name: server.model_dump() for name, server in recipe.gym.servers.items()}
         if servers:
             say(f"Starting the Gym servers {', '.join([*servers, *launch.gym_process_names])}")
         group = GymServers(servers, launch.logs, policy, launch.gym_processes)
@@ -193,36 +158,34 @@ def running_verifiers(recipe: Recipe, inputs: RunInputs) -> Iterator[tuple[Sende
         loop = stack.enter_context(make_runner())
         pools = make_pools(recipe, inputs.verifiers.specs, launch.logs)
         router, _ = make_verifiers(recipe, urls, pools)
-        for name, server in recipe.gym.servers.items():
-            if server.start and server.start.agent:
-                router.gym.kinds[name] = "verify"
         enter(router, loop, stack)
         client: Any = None  # nothing is sampled
         yield Sender(router, make_rollout_context(recipe, client, inputs, 60.0)), loop
 
 
 def audit_all(
-    chosen: Sequence[Task],
     tasks: Sequence[Task],
+    count: int,
     inputs: RunInputs,
     sender: Sender,
     loop: EventLoop,
 ) -> dict[str, list[RowAudit]]:
-    """Probe the verifiers of the chosen rows, one after the other -> {name: its rows}.
+    """Probe the verifiers of the rows, one after the other -> {name: its rows}. count: of all rows.
 
     Raises ConfigError if none of them can be probed.
     """
-    sources = group_by(get_source, tasks)
     audits: dict[str, list[RowAudit]] = {}
-    for name, own in group_by(get_scorer, chosen).items():
+    groups = group_by_scorer(tasks)
+    for name, own in groups.items():
         if loop.run(sender.router.kind(own[0].server)) in RUNS_EPISODES:
             say(
                 f"WARNING     {name} is not probed, since its agent samples from the policy. Probe "
                 "its resources server: remove `agent`, or set the url of that server."
             )
             continue
-        say(f"Probing {name} with {len(own)} rows")
-        rows = [RowAudit(task, make_case(task, sources[get_source(task)], inputs)) for task in own]
+        chosen = choose_rows(own, -(-count // len(groups)))
+        say(f"Probing {name} with {len(chosen)} rows")
+        rows = [RowAudit(task, make_case(task, own, inputs)) for task in chosen]
         loop.run(audit_verifier(rows, sender))
         audits[name] = rows
     if not audits:

@@ -1,7 +1,8 @@
-"""Describe the results of a probe: as tables, and as a file of rows."""
+"""Describe the results of a probe as tables."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -10,15 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from env import Json
 from kit.errors import remove_control_characters
 from kit.runs.console import count_nouns
 from lab.probe import truths
-from lab.probe.audit import BROKEN, RECORDED, RowAudit, Weakness, list_replies
+from lab.probe.audit import RowAudit, Weakness
 from lab.probe.responses import LEAK, RIGHT, WRONG
 
 TITLES = {
-    BROKEN: "The verifier cannot be satisfied, fails, or gives two rewards (broken)",
     WRONG: "Rewarded, but deserves nothing: a wrong answer, or none (wrong)",
     LEAK: "Rewarded, but deserves nothing, although it contains the answer (leak)",
     RIGHT: "Not rewarded, but right (right)",
@@ -44,18 +43,17 @@ def add_row(table: Table, weakness: Weakness) -> None:
     # of a right answer, the one with the lowest reward
     sign = 1 if weakness.expects == RIGHT else -1
     reply = min(weakness.weak, key=lambda outcome: sign * outcome.gain).reply
-    reward = reply.reason if reply.reward is None else f"{reply.reward:.3g}"
-    example = remove_control_characters(reply.error or reply.text)
+    example = remove_control_characters(reply.text)
     if len(example) > MAX_SHOWN:
         half = MAX_SHOWN // 2 - 2
         example = f"{example[:half]}...{example[-half:]}"
     counted = f"{len(weakness.weak)} of {weakness.applied}"
-    table.add_row(f"  {weakness.kind}", counted, reward, escape(repr(example)))
+    table.add_row(f"  {weakness.kind}", counted, f"{reply.reward:.3g}", escape(repr(example)))
 
 
 def describe(rows: Sequence[RowAudit]) -> Iterator[str]:
     """Yield the lines above the tables of a verifier."""
-    replies = list_replies(rows)
+    replies = list(itertools.chain.from_iterable(row.replies for row in rows))
     rewards = [reply.reward for reply in replies if reply.reward is not None]
     count = f"{count_nouns(len(rows), 'row')}, {len(replies)} responses"
     yield f"    {count}, rewards from {min(rewards):g} to {max(rewards):g}"
@@ -63,6 +61,10 @@ def describe(rows: Sequence[RowAudit]) -> Iterator[str]:
     for form, number in forms.most_common():
         shown = truths.write(form, "X").replace("\n", "\\n")
         yield f"    the truth earns the full reward as {shown}, for {count_nouns(number, 'row')}"
+    broken = sum(row.is_broken for row in rows)
+    if broken:
+        broken_rows = count_nouns(broken, "row")
+        yield f"    no form of the truth earns more than a wrong answer, for {broken_rows}"
     unknown = sum(not row.case.answers for row in rows)
     if unknown:
         rows_without = count_nouns(unknown, "row")
@@ -71,23 +73,3 @@ def describe(rows: Sequence[RowAudit]) -> Iterator[str]:
     if failed:
         reasons = ", ".join(f"{number} {reason}" for reason, number in failed.most_common())
         yield f"    {failed.total()} responses got no reward, and count as neither: {reasons}"
-
-
-def list_exploits(weaknesses: Sequence[Weakness]) -> Iterator[Json]:
-    """Yield the row of each wrongly judged response, with the response in the field `probe`.
-
-    A later probe of these rows sends the response again.
-    """
-    for weakness in weaknesses:
-        for task, kind, expects, reply, scale in weakness.weak:
-            if expects == BROKEN:
-                continue
-            recorded = {
-                "kind": kind.removeprefix("recorded: "),
-                "expects": RIGHT if expects == RIGHT else WRONG,
-                "response": reply.text,
-                "reward": reply.reward,
-                "full_reward": scale.full,
-                "row": task.row_id,
-            }
-            yield {**task.row, RECORDED: recorded}

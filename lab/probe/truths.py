@@ -25,7 +25,6 @@ MORE_FORMS = (
     "```\n{}\n```",
     '{{"answer": "{}"}}',
 )
-OPPOSITES = (("yes", "no"), ("Yes", "No"), ("true", "false"), ("True", "False"))
 
 
 def list_truths(row: Json) -> list[str]:
@@ -71,15 +70,12 @@ def read_choices(row: Json) -> dict[str, str]:
 
 
 def list_candidates(truth: str, choices: Mapping[str, str], others: Sequence[str]) -> list[str]:
-    """Return the answers that a policy could list: the choices, yes and no, or the rows' truths.
+    """Return the answers that a policy could list: the choices, or the rows' truths.
 
     others: the truths of other rows. The truth is among the candidates.
     """
     if truth in choices:
         return list(choices)
-    for pair in OPPOSITES:
-        if truth in pair:
-            return list(pair)
     return list(dict.fromkeys([truth, *others]))
 
 

@@ -15,7 +15,6 @@ import pandas as pd
 from kit.data.metrics import describe_interval
 from kit.data.reward_scale import are_equal
 from kit.runs.console import count_nouns
-from kit.runs.drift import METRIC
 from lab.report.metric_docs import find_status
 from lab.run_folder import RunFolder, is_accuracy
 
@@ -23,7 +22,6 @@ FAILED_FRAC = 0.02  # of all episodes
 TRUNCATED_FRAC = 0.25  # of the responses: a problem if complete ones earn more
 NEARLY_ALL = 0.9  # of the responses: a problem in any case, since hardly any are complete
 ZERO_VARIANCE_FRAC = 0.7  # of the groups: the others are too small a batch to learn from
-MANY_UNSOLVED = 0.1  # of the groups without variance: if more earn less, the task is not solved
 SIGMAS = 2.5  # two parts of a run differ if they are this many standard errors apart
 ENTROPY_FACTOR = 4.0  # change of the entropy that counts as a collapse if the reward does not rise
 MIN_STEPS = 12  # for a trend
@@ -171,25 +169,15 @@ def find_zero_variance_groups(run: RunFolder) -> Iterator[Finding]:
     groups = late.reward.groupby(late.group).agg(list)
     rewards = groups[groups.map(are_equal)].map(min)  # of each group without variance
     usual = rewards.mode().iloc[0] if len(rewards) else float("nan")
-    unsolved = (rewards < usual).mean()
-    if not episodes.is_right[episodes.reward == usual].any():
+    if episodes.is_right[episodes.reward == usual].any():
+        cause = "The task is solved or too easy"
+        next_step = "use harder rows, or stop here"
+    else:
         cause = "The task is too hard for this policy, or most responses earn the same"
         next_step = (
             "start with easier rows, train on examples first (`--config sft`), reward partial "
             f"progress, or sample more responses per prompt ({ROLLOUT}.n)"
         )
-    elif unsolved > MANY_UNSOLVED:
-        cause = (
-            f"But in {unsolved:.0%} of these groups all responses earn less: each time, the policy "
-            "gives nearly the same response"
-        )
-        next_step = (
-            f"keep the responses different with {ACTOR}.clip_ratio_high=0.28 (DAPO) or "
-            f"{ACTOR}.entropy_coeff=0.001, or use rows that the policy sometimes solves"
-        )
-    else:
-        cause = "The task is solved or too easy"
-        next_step = "use harder rows, or stop here"
     if not run.get_setting("algorithm.filter_groups.enable"):
         next_step += (
             ". algorithm.filter_groups.enable=true (`--config dapo`) samples more prompts until "
@@ -204,7 +192,7 @@ def find_zero_variance_groups(run: RunFolder) -> Iterator[Finding]:
 
 
 def find_reward_trend(run: RunFolder) -> Iterator[Finding]:
-    """Find a reward that is flat or falls, without another cause or a curriculum."""
+    """Find a reward that does not rise, without another cause or a curriculum."""
     metric = "critic/rewards/mean" if is_reward_shaped(run) else "rollout/reward/mean"
     reward = get_sampled_metric(run, metric)
     causes = (find_zero_variance_groups, find_policy_collapse)
@@ -212,36 +200,27 @@ def find_reward_trend(run: RunFolder) -> Iterator[Finding]:
     if len(reward) < MIN_STEPS or has_cause or has_curriculum(run):
         return
     trend = measure_trend(reward)
-    change = f"{trend.first:.3g} at first, {trend.last:.3g} now, over {len(reward)} steps"
-    hint = (
-        "Read the best and worst responses: does the reward separate them? "
-        'See docs/guides/diagnosis.md, "3. A flat reward, and zero-variance groups".'
-    )
     gain = trend.last - trend.first
-    noise = SIGMAS * max(trend.error, 1e-9)
-    if gain < -noise:
+    if gain < SIGMAS * max(trend.error, 1e-9) and trend.last < compute_high_reward(run):
         yield Finding(
-            f"The reward falls: {change}",
-            [metric, "actor/entropy", "response_length/mean"],
-            f"lower {ACTOR}.optim.lr. {hint}",
-        )
-    elif gain < noise and trend.last < compute_high_reward(run):
-        yield Finding(
-            f"The reward is flat: {change}",
+            f"The reward is flat or falls: {trend.first:.3g} at first, {trend.last:.3g} now, over "
+            f"{len(reward)} steps",
             [metric, "actor/grad_norm", "actor/lr"],
-            f"if actor/grad_norm is steady, multiply {ACTOR}.optim.lr by 3. {hint}",
+            f"if it is flat and actor/grad_norm is steady, multiply {ACTOR}.optim.lr by 3; if it "
+            "falls, divide it by 3. Read the best and worst responses: does the reward separate "
+            'them? See docs/guides/diagnosis.md, "3. A flat reward, and zero-variance groups".',
         )
 
 
 def find_rollout_mismatch(run: RunFolder) -> Iterator[Finding]:
     """Find a rollout engine whose probabilities differ from the trainer's."""
-    diff = take_last_third(get_sampled_metric(run, METRIC)).mean()
+    diff = take_last_third(get_sampled_metric(run, "training/rollout_probs_diff_mean")).mean()
     if not diff > PROBS_DIFF:
         return
     yield Finding(
         f"Rollout engine and trainer disagree by {diff:.3g} in the probability of a token "
         "(rounding to bf16: below 0.02)",
-        [METRIC, "rollout_corr/kl"],
+        ["training/rollout_probs_diff_mean", "rollout_corr/kl"],
         "with trainer.one_step_off or a quantized rollout engine, add "
         "`--config rollout_correction`. Remove rollout.top_k, top_p and repetition_penalty, which "
         "change only the engine's probabilities. Otherwise vLLM does not have the trainer's "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,52 +38,18 @@ def tabulate_episodes(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
         frame[name] = frame[name].str[:MAX_CELL_CHARACTERS]
     for name in ("reward", "seconds"):
         frame[name] = frame[name].round(4)
-    frame["reward_components"] = [format_components(parts) for parts in frame["reward_components"]]
-    return {name: replace_nan(frame[name].tolist()) for name in TABLE_COLUMNS}
+    frame["reward_components"] = [
+        " ".join(f"{name}={value:.3g}" for name, value in parts.items())
+        for parts in frame["reward_components"]
+    ]
+    return {name: frame[name].tolist() for name in TABLE_COLUMNS}
 
 
 def rank_episodes(episodes: pd.DataFrame) -> list[str]:
     """Mark the RANKED best and worst episodes of each file, and the failed ones; others get ""."""
-    ranks = np.select(
-        [
-            episodes["status"] != "ok",
-            episodes["best"] <= RANKED,
-            episodes["worst"] <= RANKED,
-        ],
-        ["failed", "best", "worst"],
-        default="",
-    )
-    return [str(rank) for rank in ranks]
-
-
-def format_components(components: dict[str, float]) -> str:
-    """Format the components of a reward: "format=1 answer=0"."""
-    return " ".join(f"{name}={value:.3g}" for name, value in components.items())
-
-
-def replace_nan(values: list[Any]) -> list[Any]:
-    """Replace NaN by None, which JSON has."""
-    return [None if value is None or value != value else value for value in values]
-
-
-def pair_held_out_rows(run: RunFolder) -> Iterator[dict[str, Any]]:
-    """Pair the responses and rewards of each held-out row in the first and the last evaluation."""
-    episodes = run.episodes[run.episodes["file"].str.startswith("val_")]
-    first_step = episodes["step"].min()
-    last_step = episodes["step"].max()
-    if episodes.empty or first_step == last_step:
-        return
-    first = episodes[episodes["step"] == first_step].drop_duplicates("row_id")
-    last = episodes[episodes["step"] == last_step].drop_duplicates("row_id")
-    for pair in first.merge(last, on="row_id", suffixes=("", "_after")).itertuples():
-        responses = [pair.response, pair.response_after]
-        rewards = [round(pair.reward, 4), round(pair.reward_after, 4)]
-        yield {
-            "run": run.name,
-            "prompt": pair.prompt[:MAX_CELL_CHARACTERS],
-            "responses": [response[:MAX_CELL_CHARACTERS] for response in responses],
-            "rewards": replace_nan(rewards),
-        }
+    is_failed = episodes["status"] != "ok"
+    cases = [is_failed, episodes["best"] <= RANKED, episodes["worst"] <= RANKED]
+    return list(map(str, np.select(cases, ["failed", "best", "worst"], default="")))
 
 
 # --- an opened episode ---------------------------------------------------------------------------
@@ -201,7 +167,7 @@ def format_item(item: dict[str, Any]) -> dict[str, Any]:
     if item.get("type") == "function_call_output":
         return {"role": "tool", "text": str(item.get("output"))}
     content = item.get("content") or item.get("summary") or ""
-    parts = content if isinstance(content, list) else [{"text": str(content)}]
+    parts = content if isinstance(content, list) else [content]
     role = item.get("role") or item.get("type") or ""
     return {"role": role, "text": "".join(format_part(part) for part in parts)}
 

@@ -1,6 +1,6 @@
 """Write report.html, which shows one run or several. It needs no server and no network.
 
-    python -m lab.report.report_page runs/A [runs/B ...] [--out report.html]
+    python -m lab.report.report_page runs/A [runs/B ...]
 
 The page is report_page.html plus compressed data. plotly draws the charts, DataTables (bundled by
 itables) shows the tables. The browser unpacks large parts only when they are looked at.
@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import orjson
 import yaml
 
@@ -58,23 +57,11 @@ CHARTS = [
     ),
     Chart("How episodes end", ["rollout/ended/*"], is_stacked=True),
     Chart("Entropy (nats)", ["actor/entropy"]),
-    Chart(
-        "KL divergence (nats)",
-        ["actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty"],
-    ),
-    Chart(
-        "Clipped ratios",
-        ["actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_clipfrac"],
-    ),
+    Chart("KL divergence (nats)", ["actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty"]),
+    Chart("Clipped ratios", ["*_clipfrac*"]),
     Chart("Gradient norm", ["actor/grad_norm", "critic/grad_norm"]),
-    Chart(
-        "Zero-variance and dropped groups",
-        ["rollout/zero_variance_groups", "rollout/groups_dropped"],
-    ),
-    Chart(
-        "Rollout engine against trainer (probability)",
-        ["training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"],
-    ),
+    Chart("Zero-variance and dropped groups", ["rollout/*groups*"]),
+    Chart("Rollout engine against trainer (probability)", ["training/rollout_probs_diff_m*"]),
     Chart("Failed episodes by reason", ["rollout/failed/*"], is_stacked=True),
     Chart("Advantages", ["critic/advantages/*"]),
     Chart("Critic", ["critic/vf_loss", "critic/vf_explained_var"]),
@@ -111,9 +98,6 @@ def render_page(runs: Sequence[RunFolder], comparison: Mapping[str, object] | No
     vocabularies = [
         episode_view.decode_vocabulary(run, load_tokenizer(run), chosen) for run in runs
     ]
-    pairs: list[dict[str, Any]] = []
-    for run in runs:
-        pairs += episode_view.pair_held_out_rows(run)
     data = {
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "runs": [describe_run(run) for run in runs],
@@ -121,10 +105,8 @@ def render_page(runs: Sequence[RunFolder], comparison: Mapping[str, object] | No
         "metrics": [tabulate_metrics(run) for run in runs],
         "meanings": list_meanings(runs),
         "episodes": {"columns": columns, "chunk": EPISODES_PER_CHUNK},
-        "pairs": pairs,
         "config_diff": diff_configs(runs),
         "comparison": comparison,
-        "explanations": list_explanations(runs),
     }
     parts: dict[str, Any] = {"data": data, "vocabularies": vocabularies}
     for number, start in enumerate(range(0, len(views), EPISODES_PER_CHUNK)):
@@ -139,7 +121,7 @@ def render_page(runs: Sequence[RunFolder], comparison: Mapping[str, object] | No
 
 
 def pack(part: Any) -> str:
-    """Compress a text, or a value as JSON, to base64 for the page."""
+    """Compress a text, or a value as JSON, to base64 for the page. NaN becomes null."""
     try:
         text = part.encode() if isinstance(part, str) else orjson.dumps(part, option=KEYS)
     except TypeError:  # half of a surrogate pair: only the escapes of `json` can express it
@@ -194,15 +176,6 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
     }
 
 
-def list_explanations(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """List the explained steps of the runs: the contents of explain_<N>.json."""
-    explanations = []
-    for run in runs:
-        for path in sorted(run.path.glob("explain_*.json"), key=lambda path: path.stat().st_mtime):
-            explanations.append(json.loads(path.read_text()) | {"run": run.name})
-    return explanations
-
-
 def list_meanings(runs: Sequence[RunFolder]) -> dict[str, str]:
     """Describe each metric of the runs that metric_docs.yaml knows: {name: text}."""
     meanings = {}
@@ -229,12 +202,10 @@ def build_charts(runs: Sequence[RunFolder]) -> Iterator[dict[str, Any]]:
 def build_lines(chart: Chart, number: int, run: RunFolder) -> list[dict[str, Any]]:
     """Build the lines of a chart for one run. A line that is 0 throughout is left out."""
     lines: list[dict[str, Any]] = []
-    for name in list_charted_metrics(chart, run):
+    names = itertools.chain.from_iterable(list_charted(run, pattern) for pattern in chart.patterns)
+    for name in dict.fromkeys(names):
         values = run.steps[name].dropna()
-        points = {
-            "x": list(values.index),
-            "y": [float(f"{value:.5g}") for value in values],
-        }
+        points = {"x": list(values.index), "y": [float(f"{value:.5g}") for value in values]}
         # two metrics may have the same values; one line is enough
         is_duplicate = any(points.items() <= line.items() for line in lines)
         if values.any() and not is_duplicate:
@@ -242,12 +213,10 @@ def build_lines(chart: Chart, number: int, run: RunFolder) -> list[dict[str, Any
     return lines
 
 
-def list_charted_metrics(chart: Chart, run: RunFolder) -> list[str]:
-    """List the metrics of a run that a chart shows, in the order of its patterns."""
-    names: list[str] = []
-    for pattern in chart.patterns:
-        names += [name for name in run.steps if matches_pattern(name, pattern)]
-    return list(dict.fromkeys(names))
+def list_charted(run: RunFolder, pattern: str) -> list[str]:
+    """List the metrics of a run that a chart with this pattern shows."""
+    names = [name for name in run.steps if fnmatch.fnmatchcase(name, pattern)]
+    return [name for name in names if name not in NOT_STAGES and not name.endswith((LOW, HIGH))]
 
 
 def list_margins(name: str, run: RunFolder) -> dict[str, list[float]]:
@@ -261,20 +230,12 @@ def list_margins(name: str, run: RunFolder) -> dict[str, list[float]]:
     return {"above": above.fillna(0.0).tolist(), "below": below.fillna(0.0).tolist()}
 
 
-def matches_pattern(name: str, pattern: str) -> bool:
-    """Whether a chart with this pattern shows the metric."""
-    is_charted = name not in NOT_STAGES and not name.endswith((LOW, HIGH))
-    return is_charted and fnmatch.fnmatchcase(name, pattern)
-
-
 def tabulate_metrics(run: RunFolder) -> dict[str, Any]:
     """Make the columns of all metrics of a run, for the table and the chart of any metric."""
     frame = run.steps.drop(columns="time", errors="ignore")
     columns = {}
     for name in sorted(frame):
-        columns[name] = [
-            None if np.isnan(value) else float(f"{value:.6g}") for value in frame[name]
-        ]
+        columns[name] = [float(f"{value:.6g}") for value in frame[name]]
     return {"steps": list(frame.index), "columns": columns}
 
 
@@ -298,17 +259,11 @@ def main(arguments: Sequence[str]) -> None:
         description="Write the report page of one run, or of several runs side by side.",
     )
     parser.add_argument("runs", nargs="+", type=Path, help="run directories")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="file to write (default: report.html in the run directory, or here for several runs)",
-    )
     args = parser.parse_args(arguments)
     folder = args.runs[0] if len(args.runs) == 1 else Path()
-    out = args.out or folder / "report.html"
     try:
         runs = [RunFolder(path.expanduser()) for path in args.runs]
-        print(write_page(runs, out.expanduser()))
+        print(write_page(runs, folder.expanduser() / "report.html"))
     except (ConfigError, RunError) as error:
         sys.exit(f"error: {error}")
 

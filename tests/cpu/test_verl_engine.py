@@ -35,6 +35,7 @@ import training
 from kit.config.recipe import Recipe
 from kit.data.episode import Episode
 from kit.runs.workers import make_value_model_config
+from tests.helpers.architectures import VARIABLES
 from tests.helpers.recipes import load
 from tests.helpers.workers import ACTOR, make_episode
 
@@ -188,9 +189,6 @@ def compare_engines(_: int, workspace: Path) -> None:
 @pytest.mark.timeout(600)  # a new process imports verl, and makes six workers
 def test_the_engines_of_a_cpu_compute_the_step_of_verls_engines(workspace, monkeypatch):
     """Log-probs, entropies, sums of squared probabilities, values, losses and all gradients."""
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHDYNAMO_DISABLE": "1"}
-    variables |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform"}
-    for name, value in variables.items():
+    for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     torch.multiprocessing.spawn(compare_engines, (workspace,))

@@ -214,37 +214,12 @@ def test_a_deleted_feature_that_is_not_in_that_list_has_its_own_error(
     assert output.count("error: ") == 1 and "Traceback" not in output, output[-3000:]
 
 
-@pytest.mark.parametrize(
-    ("source", "error"),
-    [
-        ("openai/gsm8k", ""),
-        ("taco", "env.verifier=verl with data_source=taco needs extras/policy_programs, which"),
-    ],
-)
-def test_without_the_scorer_of_programs_verls_other_scorers_work(
-    source, error, bare, workspace, driver
-):
-    rows = [row(f"say {n}", data_source=source, answer="5") for n in range(8)]
-    path = write_rows(workspace / "verl.jsonl", rows)
-    arguments = make_arguments("math", "math_with_judge", workspace)
-    changes = ["env.verifier=verl", f"env.train_files=[{path}]", "env.allow_unsandboxed_code=true"]
-    status, output = driver.run(bare, [*arguments, *changes])
-    assert status == bool(error) and (error or "nothing was started") in output, output[-3000:]
-    assert output.count("error: ") == bool(error) and "Traceback" not in output
-
-
 def test_every_feature_that_a_recipe_turns_on_is_tested():
     """The other features are commands, or every run uses them if they exist."""
     needed = {entry.module for entry in features.ENTRIES if not entry.is_optional}
     needed |= {"extras.images", "extras.sft"}
     tested = {f"extras.{name.removesuffix('.py')}" for name in CHANGES}
     assert needed - tested == {"kit.cpu.fork_server"}  # the last test deletes it
-
-
-def test_a_command_without_its_module_is_one_error(bare, driver):
-    status, output = driver.run(bare, ["show", "runs/none"])
-    assert status == 1 and "the command show needs lab/report/show" in output, output[-3000:]
-    assert "Traceback" not in output
 
 
 def test_a_command_that_converts_rows_without_its_module_is_one_error(bare):

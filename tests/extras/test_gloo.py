@@ -51,9 +51,8 @@ def test_weights_reach_servers_on_separate_gpus(monkeypatch):
         "scalar": torch.tensor(7),
         "empty": torch.ones(2, 0),
     }
-    with concurrent.futures.ThreadPoolExecutor(
-        4
-    ) as pool:  # in a run, each engine is in its own process
+    # in a run, each engine is in its own process
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
         for _ in range(2):
             for received in sync_weights(engines, weights, pool):
                 assert_equal(received, weights)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from extras import gym_environments
-from extras.judges import list_models
 from kit.gym import process_specs
 from kit.gym.network import GymStartError
 from tests.helpers.recipes import GYM_PYTHON, ROOT
@@ -74,55 +72,13 @@ def test_two_runs_build_an_environment_once(tmp_path, monkeypatch):
     assert built == ["mcqa"] and len(set(folders)) == 1
 
 
-def write_wrapper(path):
-    """Write a script that runs the interpreter of .venv-gym, as if it were in a container."""
-    path.write_text(f'#!/bin/sh\nexec {GYM_PYTHON} "$@"\n')
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_an_environment_can_be_made_for_an_interpreter_that_a_script_starts(tmp_path, monkeypatch):
-    python = write_wrapper(tmp_path / "gym-python")
-    package = process_specs.find_package(python)
-    assert package.samefile(SITE_PACKAGES)
-    judges = {"judge_model_server": "judge_model"}
-    assert list_models("physics_judge", {"python": python}) == judges
-    monkeypatch.setattr(process_specs, "environment_folder", lambda *_: tmp_path / "new" / "mcqa")
-    new_python = gym_environments.install_environment("mcqa", python)
-    command = "import fastapi, nemo_gym, resources_servers.mcqa, sys; print(sys.prefix)"
-    run = subprocess.run([new_python, "-c", command], capture_output=True, text=True, cwd=tmp_path)
-    assert run.stdout.strip() == str(tmp_path / "new" / "mcqa"), run.stderr
-
-
-def test_an_interpreter_without_nemo_gym_has_no_package(tmp_path):
-    assert process_specs.find_package(sys.executable) is None
-    assert process_specs.find_package(str(tmp_path / "no such file")) is None
-
-
-def test_an_environment_for_another_version_of_nemo_gym_is_not_used(tmp_path, monkeypatch):
-    environment = tmp_path / ".venv-gym-servers" / "mcqa"
-    (environment / "bin").mkdir(parents=True)
-    (environment / "bin" / "python").touch()
-    monkeypatch.setattr(process_specs, "environment_folder", lambda *_: environment)
+def test_a_server_uses_its_environment_once_it_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_specs, "environment_folder", lambda *_: tmp_path)
     monkeypatch.setattr(process_specs, "PYTHON", str(GYM_PYTHON))
-    (version,) = process_specs.list_versions(SITE_PACKAGES)
-    for text, is_used in ((version, True), ("nemo_gym-0.0.1.dist-info", False), ("", False)):
-        (environment / "installed.txt").write_text(f"{text}\nscipy\n")
-        expected = environment / "bin" / "python" if is_used else GYM_PYTHON
-        assert process_specs.resolve_python("mcqa", {}) == str(expected), text
-
-
-def test_environments_for_servers_are_next_to_the_one_that_has_nemo_gym(tmp_path):
-    folders = []
-    for name in (".venv-gym", ".venv-other"):
-        package = tmp_path / name / "lib" / "python3.11" / "site-packages"
-        package.mkdir(parents=True)
-        (tmp_path / name / "pyvenv.cfg").touch()
-        folders.append(process_specs.environment_folder("mcqa", package))
-    assert folders == [
-        tmp_path / ".venv-gym-servers" / "mcqa",
-        tmp_path / ".venv-other-servers" / "mcqa",
-    ]
+    assert process_specs.resolve_python("mcqa", {}) == str(GYM_PYTHON)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    assert process_specs.resolve_python("mcqa", {}) == str(tmp_path / "bin" / "python")
 
 
 def test_a_requirement_with_another_source_is_not_installed_from_pypi():

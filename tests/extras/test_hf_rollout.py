@@ -14,10 +14,10 @@ import torch
 
 import inference
 from kit.rollout.client import Client
-from kit.rollout.sampling import make_rollout_args, make_rollout_context
+from kit.rollout.sampling import make_rollout_context
 from kit.runs.workers import start_workers
 from tests.helpers.recipes import load
-from tests.helpers.stack import AGREE, SESSION, UNTRAINED, kill_workers, train_until
+from tests.helpers.stack import AGREE, SESSION, kill_workers
 
 LEARNING_RATE = "actor_rollout_ref.actor.optim.lr=0.01"
 
@@ -65,29 +65,6 @@ def test_greedy_responses_of_transformers_and_vllm_are_equal(stack, hf):
         assert one.log_probs == pytest.approx(two.log_probs, abs=AGREE)
 
 
-@pytest.mark.soak
-def test_training_on_responses_of_transformers_raises_the_reward(stack, hf):
-    with trainer_with_servers(
-        stack, "hf", *hf, LEARNING_RATE, "actor_rollout_ref.rollout.n=16"
-    ) as trainer:
-        rewards = train_until(trainer, 0.5)
-    assert sum(rewards[:3]) / 3 < UNTRAINED
-    assert sum(rewards[-3:]) / 3 >= 0.5
-
-
-@pytest.mark.soak
-def test_transformers_repeat_a_response_for_the_same_seed(stack, hf):
-    """Each request has a seed, and top_k and top_p are set."""
-    rollout = "actor_rollout_ref.rollout"
-    changes = [f"{rollout}.full_determinism=true", f"{rollout}.top_k=3", f"{rollout}.top_p=0.9"]
-    with trainer_with_servers(stack, "hf", *hf, *changes) as trainer:
-        args = make_rollout_args(trainer.recipe, trainer.inputs.train, "1", False)
-        first = trainer.servers.rollout(args.requests, args.sampling)
-        second = trainer.servers.rollout(args.requests, args.sampling)
-        assert [e.response_ids for e in first] == [e.response_ids for e in second]
-        assert len({tuple(e.response_ids) for e in first}) > 5
-
-
 def sample_tokens(requests, scores):
     """Sample a token for each row of each scores [B, V] -> (tokens [N, B], log-probs [N, B])."""
     hf_rollout = importlib.import_module("extras.hf_rollout")
@@ -129,13 +106,6 @@ def test_greedy_tokens_are_the_most_likely_and_top_k_1_leaves_one():
     assert torch.equal(tokens, scores.argmax(-1)) and log_probs.abs().max() == 0
 
 
-def test_no_logits_are_copied_to_the_host():
-    """A tensor on torch's device `meta` has no values, so that a copy to the host raises."""
-    scores = torch.empty(3, 8, 50, device="meta")
-    tokens, log_probs = sample_tokens([{"temperature": 0.7, "top_p": 0.9}] * 8, scores)
-    assert tokens.shape == log_probs.shape == (3, 8) and tokens.device.type == "meta"
-
-
 def test_each_response_of_a_batch_has_its_own_limit(stack, hf):
     """Each ends at its max_tokens or at a stop token, whichever is first."""
     server = hf[1].server_handles[0]
@@ -157,8 +127,7 @@ def test_each_response_of_a_batch_has_its_own_limit(stack, hf):
     assert any(len(output.token_ids) < limit for limit, output in zip(limits, outputs, strict=True))
 
 
-@pytest.mark.parametrize("error", [None, ValueError("no memory")])
-def test_a_canceled_request_does_not_stop_the_server(monkeypatch, error):
+def test_a_canceled_request_and_a_failed_batch_do_not_stop_the_server(monkeypatch):
     hf_rollout = importlib.import_module("extras.hf_rollout")
     monkeypatch.setattr(hf_rollout, "GATHER_S", 0.0)
     started = threading.Event()
@@ -167,8 +136,8 @@ def test_a_canceled_request_does_not_stop_the_server(monkeypatch, error):
     def generate_batch(batch):
         started.set()
         assert canceled.wait(10.0)
-        if error and len(batch) == 2:
-            raise error
+        if len(batch) == 2:
+            raise ValueError("no memory")
         return [request.prompt_ids for request in batch]
 
     async def sample():
@@ -187,4 +156,4 @@ def test_a_canceled_request_does_not_stop_the_server(monkeypatch, error):
 
     results, later = asyncio.run(sample())
     assert isinstance(results[0], asyncio.CancelledError)
-    assert results[1] == (error or [6]) and later == [7]
+    assert isinstance(results[1], ValueError) and later == [7]

@@ -1,18 +1,19 @@
-"""Rows with images: tokens of prompts, inputs of the rollout engine, batches and checks."""
+"""Rows with images: files, tokens of prompts, inputs of the engine, batches, checks, training."""
 
 from __future__ import annotations
 
 import asyncio
+import http.server
+import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from datasets import Dataset
 
 import env
-import inference
 import training
+from extras import images, sft
 from gym_client import GymError
 from kit.config.entries import Entry
 from kit.config.load import load_config
@@ -23,6 +24,7 @@ from kit.errors import ConfigError
 from kit.rollout import openai_server
 from kit.rollout.chat_template import ChatTemplate
 from kit.runs import prepare, summary
+from tests.helpers.http import served
 from tests.helpers.models import (
     COLORS,
     IMAGE_CHAT_TEMPLATE,
@@ -31,13 +33,98 @@ from tests.helpers.models import (
     load_image_processor,
     png,
 )
-from tests.helpers.recipes import ROOT, gym_examples, row, write_rows
+from tests.helpers.recipes import (
+    CPU,
+    RECIPE,
+    ROOT,
+    command,
+    gym_examples,
+    metrics_of,
+    row,
+    run,
+    tiny,
+    write_rows,
+)
 from tests.helpers.rollouts import context_of
 
 
 @pytest.fixture(scope="module")
 def processor(vision_model):
     return load_image_processor(vision_model)
+
+
+def test_an_unreadable_image_is_an_error_that_names_the_row(processor, workspace, monkeypatch):
+    monkeypatch.setattr(images, "MAX_FETCHED_BYTES", 10**4)
+    requests: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            requests.append(self.path)
+            if "moved" in self.path:
+                self.send_response(302)
+                self.send_header("Location", f"{url}/ok?after_redirect")
+                self.end_headers()
+                return
+            self.send_response(200 if "ok" in self.path else 404)
+            self.end_headers()
+            self.wfile.write(bytes(10**5) if "long" in self.path else png(COLORS["b"]))
+
+    where = f"{workspace / 'rows.jsonl'}:3"
+    with served(Handler) as url:
+        (workspace / "c.png").write_bytes(png(COLORS["r"]))
+        for source in (
+            f"{url}/ok",
+            str(workspace / "c.png"),
+            (workspace / "c.png").as_uri(),
+            "c.png",
+        ):
+            assert processor.load_image(source, where).size == (40, 30)
+        unreadable = {  # {source: the reason in the message}
+            f"{url}/gone": "404",
+            f"{url}/moved": "302",
+            f"{url}/ok_long": "at most 10,000 bytes",
+            "http://elsewhere/x.png": "elsewhere is not in env.image_hosts",
+            "none.png": "No such file",
+            "data:image/png;base64,@@": "cannot be read",
+            data_url(b"no image"): "cannot identify",
+        }
+        for source, reason in unreadable.items():
+            with pytest.raises(env.DataError, match=rf"rows\.jsonl:3: image .*{reason}"):
+                processor.load_image(source, where)
+        assert "/moved" in requests and "/ok?after_redirect" not in requests
+    # The server has ended, so this image comes from the cache.
+    assert processor.load_image(f"{url}/ok", where).size == (40, 30)
+    with pytest.raises(env.DataError, match="1 images, but 2 placeholders"):
+        messages = env.render_row(image_row("c.png", "so <image>"), where)[0]
+        env.encode_messages(messages, [], processor.tokenizer, where, processor)
+
+
+CHAT = [{"role": "user", "content": "which <image> or <image>"}]
+
+
+@pytest.mark.parametrize("form", ["bytes", "path"])
+def test_images_of_verl_are_loaded_with_their_prompt(workspace, vision_model, tmp_path, form):
+    processor = load_image_processor(vision_model)
+    images = []
+    for name, color in COLORS.items():
+        (tmp_path / f"{name}.png").write_bytes(png(color))
+        images.append({"bytes": png(color), "path": None})
+    path = tmp_path / "rows.parquet"
+    if form == "bytes":
+        Dataset.from_list([{"prompt": CHAT, "images": images}]).to_parquet(path)
+    else:
+        row = {"prompt": CHAT, "images": [f"{name}.png" for name in COLORS]}
+        path = write_rows(tmp_path / "rows.jsonl", [row])
+    template = ChatTemplate(processor, {processor.tokenizer.eos_token_id})
+    (task,) = TaskLoader(template, {"s": "s"}, 999).load_files([Entry(str(path))]).tasks
+    assert task.prompt_ids.count(processor.placeholder) == 32
+    _, inputs = processor.engine_inputs(task.prompt_ids, task)
+    assert [image.getpixel((0, 0)) for image in inputs["image_data"]] == list(COLORS.values())
+    assert "images" not in task.row
+
+    text_template = ChatTemplate(TextProcessor(processor.tokenizer), {1})
+    with pytest.raises(env.UnsupportedRowError, match="the model reads no images"):
+        TaskLoader(text_template, {"s": "s"}, 999).load_files([Entry(str(path))])
 
 
 def make_episode(
@@ -72,19 +159,6 @@ def test_an_image_has_one_token_for_each_feature_of_the_model(processor, workspa
     text_task = env.Task("", row(), "", [{"role": "user", "content": "x"}], [5])
     assert processor.engine_inputs([5], text_task) == ([5], {})
     assert processor.sampling_params() == {"logit_bias": {processor.placeholder: -100.0}}
-
-
-def test_a_model_that_reads_no_images_refuses_them(workspace):
-    from transformers import AutoTokenizer
-
-    rows = write_rows(workspace / "pictures.jsonl", [image_row(data_url(png(COLORS["r"])))])
-    tokenizer = AutoTokenizer.from_pretrained(workspace / "tied")
-    loader = TaskLoader(
-        ChatTemplate(TextProcessor(tokenizer), set()), {"reasoning_gym": "reasoning_gym"}, 100
-    )
-    reason = r"pictures\.jsonl:1: input_image: the model reads no images"
-    with pytest.raises(env.UnsupportedRowError, match=reason):
-        loader.load_files([Entry(str(rows))])
 
 
 def test_a_relative_path_is_relative_to_the_folder_of_the_row_file(processor, workspace):
@@ -125,43 +199,21 @@ def test_text_of_the_environment_is_encoded_for_the_model(processor):
     assert reply.status == 400 and reply.body["error"]["param"] == "messages"
 
 
-def test_rollout_workers_get_the_ban_of_placeholders(processor):
-    sent = []
-    servers = inference.Servers.__new__(inference.Servers)
-    servers.context = SimpleNamespace(processor=processor, endpoint_sampling={}, samples=None)
-    servers.workers = SimpleNamespace(rollout=lambda requests, sampling, *_: sent.append(sampling))
-    servers.rollout_async([], {"temperature": 1.0}, lambda *_: None, False)
-    assert sent == [{"temperature": 1.0} | processor.sampling_params()]
-
-
 def test_options_that_do_not_work_with_images_are_refused(processor):
-    task = env.Task(
-        "", {}, "s", [{"role": "user", "content": [{"type": "image", "image": "x"}]}], [1]
-    )
-    settings = {
-        "actor_rollout_ref": {
-            "rollout": {"name": "hf", "limit_images": None, "engine_kwargs": {"vllm": {}}},
-            "model": {"lora_rank": 8},
-            "actor": {
-                "ulysses_sequence_parallel_size": 1,
-                "policy_loss": {"loss_mode": "vanilla"},
-            },
-        },
-        "gym": {"servers": {"s": {"start": {"agent": "simple_agent"}}}},
-        "trainer": {"device": "cpu", "n_gpus_per_node": 1, "nnodes": 1, "resource_pools": {}},
-        "model_engine": "dp",
-    }
-    config = OmegaConf.create(settings)
+    message = {"role": "user", "content": [{"type": "image", "image": "x"}]}
+    task = env.Task("", {}, "s", [message], [1])
+    agent = "gym.servers={s: {start: {agent: simple_agent}}}"
+    lora = "actor_rollout_ref.model.lora_rank=8"
+    config, _ = load_config([], ["actor_rollout_ref.rollout.name=hf", lora, agent])
     with pytest.raises(
         ConfigError, match=r"do not work with .*rollout\.name=hf; .*lora_rank; an agent server"
     ):
         processor.check(config, [task], "evaluate")
-    config.actor_rollout_ref.rollout.name = "vllm"
-    config.actor_rollout_ref.model.lora_rank = 0
-    config.gym.servers.s.start.agent = None
+    config, _ = load_config([], [])
     processor.check(config, [task], "evaluate")
     assert config.actor_rollout_ref.rollout.limit_images == 1
-    config.actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config = {"method": "ngram"}
+    drafts = "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={method: ngram}"
+    config, _ = load_config([], [drafts])
     with pytest.raises(ConfigError, match="speculative_config: vLLM cannot ban tokens with it"):
         processor.check(config, [], "evaluate")
 
@@ -184,26 +236,14 @@ def qwen(workspace) -> Path:
     tokenizer.chat_template = IMAGE_CHAT_TEMPLATE.replace(
         "<image>", "<|vision_start|><|image_pad|><|vision_end|>"
     )
-    text: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-    }
-    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8192}
+    text: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 64, "num_hidden_layers": 2}
+    text |= {"intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    text |= {"max_position_embeddings": 8192}
     text |= {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "depth": 2,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-    }
-    ids: dict[str, Any] = {
-        "image_token_id": pad,
-        "vision_start_token_id": start,
-        "vision_end_token_id": end,
-    }
+    vision = {"hidden_size": 32, "intermediate_size": 64, "depth": 2, "num_heads": 2}
+    vision |= {"out_hidden_size": 64}
+    ids: dict[str, Any] = {"image_token_id": pad, "vision_start_token_id": start}
+    ids |= {"vision_end_token_id": end}
     Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids).save_pretrained(folder)
     Qwen2VLImageProcessorPil().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -238,3 +278,60 @@ def test_a_recipe_for_qwen2_5_vl_is_checked_and_its_batch_built(workspace, qwen)
     assert tensors[0] is tensors[1] and tensors[0]["image_grid_thw"].tolist() == [[1, 70, 70]]
     with pytest.raises(ConfigError, match="a CPU, on which verl"):
         prepare.prepare(*load_config(["circle_click", "cpu"], changes))
+
+
+def test_sft_of_a_model_that_reads_images_is_refused(workspace, vision_model):
+    write_rows(workspace / "chats.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
+    changes = [
+        f"env.train_files=[{workspace / 'chats.jsonl'}]",
+        "env.val_files=[]",
+        f"actor_rollout_ref.model.path={vision_model}",
+    ]
+    config, defaults = load_config([str(CPU), str(RECIPE), "sft"], tiny(workspace, *changes))
+    with pytest.raises(ConfigError, match="`sft` does not support models that read images"):
+        sft.prepare(config, defaults)
+
+
+@pytest.mark.soak
+def test_a_model_learns_to_name_a_color(workspace, vision_model):
+    """All texts are equal, so only the image helps. A constant answer is right in half of them.
+
+    Rows of Gym's circle_click are in the same batches, and the model never calls their tool. Both
+    rollout engine and trainer ban the token <image>, so their probabilities agree.
+    """
+    rows = []
+    for name, color in COLORS.items():
+        rows += [image_row(data_url(png(color)), answer=name)] * 3
+    write_rows(workspace / "colors.jsonl", rows)
+    (clicks,) = [path for path in gym_examples() if path.match("circle_click/*/example.jsonl")]
+    changes = [
+        f"actor_rollout_ref.model.path={vision_model}",
+        f"env.train_files=[{{path: colors.jsonl, server: reasoning_gym, weight: 6}}, "
+        f"{{path: {clicks}, server: circle_click, weight: 2}}]",
+        "env.val_files=[{path: colors.jsonl, server: reasoning_gym}]",
+        f"gym.servers.circle_click.start.python={ROOT / '.venv-gym' / 'bin' / 'python'}",
+        "data.max_prompt_length=1024",
+        "data.max_response_length=1",
+        "actor_rollout_ref.actor.optim.lr=0.003",
+        "trainer.experiment_name=colors",
+        "trainer.total_training_steps=34",
+    ]
+    done = run(command(workspace, *tiny(workspace, *changes)), workspace, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    folder = workspace / "runs" / "colors"
+    trained = [m for m in metrics_of(folder) if "actor/grad_norm" in m]
+    print("rewards", [round(m["reward/reasoning_gym/mean"], 2) for m in trained])
+    print("largest difference", max(m["training/rollout_probs_diff_max"] for m in trained))
+    assert len(trained) == 34
+    # If all eight groups of a step have equal rewards, there is no gradient.
+    with_signal = [m for m in trained if m["rollout/zero_variance_groups"] < 8]
+    assert with_signal and all(m["actor/grad_norm"] > 0 for m in with_signal)
+    assert all(m["training/rollout_probs_diff_max"] < 1e-3 for m in trained)
+    assert all(m["rollout/failed_frac"] == 0 for m in trained)
+    lines = (folder / "rollouts" / "step_1.jsonl").read_text().splitlines()
+    assert {len(json.loads(line)["response"]["output"]) for line in lines} == {1}
+    assert max(map(len, lines)) < 20_000
+    assert (folder / "export" / "processor_config.json").is_file()
+    key = "val-core/reasoning_gym/acc/mean@1"
+    held_out = [m[key] for m in metrics_of(folder) if key in m]
+    assert held_out[0] <= 0.5 < held_out[-1]

@@ -1,31 +1,61 @@
-"""The command of Prometheus that a run prints."""
+"""The page with a run's metrics has all that the dashboard and the alerts read."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from types import SimpleNamespace
 
-from omegaconf import OmegaConf
+import httpx
+import yaml
 
 from extras import monitor
-from kit.gym.network import find_free_port
-from tests.helpers.http import Endpoint, send
+from tests.helpers.recipes import ROOT
+
+FOLDER = ROOT / "docs" / "monitoring"
 
 
-def test_the_printed_command_of_prometheus_listens_on_this_machine_only(tmp_path, monkeypatch):
-    lines = []
-    port = find_free_port()
-    settings = {"file": str(tmp_path / "prometheus.yml"), "port": port}
-    recipe = SimpleNamespace(
-        rollout=OmegaConf.create({"prometheus": settings}),
-        trainer=OmegaConf.create({"experiment_name": "x"}),
+def test_the_page_of_a_run_has_its_last_metrics_and_counts_failures():
+    readers = []
+    stages = SimpleNamespace(last_progress_at=0.0, current_stage="gen", open_episodes=3)
+    run = SimpleNamespace(
+        log=SimpleNamespace(readers=readers),
+        stages=stages,
+        files=SimpleNamespace(nonfinite_steps=1),
     )
-    run = SimpleNamespace(recipe=recipe, log=SimpleNamespace(readers=[]))
-    monkeypatch.setattr(monitor, "say", lines.append)
-    with contextlib.ExitStack() as stack:
-        monitor.serve_metrics(run, "127.0.0.1", ["127.0.0.1:1"], stack)
-        assert f"--web.listen-address=127.0.0.1:{port}" in lines[0]
-        prometheus = Endpoint(send(200, b""), port)
-        monitor.serve_metrics(run, "127.0.0.1", ["127.0.0.1:1"], stack)
-        assert "reloaded its configuration" in lines[1]
-        assert prometheus.log[0][0] == "/-/reload"
+    page = monitor.RunPage(run)
+    (record,) = readers
+    for step in (1, 2):
+        record(step, {"a/b": step, "timing_s/gen": 2.0 * step, "rollout/failed/masked": 4.0})
+    values = {
+        "kit_a_b": 2.0,
+        "kit_step": 2.0,
+        "kit_episodes_open": 3.0,
+        "kit_nonfinite_steps": 1.0,
+    }
+    assert {name: page.registry.get_sample_value(name) for name in values} == values
+    assert page.registry.get_sample_value("kit_stage_seconds", {"stage": "gen"}) == 4.0
+    assert page.registry.get_sample_value("kit_failures_total", {"reason": "masked"}) == 8.0
+
+
+def test_the_page_has_each_metric_of_the_dashboard_and_the_alerts(stack, tmp_path):
+    file = tmp_path / "prometheus.yml"
+    changes = [f"actor_rollout_ref.rollout.prometheus.file={file}"]
+    with contextlib.ExitStack() as exits:
+        trainer = exits.enter_context(stack.trainer("monitored", *changes, overlays=["monitoring"]))
+        monitor.serve_metrics(trainer.run, "127.0.0.1", ["127.0.0.1:1"], exits)
+        # a run reads this gauge from its Gym client
+        gauge = {"verify/concurrency/reasoning_gym": 64.0}
+        trainer.run.log.gauges.append(lambda: gauge)
+        metrics = trainer.step_or_skip()
+        trainer.evaluate()
+        own, engine = yaml.safe_load(file.read_text())["scrape_configs"]
+        (address,) = own["static_configs"][0]["targets"]
+        page = httpx.get(f"http://{address}/metrics").text
+    assert engine["static_configs"][0]["targets"] == ["127.0.0.1:1"]
+    (reward,) = re.findall(r"^kit_rollout_reward_mean (.*)$", page, re.MULTILINE)
+    assert float(reward) == metrics["rollout/reward/mean"]
+    queries = (FOLDER / "grafana.json").read_text() + (FOLDER / "alerts.yml").read_text()
+    names = set(re.findall(r"\bkit_\w+", queries))
+    assert len(names) > 20
+    assert [name for name in names if name not in page] == []

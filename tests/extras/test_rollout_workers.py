@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -13,8 +11,7 @@ import ray
 
 import env
 import inference
-from extras.rollout_workers.workers import RolloutWorker, RolloutWorkers, split_limits
-from kit.data.episode import Episode
+from extras.rollout_workers.workers import RolloutWorkers, split_limits
 from kit.errors import RunError
 from kit.gym.network import find_free_port
 from kit.rollout.sampling import (
@@ -22,7 +19,6 @@ from kit.rollout.sampling import (
     build_sampling_params,
     make_rollout_context,
     repeat_per_group,
-    request_group,
 )
 from tests.helpers.recipes import load
 from tests.helpers.stack import SESSION
@@ -80,30 +76,6 @@ def test_tokens_are_the_same_with_and_without_workers(both):
     # The tokens may differ: vLLM on a CPU ignores seeds if a batch also has greedy responses.
     greedy = both.with_workers.rollout(requests, both.sampling, baselines=True)
     assert {e.status for e in greedy} == {"ok"} and all(e.baseline is not None for e in greedy)
-
-
-def test_greedy_episodes_of_a_worker_count_as_ended(monkeypatch):
-    """The progress bar of ReMax counts them too."""
-    episodes = [Episode("row", "g", "s", [1]) for _ in range(3)]
-
-    async def rollout_with_baselines(requests, sampling, context, gym, on_done):
-        for index, episode in enumerate(episodes):
-            on_done(index, episode)
-        return episodes[:2]
-
-    monkeypatch.setattr(inference, "rollout_with_baselines", rollout_with_baselines)
-    worker = RolloutWorker.__new__(RolloutWorker)
-    worker.context = worker.verifiers = None
-    worker.limits = SimpleNamespace(metrics=dict)
-    workers = RolloutWorkers.__new__(RolloutWorkers)
-    workers.workers = [worker]
-    workers._call = lambda _worker, *arguments: worker.rollout(*arguments)
-    ended = []
-    requests = request_group(None, "g", 2)
-    call = workers.rollout(requests, {}, lambda *pair: ended.append(pair), baselines=True)
-    assert asyncio.run(call) == episodes[:2]
-    assert [index for index, _ in ended] == [0, 1, 0]
-    assert [episode for _, episode in ended] == episodes
 
 
 def test_an_error_of_a_worker_that_ends_the_run_keeps_its_type(both):

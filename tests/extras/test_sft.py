@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from types import SimpleNamespace
 
 import pandas
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 import env
@@ -49,10 +45,9 @@ def test_only_messages_of_the_assistant_are_trained(tokenizer, template):
 
 
 QUESTION = {"role": "user", "content": "say 7"}
-FLAGS = ("weight", "train", "training", "loss", "loss_mask", "step_loss_mask")
 
 
-@pytest.mark.parametrize(("flag", "value"), zip(FLAGS, [0, 0.0, False] * 2, strict=True))
+@pytest.mark.parametrize(("flag", "value"), [("weight", 0), ("train", False)])
 def test_an_answer_that_the_row_excludes_is_context(tokenizer, template, flag, value):
     excluded = {"role": "assistant", "content": "77", flag: value}
     included = {"role": "assistant", "content": "7", flag: not value}
@@ -91,21 +86,6 @@ def test_a_completion_of_trl_is_trained_on_and_its_prompt_is_context(tokenizer, 
         sft.tokenize(row, template, "x:1")
 
 
-def test_conversations_come_from_jsonl_and_parquet(tmp_path):
-    rows = [
-        {"messages": [{"role": "user", "content": str(i)}, {"role": "assistant", "content": "7"}]}
-        for i in range(3)
-    ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chats.parquet")
-    for name in ("chats.jsonl", "chats.parquet"):
-        read = list(sft.read_conversations(str(tmp_path / name)))
-        assert [r for _, r in read] == rows and read[2][0].endswith(f"{name}:3")
-    (tmp_path / "bad.parquet").write_text("no parquet")
-    with pytest.raises(env.DataError, match=r"bad\.parquet: cannot be read"):
-        list(sft.read_conversations(str(tmp_path / "bad.parquet")))
-
-
 def test_conversations_may_be_a_prompt_and_a_response(tmp_path):
     pairs = [
         {"prompt": "2?", "response": "4"},
@@ -131,35 +111,6 @@ def test_conversations_may_be_a_prompt_and_a_response(tmp_path):
         reason = r"b\.jsonl:1: `(prompt|response)` must be text or messages, not"
         with pytest.raises(env.DataError, match=reason):
             list(sft.read_conversations(str(path)))
-
-
-def test_the_model_is_exported_after_the_workers_have_ended(monkeypatch):
-    """Both at the same time would need twice the memory, and an export stops the monitor."""
-    calls = []
-    stages = SimpleNamespace(
-        is_export_pending=False, save_on_stop=lambda _: contextlib.nullcontext()
-    )
-
-    def record_end():
-        calls.append(f"workers ended, export pending: {stages.is_export_pending}")
-
-    def start(run, inputs, stack, samples):
-        stack.callback(record_end)
-        return SimpleNamespace(workers=None)
-
-    monkeypatch.setattr("kit.runs.launch.start", start)
-    monkeypatch.setattr(sft, "set_loss", lambda *_: None)
-    monkeypatch.setattr(sft.Trainer, "compute_validation_loss", lambda _: {})
-    run = SimpleNamespace(
-        stages=stages,
-        files=SimpleNamespace(checkpoint=None, export=lambda: calls.append("export")),
-        log=SimpleNamespace(write=lambda *_: None),
-        last=0,
-        folder="runs/x",
-        stage=lambda _: contextlib.nullcontext(),
-    )
-    sft.run_command(None, run, None)
-    assert calls == ["workers ended, export pending: True", "export"]
 
 
 def test_the_command_learns_and_exports_the_model(stack, monkeypatch, capsys):

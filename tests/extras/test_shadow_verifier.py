@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import io
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +16,6 @@ from extras.shadow_verifier import ShadowVerifier, score
 from kit.config.load import base_configs
 from kit.data.episode import Episode, ParsedResponse, TurnSpan
 from kit.data.metrics import compute_rollout_metrics, compute_validation_metrics
-from kit.data.rollout_files import from_record, to_record, write_record
 from kit.errors import RunError
 from kit.gym.python_verifiers.pool import make_pools
 from kit.gym.verifiers import VerifierRouter
@@ -133,17 +130,6 @@ class Session:
     async def verify(self, body, last):
         self.body = body
         return gym_client.VerifyResult(0.25)
-
-
-def test_the_record_of_an_episode_has_its_shadow_reward(measure):
-    episode = measure("strict", "77")
-    line = io.BytesIO()
-    write_record(line, to_record(episode, 0, 0))
-    record = json.loads(line.getvalue())
-    assert record["_episode"]["measures"]["shadow_reward"] == 0.0
-    assert from_record(record, ROW).measures == episode.measures
-    del record["_episode"]["measures"]  # of a run without a shadow verifier
-    assert from_record(record, ROW).measures == {}
 
 
 @pytest.mark.parametrize(("status", "calls"), [("ok", 1), ("timeout", 0)])

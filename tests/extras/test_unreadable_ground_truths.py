@@ -15,8 +15,6 @@ from extras.math_answers import verify_math
 from extras.policy_programs.program_scores import score_program
 from gym_client import GymError
 from kit.gym.python_verifiers import verl_scorer
-from templates.reward import compute_score as score_last_number
-from templates.task import Guess
 from tests.helpers.recipes import ROOT
 from tests.helpers.verifiers import list_rewards, make_router, run_session
 
@@ -76,15 +74,6 @@ def test_an_expected_answer_that_math_verify_cannot_read_is_a_failure(truth):
 
 
 @pytest.mark.parametrize(
-    "truth",
-    [*MISSING, *NO_ANSWERS, *WRONG_TYPES, *MISSING_TEXTS, "none", "####", "\\boxed{}"],
-    ids=repr,
-)
-def test_the_template_raises_without_a_number(truth):
-    assert fails(lambda truth, text: score_last_number("", text, truth, {}), truth)
-
-
-@pytest.mark.parametrize(
     "truth", [*UNREADABLE, "5", 5, ["5"], {"target": []}, {"target": [""]}], ids=repr
 )
 def test_verls_search_scorer_raises_without_targets(truth):
@@ -111,18 +100,6 @@ def test_a_scorer_of_programs_raises_without_tests(truth, url):
     assert fails(lambda tests, text: score_with_tests(tests, text, url), truth)
     if isinstance(truth, dict):
         assert fails(lambda tests, text: score_with_tests(tests, text, url), json.dumps(truth))
-
-
-def test_assertions_need_a_sandbox():
-    tests = {"assert_case": ["assert True"], "inputs": None, "outputs": None}
-    with pytest.raises(ValueError, match="verl runs only in SandboxFusion"):
-        score_with_tests(tests, "```python\nx = 1\n```")
-
-
-@pytest.mark.parametrize("number", [None, "", "five", float("nan")])
-def test_the_game_of_the_template_raises_without_its_number(number):
-    with pytest.raises((TypeError, ValueError)):
-        Guess().reset({"number": number, "top": 3})
 
 
 def test_each_data_source_of_verl_is_known():
@@ -176,20 +153,6 @@ def test_the_right_number_earns_1_and_another_one_0(number, other, kind):
             assert (score > 0) == (value == number) or kind == "dollars"
 
 
-@given(number=NUMBERS, other=NUMBERS, kind=st.sampled_from(KINDS))
-def test_the_template_reads_the_same_numbers(number, other, kind):
-    truth = wrap(number, kind)
-    assert score_last_number("", f"it is {number}", truth, {})["score"] == 1.0
-    assert score_last_number("", f"it is {other}", truth, {})["score"] == float(other == number)
-
-
-@settings(max_examples=30, deadline=None)
-@given(number=st.decimals(-1000, 1000, places=3))
-def test_a_float_is_compared_as_a_number(number):
-    for response in (f"\\boxed{{{number}}}", f"\\boxed{{\\frac{{{number * 1000:.0f}}}{{1000}}}}"):
-        assert verify_math("", response, float(number), {})["score"] == 1.0
-
-
 def test_a_target_of_verls_search_scorer_may_be_a_text_or_several():
     for target in ("Five", ["four", "Five"]):
         text = "<answer>five</answer>"
@@ -203,19 +166,16 @@ ROWS = {  # {name: (fields, outcome of a right and of a wrong response)}
     "gym": ({"expected_answer": "5"}, [1.0, 0.0]),
     "gsm8k": ({"question": "2 + 3?", "answer": "2 + 3 = 5\n#### 5"}, [1.0, 0.0]),
     "math": ({"solution": "It is $\\boxed{5}$.", "level": "Level 1"}, [1.0, 0.0]),
-    "deepmath": ({"final_answer": "5", "r1_solution_1": "..."}, [1.0, 0.0]),
     "olympiad": ({"final_answer": ["5"], "solution": ["..."]}, [1.0, 0.0]),
     "verl": ({"reward_model": {"style": "rule", "ground_truth": "5"}}, [1.0, 0.0]),
     "verl_and_raw": (
         {"reward_model": {"ground_truth": 5}, "extra_info": {"answer": "9"}},
         [1.0, 0.0],
     ),
-    "extra_info": ({"extra_info": {"answer": "so\n#### 5"}}, [1.0, 0.0]),
     "padded": ({"answer": None, "expected_answer": " ", "solution": "5"}, [1.0, 0.0]),
     "null": ({"answer": None}, ["raised", "raised"]),
     "other_key": ({"target": "5"}, ["raised", "raised"]),
     "object": ({"answer": {"value": "5"}}, ["raised", "raised"]),
-    "list_of_null": ({"answer": [None]}, ["raised", "raised"]),
 }
 
 

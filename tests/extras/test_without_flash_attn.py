@@ -118,16 +118,6 @@ def test_a_packed_row_gives_what_each_sequence_gives_alone(attend, case, is_chec
     assert len({id(packing) for _, packing in attend}) == 1
 
 
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12))
-@settings(max_examples=50, deadline=None)
-def test_sequences_begin_where_positions_begin_again(lengths):
-    _, positions = make_rows(lengths)
-    packing = substitute.find_sequences(positions)
-    assert packing.offsets.tolist() == [0, *itertools.accumulate(lengths)]
-    assert packing.offsets.dtype == torch.int32 and packing.max_length == max(lengths)
-    assert substitute.find_sequences(positions) is packing
-
-
 def make_inputs(rows=1, tokens=6, width=8, value_width=8):
     """Make query [B, 4, T, D], key and value [B, 2, T, D], and positions [B, T]."""
     query = torch.randn(rows, 4, tokens, width)
@@ -142,14 +132,6 @@ def call_attention(query, key, value, positions, **options):
     return substitute.varlen_attention(
         module, query.bfloat16(), key, value, None, position_ids=positions, **options
     )
-
-
-def test_a_batch_that_is_not_one_packed_row_is_refused(attend):
-    with pytest.raises(ValueError, match="one row, not 2"):
-        call_attention(*make_inputs(2))
-    for positions in (None, torch.zeros(3, 1, 6), torch.zeros(1, 5)):
-        with pytest.raises(ValueError, match="packed micro-batches with position ids"):
-            call_attention(*make_inputs()[:3], positions)
 
 
 @pytest.mark.parametrize(
@@ -167,13 +149,6 @@ def test_features_that_are_missing_are_refused(attend, options, feature):
     with pytest.raises(NotImplementedError, match="values that are not as wide as keys"):
         call_attention(*make_inputs(value_width=4))
     assert not attend
-
-
-def test_options_without_effect_are_accepted(attend):
-    output, weights = call_attention(
-        *make_inputs(), sliding_window=6, softcap=None, s_aux=None, dropout=0.0, scaling=0.3
-    )
-    assert output.shape == (1, 6, 4, 8) and output.dtype == torch.bfloat16 and weights is None
 
 
 def test_a_vision_tower_uses_sdpa(attend):

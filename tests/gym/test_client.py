@@ -8,44 +8,40 @@ import json
 import logging
 import random
 import re
-import shutil
-import subprocess
-import sys
-import textwrap
 import time
+from collections import defaultdict
 
 import pytest
 
 import gym_client
+import inference
+from env import Task
 from gym_client import (
-    MAX_ANSWER_BYTES,
     MAX_RESULT_BYTES,
     RESERVED,
     Gym,
     GymError,
-    function_call,
+    ServerDownError,
     message_response,
     parse_verify_result,
 )
-from kit.gym.servers import running_servers
+from kit.gym.network import find_free_port
+from kit.rollout.sampling import repeat_per_group
 from tests.helpers.http import (
     ROW,
     VERIFY_ROUTES,
     ScriptedServer,
     after,
     catch_reason,
-    describe_fields,
     measure_longest_pause,
     run_session,
     step_x,
     verify_result,
     verify_x,
 )
-from tests.helpers.recipes import GYM_PYTHON, ROOT
+from tests.helpers.rollouts import chatml_tokenizer, context_of, one_turn_each
 
-SESSION_ID = "5f0e1c7a-0000-4000-8000-a12345678901"  # ends like the id of an attempt
-SESSION = base64.b64encode(json.dumps({"session_id": SESSION_ID}).encode()).decode()
-OPEN = (200, {}, f"Gym={SESSION}.x")
+OPEN = (200, {}, "sid=0")
 HUGE = b"1" + b"0" * 400  # a valid number of JSON, but no finite float
 
 
@@ -71,7 +67,7 @@ def catch_error(url, conversation, row=ROW) -> GymError:
 
 @pytest.mark.parametrize(
     "faults",
-    [["reset"], ["truncated"], [(503, ""), (429, "")], [(502, ""), (408, "")], [(500, "")]],
+    [["reset"], ["truncated"], [(503, ""), (429, "")], [(500, "")]],
 )
 def test_a_temporary_failure_is_retried_in_a_new_session(faults):
     server = make_server(verify=[*faults, (200, {"reward": 1.0})])
@@ -85,18 +81,16 @@ def test_a_temporary_failure_is_retried_in_a_new_session(faults):
     [
         (after(3.0, (200, {"reward": 1.0})), "timeout", 1),
         ("reset", "connect", 3),
+        ((201, {"reward": 1.0}), "http_201", 1),
         ((422, ""), "http_422", 1),
         ((500, ""), "http_500", 2),
         ((503, ""), "http_503", 3),
         ((200, b"<html>"), "bad_answer", 1),
-        ((200, []), "bad_answer", 1),
         ((200, {"reward": None}), "bad_answer", 1),
-        ((200, {"reward": True}), "bad_answer", 1),
         ((200, {"reward": "1.0"}), "bad_answer", 1),
         ((200, b'{"reward": 1.0, "reward": NaN}'), "bad_answer", 1),
         ((200, b'{"reward": %s}' % HUGE), "bad_answer", 1),
         ((200, b'{"reward": 1.0, "reward_components": {"a": -%s}}' % HUGE), "bad_answer", 1),
-        ((200, {"reward": 1.0, "reward_components": [1]}), "bad_answer", 1),
         ((200, {"reward": 0.0, "mask_sample": True}), "masked", 1),
     ],
 )
@@ -106,15 +100,6 @@ def test_a_failure_is_an_error_with_its_reason(answer, reason, calls):
     assert count_calls(server) == calls
 
 
-@pytest.mark.parametrize("status", [201, 409])
-def test_only_an_answer_with_status_200_is_a_result(status):
-    """The client does not retry, because another attempt would get the same answer."""
-    server = make_server(verify=[(status, {"reward": 1.0})])
-    error = catch_error(server.url, verify_x)
-    assert (error.reason, error.session_lost) == (f"http_{status}", False)
-    assert count_calls(server) == 1
-
-
 @pytest.mark.parametrize(
     ("fields", "mask"),
     [
@@ -122,27 +107,18 @@ def test_only_an_answer_with_status_200_is_a_result(status):
         ({"mask_sample": True}, "mask_sample"),
         ({"failure_kind": "x"}, "failure_kind"),
         ({"failure_kind": "x", "mask_sample": False}, ""),
-        ({"failure_kind": "x", "instance_config": {"mask_sample": False}}, ""),
-        ({"failure_kind": "x", "instance_config": 7}, "failure_kind"),
         ({"instance_config": {"mask_sample": True}}, "instance_config.mask_sample"),
-        (
-            {"mask_sample": False, "instance_config": {"mask_sample": True}},
-            "instance_config.mask_sample",
-        ),
         ({"mask_sample": False, "_ng_failure_class": "judge_failed"}, "_ng_failure_class"),
         ({"judge_error": "1/9 criteria unresolved"}, "judge_error"),
         ({"invalid_judge_response": True}, "invalid_judge_response"),
         ({"judge_evaluation": {"verdict_label": None, "error": "HTTP 500"}}, "judge_evaluation"),
         ({"judge_evaluation": {"verdict_label": None, "error": None}}, ""),
-        ({"quality_judge_evaluation": {"error": "HTTP 500"}}, "quality_judge_evaluation"),
         ({"verifier_labels": {"safety_check": None}}, "verifier_labels"),
         ({"n_error": 2, "isr_counted": 1}, "n_error"),
         ({"n_error": 2}, ""),  # of a verifier that counts the errors of the policy
         ({"games": [{"verdict": "A>B"}, {"verdict": None}]}, "games"),
-        ({"games": [{"verdict": "A>B"}, {"score": None}, 7]}, ""),
         ({"proof_status": "error", "mask_sample": False}, "proof_status"),
         ({"num_steps_total": 0}, "num_steps_total"),
-        ({"num_steps_total": 3}, ""),
     ],
 )
 def test_a_reward_that_its_server_marks_as_invalid_does_not_count(fields, mask):
@@ -155,9 +131,7 @@ def test_a_reward_that_its_server_marks_as_invalid_does_not_count(fields, mask):
     assert caught.value.reason == "masked"
 
 
-@pytest.fixture
-def pauses(monkeypatch):
-    """(bounds, sleeps) of the pauses between attempts, in seconds. Nothing really sleeps."""
+def test_the_pauses_between_attempts_grow_to_five_seconds(monkeypatch):
     bounds = []
     sleeps = []
     sleep = asyncio.sleep
@@ -172,11 +146,6 @@ def pauses(monkeypatch):
 
     monkeypatch.setattr(random, "uniform", draw_upper_bound)
     monkeypatch.setattr(asyncio, "sleep", skip_sleep)
-    return bounds, sleeps
-
-
-def test_the_pauses_between_attempts_grow_to_five_seconds(pauses):
-    bounds, sleeps = pauses
     server = make_server(verify=[(503, "busy")] * 7 + [(200, {"reward": 1.0})])
 
     async def run():
@@ -200,19 +169,27 @@ def test_a_row_that_is_no_row_of_gym_is_an_error_before_any_call():
     assert not server.log
 
 
-def test_the_example_in_the_docstring_needs_only_the_file_of_the_client(tmp_path):
-    header = gym_client.__doc__
-    code = textwrap.dedent(header.split("and pydantic:")[1].split("Why aiohttp")[0])
-    shutil.copy(ROOT / "gym_client.py", tmp_path)
-    packages = GYM_PYTHON.parent.parent
-    examples = packages.glob("lib/*/site-packages/resources_servers/mcqa/data/example.jsonl")
-    shutil.copy(next(examples), tmp_path / "rows.jsonl")
-    with running_servers({"mcqa": {"start": {"python": str(GYM_PYTHON)}}}, tmp_path) as urls:
-        program = code.replace("http://127.0.0.1:8001", urls["mcqa"])
-        assert program != code
-        command = [sys.executable, "-c", program]
-        process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (process.stdout, process.stderr) == ("1.0\n", ""), program
+def test_a_verifier_that_compares_a_group_gets_its_members():
+    """All groups are of one row, as in two steps. genrm_compare needs their numbers."""
+    tokenizer = chatml_tokenizer()
+    server = make_server()
+    schema = {"properties": {"_ng_task_index": {}, "_ng_rollout_index": {}}}
+    body = {"content": {"application/json": {"schema": schema}}}
+    server.openapi["paths"]["/verify"] = {"post": {"requestBody": body}}
+    task = Task("x:1", ROW, "s", [{"role": "user", "content": "x"}], [1])
+
+    async def run():
+        async with Gym({"s": server.url}) as gym:
+            for step in ("1", "2"):
+                context = context_of(one_turn_each("abcd", tokenizer), tokenizer)
+                await inference.rollout(repeat_per_group([task] * 2, 2, step), {}, context, gym)
+
+    asyncio.run(run())
+    groups = defaultdict(list)
+    for path, sent, _ in server.log:
+        if path == "/verify":
+            groups[sent["_ng_task_index"]].append(sent["_ng_rollout_index"])
+    assert [sorted(members) for members in groups.values()] == [[0, 1]] * 4
 
 
 # --- closing of sessions -------------------------------------------------------------------------
@@ -231,42 +208,66 @@ def test_a_session_is_closed_with_its_cookie_after_its_result():
 
 
 def test_a_server_that_requires_a_typed_body_gets_the_id_of_the_cookie():
-    server = make_closing_server()
-    describe_fields(server, "/close_session", "resources_session_id", "episode_id")
+    text = base64.b64encode(b'{"session_id": "5f0e1c7a-0000-4000-8000-a12345678901"}').decode()
+    server = make_closing_server(seed_session=[(200, {}, f"Gym={text}.x")])
+    schema = {"properties": {"resources_session_id": {}}}
+    body = {"content": {"application/json": {"schema": schema}}}
+    server.openapi["paths"]["/close_session"] = {"post": {"requestBody": body}}
     run_session(server.url, verify_x)
     # Gym rejects a rollout id that ends with "-a" and a number.
-    episode_id = {"rollout_id": SESSION_ID.replace("-", ""), "attempt": 0}
-    body = {"resources_session_id": SESSION_ID, "episode_id": episode_id}
-    assert server.log[-1][:2] == ("/close_session", body)
+    episode_id = {"rollout_id": "5f0e1c7a000040008000a12345678901", "attempt": 0}
+    session_id = "5f0e1c7a-0000-4000-8000-a12345678901"
+    assert server.log[-1][1] == {"resources_session_id": session_id, "episode_id": episode_id}
 
 
-def test_the_session_of_each_attempt_is_closed_also_after_failures():
-    for routes in ({"verify": [(422, "")]}, {"seed_session": [(422, "", OPEN[2])]}):
-        server = make_closing_server(**routes)
-        catch_error(server.url, verify_x)
-        assert server.log[-1][0] == "/close_session", routes
-        assert server.log[-1][2] == OPEN[2]
-    cookies = [f"sid={number}" for number in range(2)]
-    server = make_closing_server(
-        seed_session=[(200, {}, cookie) for cookie in cookies],
-        verify=[(503, ""), (200, {"reward": 1.0})],
-    )
-    assert run_session(server.url, verify_x).reward == 1.0
-    closed = [cookie for path, _, cookie in server.log if path == "/close_session"]
-    assert sorted(closed) == cookies
-
-
-@pytest.mark.parametrize("answer", [(503, "busy"), "reset", after(3.0, (200, {}))])
-def test_a_session_that_cannot_be_closed_keeps_its_result(answer, caplog, monkeypatch):
+def test_a_session_that_cannot_be_closed_keeps_its_result(caplog, monkeypatch):
     caplog.set_level(logging.WARNING, "gym_client")
     monkeypatch.setattr(gym_client, "CLOSE_TIMEOUT_S", 0.3)
-    server = make_closing_server(close_session=[answer])
+    server = make_closing_server(close_session=[after(3.0, (200, {}))])
     began = time.monotonic()
     assert run_session(server.url, verify_x).reward == 1.0
     assert time.monotonic() - began < 2.0
     assert count_calls(server, "/close_session") == 1
-    error = "TimeoutError" if callable(answer) else "GymError"
-    assert f"/close_session: the session may be open: {error}" in caplog.text
+    assert "/close_session: the session may be open: TimeoutError" in caplog.text
+
+
+# --- outages and restarts ------------------------------------------------------------------------
+
+
+def test_a_server_that_refuses_connections_ends_the_run():
+    async def verify(gym):
+        with pytest.raises(ServerDownError) as caught:
+            async with gym.session("s", ROW):
+                pass
+        return caught.value
+
+    async def run():
+        async with Gym({"s": f"http://127.0.0.1:{find_free_port()}"}, outage_budget_s=1.0) as gym:
+            return await asyncio.gather(*[verify(gym) for _ in range(16)])
+
+    began = time.monotonic()
+    for error in asyncio.run(run()):
+        assert (error.reason, error.retryable, error.session_lost) == ("server_down", False, False)
+        assert re.match(r"Gym server s \(\S+\) unreachable for \d+ s \(gym\.outage_", str(error))
+    assert 1.0 < time.monotonic() - began < 30.0
+
+
+def test_a_restart_by_the_run_loses_sessions():
+    server = make_server(look=[(200, {})])
+
+    async def run():
+        async with Gym({"s": server.url}) as gym:
+            async with gym.session("s", ROW) as mutated, gym.session("s", ROW) as new:
+                await mutated.call_tool("look", "{}")
+                gym.mark_restarted("s")
+                with pytest.raises(GymError) as caught:  # a lost session must end the retries
+                    call = gym._retry("s", mutated.call_tool, "look", "{}")
+                    await asyncio.wait_for(call, 5)
+                return (await verify_x(new)).reward, caught.value
+
+    reward, error = asyncio.run(run())
+    assert reward == 1.0
+    assert (error.reason, error.session_lost) == ("session_lost", True)
 
 
 # --- tools ---------------------------------------------------------------------------------------
@@ -289,14 +290,7 @@ def test_the_model_reads_the_answer_of_a_tool(answer, text):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("gone", "{}"),
-        ("verify", "{}"),
-        ("look", '{"q": '),
-        ("look", "[" * 5000 + "]" * 5000),
-    ],
-    ids=lambda text: text[:8],
+    ("name", "arguments"), [("gone", "{}"), ("verify", "{}"), ("look", '{"q": ')]
 )
 def test_an_invalid_tool_call_does_not_reach_the_server(name, arguments):
     server = make_server(look=[(200, {})])
@@ -306,18 +300,7 @@ def test_an_invalid_tool_call_does_not_reach_the_server(name, arguments):
 
 
 def test_a_name_of_another_route_is_no_tool_even_if_a_row_lists_it():
-    names = [
-        *sorted(RESERVED),
-        "..",
-        "/",
-        "../look",
-        "a/b",
-        "%76erify",
-        "\\verify",
-        "verify\n",
-        "",
-        7,
-    ]
+    names = [*sorted(RESERVED), "..", "../look", "%76erify", "verify\n", "", 7]
     good = "what is it?#"
     tools = [{"type": "function", "name": name} for name in [*names, good]]
     row = {"responses_create_params": {"input": "x", "tools": tools}}
@@ -331,30 +314,6 @@ def test_a_name_of_another_route_is_no_tool_even_if_a_row_lists_it():
     errors = [{"error": f"Unknown tool: {name}"} for name in names]
     assert run_session(server.url, conversation, row) == [*errors, {"found": 1}]
     assert server.paths() == ["/seed_session", f"/{path}"]
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [("reset", "connect"), ((429, ""), "http_429")],
-)
-def test_a_tool_that_is_unavailable_ends_the_episode_without_a_retry(answer, reason):
-    server = make_server(look=[answer])
-    error = catch_error(server.url, lambda session: session.call_tool("look", "{}"))
-    assert (error.reason, error.session_lost) == (reason, reason != "http_429")
-    assert len(server.paths()) == 2
-
-
-def test_a_session_in_which_a_tool_was_called_is_not_retried():
-    """A new session would not have the effect of the tool, so its reward would be wrong."""
-    server = make_server(look=[(200, {})], verify=["reset", (200, {"reward": 0.0})])
-
-    async def conversation(session):
-        await session.call_tool("look", "{}")
-        return await verify_x(session)
-
-    error = catch_error(server.url, conversation)
-    assert (error.reason, error.session_lost) == ("connect", True)
-    assert len(server.paths()) == 3
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -400,27 +359,24 @@ def test_a_step_is_retried_only_if_the_server_recognizes_it():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"info": 1},
         {"info": {"tool_outputs": [{"output": "no call_id"}]}},
-        {"info": {"tool_outputs": [{"call_id": "c", "output": 7}]}},
+        {"info": {"tool_outputs": [{"call_id": "c", "output": [{"type": "input_image"}]}]}},
         {"observation": 1},
         {"terminated": 1},
         {"reward": True},
         [],
     ],
-    ids=lambda changes: str(changes)[:80],
+    ids=str,
 )
 def test_a_step_answer_of_another_form_is_a_failure(changes):
-    good = {
-        "observation": "go",
-        "reward": 1.0,
-        "terminated": False,
-        "truncated": None,
-        "info": None,
-    }
+    parts = [{"type": "input_text", "text": "18 "}, {"type": "text", "text": "degrees"}]
+    outputs = [{"call_id": "c", "output": parts}, {"call_id": "d", "output": None}]
+    good = {"observation": "go", "reward": 1.0, "info": {"tool_outputs": outputs}}
+    good |= {"terminated": False, "truncated": None}
     bad = {**good, **changes} if isinstance(changes, dict) else changes
     server = ScriptedServer(reset=[(200, good)], step=[(200, good)])
-    assert run_session(server.url, step_x).observation == "go"
+    result = run_session(server.url, step_x)
+    assert [output["output"] for output in result.tool_outputs] == ["18 degrees", ""]
     server = ScriptedServer(reset=[(200, good)], step=[(200, bad)])
     assert catch_reason(run_session, server.url, step_x) == "bad_answer"
     if {*changes} & {"info", "observation"} or not changes:
@@ -428,77 +384,18 @@ def test_a_step_answer_of_another_form_is_a_failure(changes):
         assert catch_reason(run_session, server.url, step_x) == "bad_answer"
 
 
-RUN_ANSWER = {"reward": 0.5, "response": {"output": []}}
-
-
-def run_agent(url):
-    """Return the result of /run."""
-
-    async def run():
-        async with Gym({"a": url}) as gym:
-            return await gym.run("a", ROW, 60.0)
-
-    return asyncio.run(run())
-
-
-# --- redirects -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("status", [302, 307])
-def test_no_redirect_is_followed(status):
-    """Otherwise another host would get the row, and could send a tool output or a reward."""
-    other = ScriptedServer(
-        verify=[(200, {"reward": 1.0})], look=[(200, {"found": 1})], run=[(200, RUN_ANSWER)]
-    )
-
-    def redirect(path):
-        location = f"http://user:secret@127.0.0.1:{other.server.server_port}{path}"
-        return [(status, "", "stolen=1", [("Location", location)])]
-
-    calls = {"/verify": verify_x, "/look": lambda session: session.call_tool("look", "{}")}
-    server = ScriptedServer(
-        look=redirect("/look"), seed_session=[(200, {})], verify=redirect("/verify")
-    )
-    for path, call in calls.items():
-
-        async def conversation(session, call=call):
-            with pytest.raises(GymError) as caught:
-                await call(session)
-            assert not session.connection.cookies
-            return caught.value
-
-        error = run_session(server.url, conversation)
-        assert (error.reason, error.retryable) == (f"http_{status}", False), path
-        assert "host 127.0.0.1" in str(error) and "secret" not in str(error)
-        assert server.paths()[-2:] == ["/seed_session", path]
-    server = ScriptedServer(run=redirect("/run"))
-    assert catch_reason(run_agent, server.url) == f"http_{status}"
-    assert server.paths() == ["/run"]
-    assert not other.log
-    for location in ("", "http://[", "\x1b[31m"):
-        answer = (307, "", None, [("Location", location)])
-        assert catch_reason(verify_result, 0, seed_session=[answer]) == "http_307"
-
-
 # --- sizes ---------------------------------------------------------------------------------------
 
-TEXT = b'{"reward": 1.0, "x": "' + b"answer " * 140_000 + b'"}'
-LISTS = b'{"reward": 1.0, "x": [' + b"[]," * 90_000 + b"[]]}"
-NUMBERS = b'{"reward": 1.0, "x": [' + b"1.5," * 250_000 + b"1]}"
 
-
-@pytest.mark.parametrize("answer", [TEXT, LISTS, NUMBERS], ids=["text", "lists", "numbers"])
-def test_no_answer_blocks_the_event_loop(answer):
+def test_no_answer_blocks_the_event_loop():
+    answer = b'{"reward": 1.0, "x": [' + b"1.5," * 250_000 + b"1]}"
     server = ScriptedServer(**{**VERIFY_ROUTES, "verify": [(200, answer)]})
-    rewards = []
 
     async def run():
-        rewards.clear()  # of an earlier measurement
         async with Gym({"s": server.url}) as gym, gym.session("s", ROW) as session:
-            rewards.append((await verify_x(session)).reward)
+            assert (await verify_x(session)).reward == 1.0
 
     assert measure_longest_pause(run, 0.1) < 0.1
-    assert rewards == [1.0]
 
 
 def test_an_answer_may_be_as_long_as_its_request():
@@ -510,44 +407,14 @@ def test_an_answer_may_be_as_long_as_its_request():
     assert catch_reason(verify_result, {"reward": 1.0, "said": text}) == "too_large"
     echo = ScriptedServer(**{**VERIFY_ROUTES, "verify": [(200, {"reward": 1.0, "image": text})]})
     assert run_session(echo.url, verify_x, row).reward == 1.0
-    agent = ScriptedServer(run=[(200, {**RUN_ANSWER, "said": text})])
-    assert run_agent(agent.url).result.reward == 0.5
-
-
-@pytest.mark.parametrize("declared", [False, True])
-def test_an_endless_answer_is_not_read_to_its_end(declared):
-    sent = 0
-
-    async def send_endlessly(_, writer):
-        nonlocal sent
-        length = b"Content-Length: 999999999999\r\n" if declared else b""
-        writer.write(b"HTTP/1.1 200 OK\r\n" + length + b"\r\n")
-        while sent < 2**28:  # far over the limit
-            writer.write(b" " * 2**16)
-            await writer.drain()
-            sent += 2**16
+    output = {"reward": 0.5, "response": {"output": []}, "said": text}
+    agent = ScriptedServer(run=[(200, output)])
 
     async def run():
-        server = await asyncio.start_server(send_endlessly, "127.0.0.1", 0)
-        url = "http://{}:{}".format(*server.sockets[0].getsockname())
-        async with server, Gym({"s": url}) as gym:
-            await gym.routes("s")
+        async with Gym({"a": agent.url}) as gym:
+            return await gym.run("a", ROW, 60.0)
 
-    assert catch_reason(asyncio.run, run()) == "too_large"
-    assert sent < MAX_ANSWER_BYTES + 16 * 2**20  # the buffers of the sockets hold more
-
-
-def test_details_and_components_of_a_result_are_bounded():
-    answer = {"reward": 1.0, "extracted": "B", "_ng_x": 1, "judge": "x" * 10**6}
-    details = verify_result(answer).details
-    assert details.pop("_cut").startswith('{"judge": "xxx')
-    assert details == {"extracted": "B"}
-    deep = b'{"reward": 1.0, "deep": ' + b"[" * 900 + b"]" * 900 + b"}"
-    # The answer itself is one of the 64 levels.
-    assert str(verify_result(deep).details["deep"]).count("[") == 63
-    parts = {"x" * 999: 1, **{str(i): i % 10 for i in range(999)}}
-    components = verify_result({"reward": 1, "reward_components": parts}).components
-    assert len(components) == 100 and components.keys() > {"x" * 100, "0"}
+    assert asyncio.run(run()).result.reward == 0.5
 
 
 # --- text ----------------------------------------------------------------------------------------
@@ -567,19 +434,3 @@ def test_half_a_surrogate_pair_is_sent_as_a_question_mark_and_not_received():
     assert server.log[0][1]["question"] == "? or 🙂"
     assert server.log[1][1] == {"q": "?"}
     assert server.log[2][1]["response"]["output"][0]["content"][0]["text"] == "?"
-    # The chat template shows the name with the tool's output.
-    assert function_call("c", "f\ud800", half)["name"] == "f?"
-
-    assert catch_reason(verify_result, {"reward": 1.0, "extracted": "\ud800"}) == "bad_answer"
-    for raw in (b'{"observation": "go\\ud800"}', b'{"observation": "go\xed\xa0\x80"}'):
-        server = ScriptedServer(reset=[(200, raw)], step=[])
-        assert catch_reason(run_session, server.url, None) == "bad_answer"
-
-
-def test_errors_have_no_control_characters():
-    text = "\x1b]0;title\x07\x1b[31mred\x9b2J\r\u202eright"
-    with pytest.raises(GymError) as caught:
-        verify_result(0, verify=[(422, text.encode())])
-    assert "red" in str(caught.value)
-    assert not {*str(caught.value)} & {*"\x1b\x07\x9b\r\u202e"}
-    assert str(GymError("x", "one\n\ttwo é中🙂\x00")) == "one\n\ttwo é中🙂?"

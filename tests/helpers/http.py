@@ -108,13 +108,6 @@ def after(seconds, answer):
     return wait
 
 
-def describe_fields(server, path, *names):
-    """Add required fields of the body of a path to the OpenAPI description of a server."""
-    schema = {"properties": {name: {} for name in names}, "required": list(names)}
-    operation = {"requestBody": {"content": {"application/json": {"schema": schema}}}}
-    server.openapi["paths"][path] = {"post": operation}
-
-
 def run_session(url, conversation, row=ROW):
     """Return the result of `conversation(session)` in one session with the server at `url`."""
 
@@ -185,44 +178,6 @@ async def watch_event_loop(work) -> float:
     is_done = True
     await watcher
     return max(pauses)
-
-
-class Endpoint:
-    """A server that answers with `handle(handler)`; `log` has (path, headers) of each request."""
-
-    def __init__(self, handle, port=0):
-        self.log = []
-        endpoint = self
-
-        class Handler(JsonHandler):
-            def do_GET(self):
-                endpoint.log.append((self.path, dict(self.headers)))
-                self.close_connection = True
-                with contextlib.suppress(OSError):
-                    handle(self)
-
-            def do_POST(self):
-                self.do_GET()
-
-        self.server = start_server(Handler, port)
-        self.port = self.server.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
-
-
-def send(status, body, **headers):
-    """Return a `handle` of Endpoint that sends a body: JSON, or bytes."""
-
-    def handle(handler):
-        # Endpoint closes each connection. Without this header, the client would use it again.
-        standard = {"connection": "close"}
-        named = {name.lower().replace("_", "-"): value for name, value in headers.items()}
-        handler.answer(status, body, headers=standard | named)
-
-    return handle
 
 
 def completion(text, **message):

@@ -12,10 +12,10 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.recipes import ROOT
+from tests.helpers.rollouts import bytes_tokenizer
 
 PACKAGES = ROOT / ".venv-templates"
 FOLDERS = {
@@ -94,17 +94,5 @@ def load(name: str) -> PublicTemplate:
 
 def make_tokenizer(template: str, stop: str, tokens: list[str]) -> PreTrainedTokenizerFast:
     """Make a tokenizer of bytes with these control tokens."""
-    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<s>",
-        eos_token=stop,
-        clean_up_tokenization_spaces=False,
-    )
-    special = [token for token in tokens if token not in (stop, "<s>")]
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
-    tokenizer.chat_template = template
-    return tokenizer
+    marks = [token for token in tokens if token != "<s>"]
+    return bytes_tokenizer(template, stop, marks, bos_token="<s>")

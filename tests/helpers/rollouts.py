@@ -245,16 +245,16 @@ TOOL = {
 }
 
 
-def bytes_tokenizer(template: str, stop: str) -> PreTrainedTokenizerFast:
+def bytes_tokenizer(template: str, stop: str, marks=MARKS, **settings) -> PreTrainedTokenizerFast:
     """A tokenizer with a token for each byte and each special mark of the templates."""
     alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     core = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token=stop, clean_up_tokenization_spaces=False
+        tokenizer_object=core, eos_token=stop, clean_up_tokenization_spaces=False, **settings
     )
-    special = [mark for mark in MARKS if mark != stop]
+    special = [mark for mark in marks if mark != stop]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.chat_template = template
     return tokenizer

@@ -92,15 +92,7 @@ class LiveRun:
 
     def processes(self, title: str = "") -> list[psutil.Process]:
         """The processes of the run whose command line matches `title`."""
-        matching = []
-        for process in psutil.process_iter():
-            try:
-                is_of_run = process.environ().get("KIT_MARK") == self.mark
-                if is_of_run and re.search(title, " ".join(process.cmdline())):
-                    matching.append(process)
-            except psutil.Error:
-                continue
-        return matching
+        return find_processes(self.mark, title)
 
     def steps(self) -> list[int]:
         """The training steps in metrics.jsonl."""
@@ -229,28 +221,28 @@ def list_metrics(run: Path, steps: range) -> list[dict]:
     return [{k: v for k, v in m.items() if not k.startswith(UNEQUAL)} for m in lines]
 
 
-def wait_for_marked_processes(mark: str, patience: float = 20.0) -> list[str]:
+def wait_for_marked_processes(mark: str, patience: float = 20.0) -> list[psutil.Process]:
     """Wait until all processes with KIT_MARK=mark have ended, for at most `patience` seconds.
 
-    Returns the command lines of those that still run.
+    Returns those that still run.
     """
     deadline = time.monotonic() + patience
     while True:
-        running = list_marked_processes(mark)
+        running = find_processes(mark)
         if not running or time.monotonic() > deadline:
             return running
         time.sleep(0.5)
 
 
-def list_marked_processes(mark: str) -> list[str]:
-    """List the command lines of the processes that have KIT_MARK=mark in their environment."""
-    running = []
+def find_processes(mark: str, title: str = "") -> list[psutil.Process]:
+    """Find the processes that have KIT_MARK=mark, and a command line that matches `title`."""
+    matching = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             is_marked = process.environ().get("KIT_MARK") == mark
-            if is_marked and process.status() != psutil.STATUS_ZOMBIE:
-                running.append(" ".join(process.cmdline())[:120])
-    return running
+            if is_marked and re.search(title, " ".join(process.cmdline())):
+                matching.append(process)
+    return matching
 
 
 SCRIPT = " & <img src=x onerror='document.title = 1'>"  # a policy may write this in a response

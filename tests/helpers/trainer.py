@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,22 +24,43 @@ CORRECTION = "algorithm.rollout_correction"
 REFILL = "algorithm.filter_groups"
 # no evaluation and no checkpoint
 QUIET = ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"]
+# Recorded functions of training.py that need no worker.
+IN_PROCESS = (
+    "to_batch",
+    "build_batch",
+    "apply_kl_penalty",
+    "apply_rollout_correction",
+    "compute_advantages",
+    "compute_step_metrics",
+)
 
 
 class Servers:
-    """Servers whose episodes have 3 tokens and different rewards. With `fails`, all fail."""
+    """Servers that record each request. Episodes have 3 tokens.
+
+    fails: True, or the group whose episodes fail. reward(i, group id): the reward of the i-th
+    response of a batch.
+    """
 
     is_asleep = False
-    fails = False
+    fails: bool | str = False
 
     def __init__(self, calls: list[str]):
         self.calls = calls
+        self.rollouts: list[SimpleNamespace] = []
+        self.started: list[SimpleNamespace] = []  # of trainer.one_step_off
+        self.version = 0
+        self.reward = lambda i, group_id: float(i % 3 == 0)
 
     def rollout(self, requests, sampling, on_done, baselines=False):
         self.calls.append("rollout" if sampling["temperature"] else "validate")
+        self.rollouts.append(
+            SimpleNamespace(requests=requests, sampling=sampling, baselines=baselines)
+        )
         episodes = []
         for i, request in enumerate(requests):
             task = request.task
+            has_failed = self.fails in (True, request.id.group_id)
             episode = Episode(
                 task.row_id,
                 request.id.group_id,
@@ -48,14 +68,23 @@ class Servers:
                 task.prompt_ids,
                 row=task.row,
                 ended="stop",
+                status="timeout" if has_failed else "ok",
+                policy_versions=[(3, self.version)],
+                reward_components={"right": 0.5},
+                baseline=0.25 if baselines else None,
             )
             episode.output.append(gym_client.message("six"))
             append_tokens(episode, [5, 6, 1], [-1.0, -2.0, -3.0])
-            episode.status = "timeout" if self.fails else "ok"
-            episode.reward = None if self.fails else float(i % 3 == 0)
+            episode.reward = None if has_failed else self.reward(i, episode.group_id)
             episodes.append(episode)
             on_done(i, episode)
         return episodes
+
+    def start_rollout(self, requests, sampling, baselines):
+        self.calls.append("start_rollout")
+        self.started.append(
+            SimpleNamespace(requests=requests, sampling=sampling, baselines=baselines)
+        )
 
     def sleep(self):
         self.calls.append("sleep")
@@ -64,39 +93,39 @@ class Servers:
     def update_weights(self, step):
         self.calls.append(f"update_weights {step}")
         self.is_asleep = False
+        self.version = step
 
 
-@dataclass
-class LoopDoubles:
-    """The servers of a run, and the calls of servers, workers and checkpoints in order."""
+class Recorder:
+    """The calls of servers and workers in order, and the arguments of the last call by name."""
 
-    servers: Servers
-    calls: list[str]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.monkeypatch = monkeypatch
+        self.calls: list[str] = []
+        self.servers = Servers(self.calls)
+        self.arguments: dict[str, tuple[Any, ...]] = {}  # of the last call, by name
+        self.workers = training.Workers("actor", None, None)
+        self.started: tuple[Any, ...] = ()  # the arguments of launch.start
 
+    def record(self, owner, name, function=None):
+        """Record the calls of owner.name. function: a replacement for it."""
+        original = function or getattr(owner, name)
 
-def replace_workers(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the functions of training.py that need the actor. The new ones record calls."""
+        def call(*arguments, **named):
+            self.arguments[name] = (*arguments, *named.values())
+            self.calls.append(name)
+            return original(*arguments, **named)
 
-    def add_old_log_probs(_actor, batch, _config):
-        calls.append("old_log_probs")
-        batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"].clone()
-        return {}
+        self.monkeypatch.setattr(owner, name, call)
 
-    def compute_log_probs(_actor, batch, _config):  # of the comparison at the first step
-        return {"log_probs": batch.batch["rollout_log_probs"].clone()}
+    def start(self, run, inputs, stack, samples=True):
+        """Replace kit.runs.launch.start."""
+        self.started = (run, inputs, stack, samples)
+        return Started(self.workers, self.servers if samples else None)
 
-    def compute_ref_log_probs(_workers, batch, _config):
-        calls.append("ref")
-        return batch.batch["rollout_log_probs"].clone()
-
-    def update_actor(_actor, _batch, _config):
-        calls.append("update_actor")
-        return {"actor/grad_norm": 1.0, "actor/pg_loss": 0.5}
-
-    monkeypatch.setattr(training, "add_old_log_probs", add_old_log_probs)
-    monkeypatch.setattr(training, "compute_log_probs", compute_log_probs)
-    monkeypatch.setattr(training, "compute_ref_log_probs", compute_ref_log_probs)
-    monkeypatch.setattr(training, "update_actor", update_actor)
+    def list_stages(self) -> list[str]:
+        """The calls of servers, workers and checkpoints."""
+        return [name for name in self.calls if name not in IN_PROCESS]
 
 
 def replace_checkpoints(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,95 +151,14 @@ def replace_checkpoints(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("kit.runs.export.export", export)
 
 
-def make_loop_doubles(monkeypatch: pytest.MonkeyPatch) -> LoopDoubles:
-    """Replace everything outside the loop by doubles."""
-    calls: list[str] = []
-    servers = Servers(calls)
-    workers = training.Workers(object(), None, None)
-    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Started(workers, servers))
+def make_recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Replace everything outside the loop by doubles. Functions of workers have fixed results."""
+    recorder = Recorder(monkeypatch)
+    monkeypatch.setattr("kit.runs.launch.start", recorder.start)
     # config.yaml and report.html take a second of each run, and no test of the loop reads them
     monkeypatch.setattr("kit.runs.run_files.redacted", lambda _: OmegaConf.create())
     monkeypatch.setattr("kit.runs.run_files.RunFiles.write_report", lambda _: None)
-    replace_workers(calls, monkeypatch)
-    replace_checkpoints(calls, monkeypatch)
-    return LoopDoubles(servers, calls)
-
-
-def make_plan(workspace, *changes, resume_from=None) -> cli.Plan:
-    """The plan of the tiny recipe with changes."""
-    recipe, inputs = load(workspace, *changes)
-    return cli.Plan(recipe, inputs, resume_from, None, [])
-
-
-class RecordingServers(Servers):
-    """Servers that record each request.
-
-    reward(i, group id): the reward of the i-th response of a batch.
-    """
-
-    def __init__(self, calls: list[str]):
-        super().__init__(calls)
-        self.rollouts: list[SimpleNamespace] = []
-        self.started: list[SimpleNamespace] = []  # of trainer.one_step_off
-        self.version = 0
-        self.reward = lambda i, group_id: float(i % 3 == 0)
-
-    def rollout(self, requests, sampling, on_done, baselines=False):
-        self.rollouts.append(
-            SimpleNamespace(requests=requests, sampling=sampling, baselines=baselines)
-        )
-        episodes = super().rollout(requests, sampling, on_done, baselines)
-        for i, episode in enumerate(episodes):
-            episode.policy_versions = [(3, self.version)]
-            episode.reward_components = {"right": 0.5}
-            episode.baseline = 0.25 if baselines else None
-            if episode.status == "ok":
-                episode.reward = self.reward(i, episode.group_id)
-        return episodes
-
-    def start_rollout(self, requests, sampling, baselines):
-        self.calls.append("start_rollout")
-        self.started.append(
-            SimpleNamespace(requests=requests, sampling=sampling, baselines=baselines)
-        )
-
-    def update_weights(self, step):
-        super().update_weights(step)
-        self.version = step
-
-
-class Recorder:
-    """The calls of servers and workers in order, and the arguments of the last call by name."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, servers: RecordingServers):
-        self.monkeypatch = monkeypatch
-        self.servers = servers
-        self.calls = servers.calls
-        self.arguments: dict[str, tuple[Any, ...]] = {}  # of the last call, by name
-        self.workers = training.Workers("actor", None, None)
-        self.started: tuple[Any, ...] = ()  # the arguments of launch.start
-
-    def record(self, owner, name, function=None):
-        """Record the calls of owner.name. function: a replacement for it."""
-        original = function or getattr(owner, name)
-
-        def call(*arguments, **named):
-            self.arguments[name] = (*arguments, *named.values())
-            self.calls.append(name)
-            return original(*arguments, **named)
-
-        self.monkeypatch.setattr(owner, name, call)
-
-    def start(self, run, inputs, stack, samples=True):
-        """Replace kit.runs.launch.start."""
-        self.started = (run, inputs, stack, samples)
-        return Started(self.workers, self.servers if samples else None)
-
-
-def make_recorder(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Make a recorder of the calls of training.py. Functions of workers have fixed results."""
-    recorder = Recorder(monkeypatch, RecordingServers(calls))
-    monkeypatch.setattr("kit.runs.launch.start", recorder.start)
+    replace_checkpoints(recorder.calls, monkeypatch)
 
     def add_old_log_probs(_actor, batch, _config):
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"] - 0.5
@@ -238,16 +186,15 @@ def make_recorder(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> Recorder
     recorder.record(training, "add_reward_model_scores", add_reward_model_scores)
     recorder.record(training, "update_actor", lambda *_: {"actor/pg_loss": 0.5})
     recorder.record(training, "update_critic", lambda *_: {"critic/vf_loss": 0.75})
-    for name in (
-        "to_batch",
-        "build_batch",
-        "apply_kl_penalty",
-        "apply_rollout_correction",
-        "compute_advantages",
-        "compute_step_metrics",
-    ):
+    for name in IN_PROCESS:
         recorder.record(training, name)
     return recorder
+
+
+def make_plan(workspace, *changes, resume_from=None) -> cli.Plan:
+    """The plan of the tiny recipe with changes."""
+    recipe, inputs = load(workspace, *changes)
+    return cli.Plan(recipe, inputs, resume_from, None, [])
 
 
 def read_run_lines(trainer, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

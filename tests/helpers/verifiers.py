@@ -49,19 +49,14 @@ needs_bubblewrap = pytest.mark.skipif(
 
 def make_recipe(verifier, allow_unsandboxed_code=False, **pool) -> Recipe:
     """Make a recipe with a Python verifier. pool: keys of env.verifier_pool."""
-    defaults = {"processes": 1, "timeout_s": 20.0, "memory_gb": 1.0}
-    env = {
-        "verifier": verifier,
-        "verifier_pool": defaults | pool,
-        "allow_unsandboxed_code": allow_unsandboxed_code,
-    }
+    pool = {"processes": 1, "timeout_s": 20.0, "memory_gb": 1.0} | pool
+    env = {"verifier": verifier, "verifier_pool": pool}
+    env["allow_unsandboxed_code"] = allow_unsandboxed_code
     _, base = base_configs()
     config: Any = OmegaConf.merge(base, {"env": env})
     functions = load_recipe_functions(config)
-    arguments: frozenset[str] = frozenset()
-    sections = read_sections(config)
     active = make_features(config, "train")
-    return Recipe("train", config, base, sections, functions, arguments, active)
+    return Recipe("train", config, base, read_sections(config), functions, frozenset(), active)
 
 
 def make_router(folder, verifier, **settings):
@@ -74,11 +69,6 @@ def make_router(folder, verifier, **settings):
     return VerifierRouter(gym_client.Gym({}), pools)
 
 
-def to_response(turn: str | ParsedResponse) -> ParsedResponse:
-    """Make a response of a text."""
-    return ParsedResponse.of_text(turn) if isinstance(turn, str) else turn
-
-
 async def run_session(router, *texts, row=None):
     """Run one session with the only verifier, with one turn for each text or parsed response.
 
@@ -89,8 +79,9 @@ async def run_session(router, *texts, row=None):
     async with router.session(name, row or ROW) as session:
         call = session.verify if session.kind == "verify" else session.step
         for text in texts:
+            response = ParsedResponse.of_text(text) if isinstance(text, str) else text
             try:
-                results.append(await call({}, to_response(text)))
+                results.append(await call({}, response))
             except GymError as error:
                 results.append(error)
     return results

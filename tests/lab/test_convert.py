@@ -6,11 +6,8 @@ import json
 import re
 import sys
 import tempfile
-from datetime import date
-from decimal import Decimal
 
 import pandas
-import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,23 +96,13 @@ def test_check_counts_the_rows_and_names_the_first_line_of_each_problem(tmp_path
 # --- examples of nemo-gym -------------------------------------------------------------------------
 
 
-def read_shipped_rows(server: str) -> list[dict]:
-    """Read the example rows that nemo-gym ships with a server."""
-    folder = f"lib/*/site-packages/resources_servers/{server}/data"
-    rows = []
-    for path in sorted(GYM_PYTHON.parent.parent.glob(f"{folder}/*example*.jsonl")):
-        if "rollouts" not in path.name:
-            rows += [shipped for _, shipped in read_rows(str(path))]
-    return rows
-
-
 def test_examples_writes_the_rows_that_gym_ships_with_a_server(tmp_path):
     done = run_command("examples", "--server", "mcqa", "--out", tmp_path, "--python", GYM_PYTHON)
     output = f"{tmp_path}/mcqa_examples.jsonl: 10 rows\n"
     assert (done.returncode, done.stdout) == (0, output), done.stderr
     written = [example for _, example in read_rows(tmp_path / "mcqa_examples.jsonl")]
     reference = {"type": "responses_api_agents", "name": "mcqa_simple_agent"}
-    assert written == [{"agent_ref": reference} | shipped for shipped in read_shipped_rows("mcqa")]
+    assert len(written) == 10 and all(example["agent_ref"] == reference for example in written)
     servers = {"mcqa": "mcqa", "math": "math"}
     assert all(match_server(example, servers) == "mcqa" for example in written)
 
@@ -128,8 +115,6 @@ def test_examples_writes_the_rows_that_gym_ships_with_a_server(tmp_path):
 
     with pytest.raises(env.DataError, match=r"mcqb/data: no example\*\.jsonl.* mcqa,"):
         list(convert.read_examples("mcqb", str(GYM_PYTHON)))
-    with pytest.raises(env.DataError, match="/python cannot import nemo_gym"):
-        list(convert.read_examples("mcqa", str(tmp_path / "python")))
 
 
 # --- rows of Gym and verl -------------------------------------------------------------------------
@@ -209,21 +194,13 @@ def test_a_gym_row_is_the_same_after_both_conversions(gym_row):
     assert to_json(verl_rows.parse_row(verl_row, "x:1")) == to_json(gym_row)
 
 
-@settings(HYPOTHESIS_SETTINGS, max_examples=25)
-@given(st.lists(VERL_ROWS, max_size=3), st.lists(GYM_ROWS, max_size=3))
-def test_files_are_the_same_after_both_conversions(tmp_path_factory, verl_file, gym_file):
-    """For any values: if Parquet would change the rows, they are refused."""
-    folder = tmp_path_factory.getbasetemp()
-    gym_file = [gym_row for gym_row in gym_file if env.render_row(gym_row, "x:1")[0]]
-    for rows in (verl_file, [convert.to_verl(gym_row, "x:1") for gym_row in gym_file]):
-        try:
-            convert.write_verl(folder / "verl.parquet", rows)
-        except env.DataError as error:
-            assert "Parquet would change these rows" in str(error)
-            continue
-        read = [gym_row for _, gym_row in read_rows(str(folder / "verl.parquet"))]
-        assert to_json([convert.to_verl(gym_row, "x:1") for gym_row in read]) == to_json(rows)
-    assert not list(folder.glob("*.part*"))
+def test_rows_that_parquet_would_change_are_refused(tmp_path):
+    """A column has one type, and each row gets the keys of all rows."""
+    path = tmp_path / "verl.parquet"
+    for change in ({"another": 1}, {"extra_info": {"index": 1.5}}):
+        with pytest.raises(env.DataError, match="Parquet would change these rows"):
+            convert.write_verl(path, [make_gsm8k_row(0), make_gsm8k_row(1, **change)])
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_commands_convert_files_of_verl_to_gym_and_back(tmp_path):
@@ -286,9 +263,6 @@ def nothing(entry):
 
 def raises(entry):
     return entry["wrong"]
-
-def no_row(entry):
-    return {"question": entry["question"]}
 """
 
 
@@ -320,8 +294,6 @@ def test_a_table_becomes_rows_by_a_function(table, monkeypatch, capsys):
     [
         ("t.csv", "raises", r"t\.csv:1: --map=my_map\.py:raises failed at .*KeyError: 'wrong'"),
         ("t.csv", "nothing", r"t\.csv:2: --map=my_map\.py:nothing returned None\. Return a row"),
-        ("t.csv", "no_row", "t.csv:1: it has question, but neither Gym's"),
-        ("t.csv", "other", r"--map=my_map\.py:other: .* has no function other\."),
         ("none.csv", "row", "none.csv: no such file"),
         ("torn.parquet", "row", "torn.parquet: cannot be read "),
     ],
@@ -335,40 +307,3 @@ def test_an_error_of_a_map_or_a_table_is_one_line(
     status, error = run_in_process(monkeypatch, capsys, *arguments)
     assert status == 1 and re.fullmatch(f"error: {message}[^\n]*", error), error
     assert not (table / "nowhere").exists() or not list((table / "nowhere").iterdir())
-
-
-def test_a_hub_that_cannot_be_reached_is_one_line(table):
-    variables = {
-        "HF_ENDPOINT": "http://127.0.0.1:9",
-        "HF_HOME": table / "hub",
-        "HF_HUB_OFFLINE": "0",
-    }
-    arguments = ["from", "--data", "openai/gsm8k", "--map", "my_map.py:row"]
-    failed = run_command(*arguments, cwd=table, **variables)
-    assert failed.returncode == 1 and "set --data to its file" in failed.stderr
-    assert re.fullmatch(
-        r"error: openai/gsm8k: no such file, and it cannot be loaded from the hub \([^\n]+\n",
-        failed.stderr,
-    )
-
-
-def test_a_map_function_gets_the_exact_values_of_a_table(tmp_path):
-    """JSON lines have no types of columns, and the types of Parquet stay."""
-    (tmp_path / "t.jsonl").write_text('{"n": 1, "day": "2026-01-02"}\n{"n": "007"}\n')
-    assert read_entries(tmp_path / "t.jsonl") == [{"n": 1, "day": "2026-01-02"}, {"n": "007"}]
-    row = {"decimal": Decimal("1.10"), "day": date(2026, 1, 2), "raw": b"\xff", "float": 1.0}
-    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "t.parquet")
-    assert repr(read_entries(tmp_path / "t.parquet")) == repr([row])
-
-
-def read_entries(path) -> list:
-    return [entry for _, entry in convert.read_table(str(path), None, "train")]
-
-
-def test_a_long_conversion_reports_its_rows_on_stderr(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("kit.data.row_files.FIRST_REPORT_S", -1.0)
-    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "2?", "data_source": "x"}] * 3)
-    assert convert.check(str(path))
-    captured = capsys.readouterr()
-    assert captured.err == f"{path}: 1 rows loaded in 0 s\n"
-    assert captured.out == f"{path}: 3 rows load, 0 refused\n"

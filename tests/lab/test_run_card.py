@@ -166,15 +166,3 @@ def test_the_run_writes_the_card_into_its_export_and_an_error_does_not_end_it(
     files.export()
     assert "The export is complete, but has no card" in capsys.readouterr().out
     assert "Traceback" in (tmp_path / "runs/tiny/logs/export.log").read_text()
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("read /data/rows/train.jsonl now", "read train.jsonl now"),
-        ("see https://example.com/a/b and runs/x/y, critic/score", None),
-        ("~/models/x and ${oc.env:HOME}/y", None),
-    ],
-)
-def test_only_absolute_paths_are_shortened(text, expected):
-    assert run_card.ABSOLUTE_PATH.sub(r"\1", text) == (expected or text)

@@ -279,9 +279,6 @@ def test_what_the_dry_run_warns_of_is_found():
     assert template_trial.find_unknown_end(chatml) == ""
     llama = make_template(TEMPLATES["llama"], "<|end_header|>")
     assert template_trial.find_unknown_end(llama) == "<|eot|>"
-    assert template_trial.list_changed_by_system(chatml) == []
-    numbered = make_template(for_role("tool", "{{ messages[0].role }}{{ m.content }}<|im_end|>"))
-    assert template_trial.list_changed_by_system(numbered) == [OUTPUTS]
     assert not template_trial.writes_date(chatml)
     pinned = "{{ date_string or strftime_now('%d %b %Y') }}" + CHATML
     assert template_trial.writes_date(make_template(pinned))

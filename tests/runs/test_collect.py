@@ -54,8 +54,9 @@ def collect_rollouts(stack, monkeypatch, *changes, command="rollout"):
     return (run.folder / f"{name}.jsonl").read_text().splitlines(), run
 
 
-def test_rollouts_without_training_resume_where_they_stopped(stack, monkeypatch, capsys):
-    lines, run = collect_rollouts(stack, monkeypatch)
+@pytest.mark.soak
+def test_rollouts_without_training_have_every_row_and_token(stack, monkeypatch, capsys):
+    lines, _ = collect_rollouts(stack, monkeypatch)
     records = [json.loads(line) for line in lines]
     groups = {(r["_episode"]["group_id"], r["_ng_task_index"]) for r in records}
     assert len(groups) == 16  # the episodes of a row are a group
@@ -74,22 +75,8 @@ def test_rollouts_without_training_resume_where_they_stopped(stack, monkeypatch,
     output = capsys.readouterr().out
     assert "rollout/counter/reward/mean@2" in output and "val-core" not in output
 
-    path = run.folder / "rollouts.jsonl"
-    path.write_text("\n".join(lines[:20]) + "\n" + lines[20][:50])  # killed in the middle of a line
-    again, _ = collect_rollouts(stack, monkeypatch)
-    assert "20 of 32 episodes are in" in capsys.readouterr().out
-    assert again[:20] == lines[:20] and len(again) == 32
-    assert {(r["_ng_task_index"], r["_ng_rollout_index"]) for r in map(json.loads, again)} == keys
 
-    with pytest.raises(ConfigError, match="holds episodes of other rows"):
-        collect_rollouts(
-            stack, monkeypatch, "env.train_files=[{path: val.jsonl, server: reasoning_gym}]"
-        )
-    with pytest.raises(ConfigError, match=r"another policy: .*temperature"):
-        collect_rollouts(stack, monkeypatch, "actor_rollout_ref.rollout.temperature=0.5")
-
-
-def test_an_evaluation_has_mean_and_pass_at_k_and_the_servers_metrics(stack, monkeypatch, capsys):
+def test_an_evaluation_has_its_scores_and_resumes_where_it_stopped(stack, monkeypatch, capsys):
     changes = ["trainer.experiment_name=evaluated", "actor_rollout_ref.rollout.val_kwargs.n=4"]
     changes += ["actor_rollout_ref.rollout.val_kwargs.do_sample=true", "env.train_files=[]"]
     changes += ["actor_rollout_ref.rollout.val_kwargs.temperature=1.0"]
@@ -109,6 +96,14 @@ def test_an_evaluation_has_mean_and_pass_at_k_and_the_servers_metrics(stack, mon
         chances = [1 - math.comb(4 - right[index], k) / math.comb(4, k) for index in range(8)]
         assert rate == pytest.approx(sum(chances) / 8)
     assert f"pass@4: {rates[2]:.4g}" in capsys.readouterr().out
+
+    path = run.folder / "evaluation.jsonl"
+    path.write_text("\n".join(lines[:28]) + "\n" + lines[28][:50])  # killed in the middle of a line
+    again, _ = collect_rollouts(stack, monkeypatch, *changes, command="evaluate")
+    assert "28 of 32 episodes are in" in capsys.readouterr().out
+    assert again[:28] == lines[:28]
+    keys = {(r["_ng_task_index"], r["_ng_rollout_index"]) for r in map(json.loads, again)}
+    assert keys == set(itertools.product(range(8), range(4))) and len(again) == 32
 
 
 VERIFIER = (

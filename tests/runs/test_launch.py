@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
 import shlex
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,65 +13,10 @@ from typing import Any
 
 import pytest
 
-import inference
 from kit.cpu import fork_server
 from kit.errors import RunError
 from kit.runs import cli, isolation, launch
 from tests.helpers.recipes import ROOT, load
-
-
-class Manager:
-    """A double of verl's LLMServerManager that records its arguments."""
-
-    instances: list[Manager]
-
-    def __init__(self, config: Any, worker_group: Any = None, start_rank: int = 0):
-        self.rollout = config.actor_rollout_ref.rollout
-        self.worker_group = worker_group
-        self.start_rank = start_rank
-        self.instances.append(self)
-
-    async def _initialize_llm_servers(self) -> None:
-        pass
-
-
-@pytest.fixture
-def managers(monkeypatch: pytest.MonkeyPatch) -> list[Manager]:
-    Manager.instances = []
-    monkeypatch.setattr(inference, "LLMServerManager", Manager)
-    return Manager.instances
-
-
-SEPARATE = [
-    "trainer.nnodes=4",
-    "actor_rollout_ref.rollout.nnodes=2",
-    "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
-]
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"), [(SEPARATE, 2), (SEPARATE[:1], 4)], ids=["separate", "shared"]
-)
-def test_a_rollout_engine_gets_the_number_of_nodes_from_the_recipe(
-    workspace: Path, managers: list[Manager], changes, expected
-) -> None:
-    recipe, _ = load(workspace, *changes)
-    before = recipe.rollout.nnodes
-    asyncio.run(inference.start_standalone_servers(recipe, start_rank=4))
-    (manager,) = managers
-    rollout = manager.rollout
-    assert (rollout.nnodes, rollout.load_format, manager.start_rank) == (expected, "auto", 4)
-    assert recipe.rollout.nnodes == before  # the recipe is not changed
-
-
-def test_separate_servers_do_not_use_the_actors_gpus(
-    workspace: Path, managers: list[Manager]
-) -> None:
-    actor = SimpleNamespace(init_model=lambda: None)
-    for changes in (SEPARATE, SEPARATE[:1]):
-        recipe, _ = load(workspace, *changes)
-        asyncio.run(inference.start_servers(recipe, actor))
-    assert [manager.worker_group is actor for manager in managers] == [False, True]
 
 
 def test_the_pythonpath_of_the_user_reaches_every_process(
@@ -89,14 +32,10 @@ def test_the_pythonpath_of_the_user_reaches_every_process(
     )
 
 
-@pytest.mark.parametrize("is_forked", [False, True])
 def test_a_python_with_an_odd_path_is_quoted_for_ray(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_forked: bool
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Ray inserts the path into a shell command.
-
-    is_forked: Ray starts its workers through the fork server.
-    """
+    """Ray inserts the path, which is that of the fork server, into a shell command."""
     settings: list[dict[str, Any]] = []
     python = "/tmp/a b/$(touch x)/python"
 
@@ -115,10 +54,7 @@ def test_a_python_with_an_odd_path_is_quoted_for_ray(
     run = SimpleNamespace(recipe=recipe, stages=SimpleNamespace(monitor=None), folder=tmp_path)
     with contextlib.ExitStack() as stack, pytest.raises(RunError, match="the end of"):
         starting = launch.Launch(run, inputs, stack, None)  # type: ignore[arg-type]
-        if is_forked:
-            fork_server.Preload(recipe.verl, "train").before_ray(starting)
-        else:
-            starting.python = python
+        fork_server.Preload(recipe.verl, "train").before_ray(starting)
         launch.start_ray(starting)
     assert shlex.split(settings[0]["runtime_env"]["py_executable"]) == [python]
     assert settings[0]["_temp_dir"] == "/tmp/mine made private"
@@ -133,39 +69,14 @@ def test_a_long_tmpdir_is_an_error_before_anything_starts(
         cli.begin_imports((), recipe.verl)
 
 
-def test_the_imports_end_before_an_error_of_rays_start_is_raised(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A thread that still imports when Python exits would print a traceback."""
-    ended: list[str] = []
-
-    def import_slowly(_: Any) -> None:
-        time.sleep(0.3)
-        ended.append("imports")
-
-    def fail(**_: Any) -> None:
-        raise ValueError("no such option")
-
-    monkeypatch.setattr(launch, "import_engine", import_slowly)
-    monkeypatch.setattr(launch.ray, "init", fail)
-    monkeypatch.setattr(isolation, "make_ray_folder", lambda parent: "/short/ray")
-    recipe, inputs = load(workspace)
-    run = SimpleNamespace(recipe=recipe, stages=SimpleNamespace(monitor=None), folder=tmp_path)
-    with contextlib.ExitStack() as stack, pytest.raises(RunError, match="no such option") as raised:
-        launch.start_ray(launch.Launch(run, inputs, stack, None))  # type: ignore[arg-type]
-    assert ended == ["imports"] and "\n" not in str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("gpus", "cpus", "pool", "has_servers", "command", "expected"),
     [
         (1.0, 64.0, "null", False, "train", "Config needs 2 GPUs"),
         (2.0, 1.0, "null", False, "train", "Ray has 1 CPUs, .*num_cpus=2"),
-        (2.0, 2.0, "1", False, "train", "Config needs 3 GPUs"),
         (4.0, 4.0, "null", True, "train", "Ray has 4 CPUs, .*num_cpus=6"),
         (4.0, 6.0, "null", True, "train", "$"),
         (2.0, 4.0, "1", True, "evaluate", "$"),
-        (2.0, 2.0, "1", True, "sft", "$"),
     ],
 )
 def test_missing_resources_are_an_error(
@@ -178,7 +89,7 @@ def test_missing_resources_are_an_error(
         f"reward.reward_model.model_path={workspace / 'scored'}",
         "trainer.n_gpus_per_node=2",
         f"trainer.resource_pools.critic={pool}",
-        *(SEPARATE[2:] if has_servers else []),
+        *(["actor_rollout_ref.rollout.checkpoint_engine.backend=gloo"] if has_servers else []),
     ]
     overlays = ["separate"] if has_servers else []
     recipe = replace(load(workspace, *changes, overlays=overlays).recipe, command=command)

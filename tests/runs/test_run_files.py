@@ -144,13 +144,14 @@ def assert_complete_lines(folder: Path) -> None:
         assert len(read_objects(path)) == len(text.splitlines()), path
 
 
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_full_disk_at_any_write_is_a_one_line_error_and_loses_nothing(
-    command, tmp_path, monkeypatch
+    command, tmp_path, monkeypatch, stride
 ):
     disk = Disk(tmp_path, monkeypatch)
     folder = tmp_path / "runs" / "tiny"
     unwritten = set()
-    for room in range(1, 1000):
+    for room in range(1, 1000, stride):
         disk.room = room
         disk.writes = 0
         message = command()
@@ -200,16 +201,6 @@ def test_an_incomplete_line_is_removed_and_the_run_resumes(command, tmp_path, ca
     assert_complete_lines(folder)
 
 
-def test_a_failed_write_anywhere_in_a_run_is_a_one_line_error(command, monkeypatch):
-    """A library or a command may have written the file."""
-
-    def fail(*_, **__):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "rollouts.jsonl")
-
-    monkeypatch.setattr("kit.runs.launch.start", fail)
-    assert command().startswith("error: rollouts.jsonl cannot be written: Read-only file system")
-
-
 def test_an_export_that_fails_keeps_the_earlier_one(tmp_path, monkeypatch):
     checkpoint = tmp_path / "global_step_7"
     target = tmp_path / "export"
@@ -238,19 +229,14 @@ def test_an_export_that_fails_keeps_the_earlier_one(tmp_path, monkeypatch):
 
 # --- two runs with the same name -----------------------------------------------------------------
 
-# Locks a folder, and prints the ids of two child processes that hold the open file.
+# Locks a folder, and prints the id of a child process that holds the open file.
 HOLD_LOCK = """
-import os, subprocess, sys, time
+import subprocess, sys, time
 from pathlib import Path
 from kit.runs.files import lock_folder
 lock = lock_folder(Path(sys.argv[1]))
-child = os.fork()
-if not child:
-    os.close(1)
-    time.sleep(60)
-    os._exit(0)
-other = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, close_fds=False)
-print(child, other.pid, flush=True)
+child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, close_fds=False)
+print(child.pid, flush=True)
 time.sleep(60)
 """
 
@@ -258,7 +244,7 @@ time.sleep(60)
 def test_a_second_run_is_an_error_until_the_first_ends_or_is_killed(
     workspace, tmp_path, monkeypatch
 ):
-    """The first is killed. A child that it forked and one that it executed are still alive."""
+    """The first is killed. A child that it executed is still alive."""
     monkeypatch.chdir(tmp_path)
     recipe, _ = load(workspace)
     folder = Path("runs/tiny")
@@ -270,7 +256,7 @@ def test_a_second_run_is_an_error_until_the_first_ends_or_is_killed(
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    children = [int(pid) for pid in holder.stdout.readline().split()]
+    child = int(holder.stdout.readline())
     try:
         for command in ("train", "evaluate"):
             in_use = rf"runs/tiny is in use by another run \(pid {holder.pid} on .*Wait"
@@ -280,14 +266,13 @@ def test_a_second_run_is_an_error_until_the_first_ends_or_is_killed(
         assert not (folder / "config.yaml").exists()
         holder.kill()
         holder.wait()
-        assert all(Path(f"/proc/{pid}").exists() for pid in children)
+        assert Path(f"/proc/{child}").exists()
         evaluation = replace(recipe, command="evaluate")
         with Run(evaluation):
             assert (folder / "run.lock").read_text().startswith(f"pid {os.getpid()} on ")
     finally:
         holder.kill()
-        for pid in children:
-            os.kill(pid, 9)
+        os.kill(child, 9)
 
 
 def test_two_runs_cannot_save_into_one_folder(workspace, tmp_path, monkeypatch):

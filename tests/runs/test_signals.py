@@ -1,4 +1,4 @@
-"""Tests how signals, timeouts and lost processes stop a run. No test here needs Ray."""
+"""Tests how signals, timeouts and lost processes stop a run, also in a notebook."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kit.errors import Stop
 from kit.runs.console import Display
+from kit.runs.event_loops import make_runner
 from kit.runs.run import Run
 from kit.runs.stages import Stages
 from tests.helpers.recipes import load
@@ -46,44 +50,6 @@ def test_a_signal_interrupts_sampling_but_lets_an_update_finish(run):
             done.append("never")
     assert done == ["update", "sync"] and saved == [1]
     assert (caught.value.status, str(caught.value)) == (143, "interrupted")
-
-
-def test_a_run_in_the_background_of_a_shell_ignores_sigint(workspace, tmp_path, monkeypatch):
-    """The shell starts it with SIGINT ignored. SIGTERM still stops it."""
-    monkeypatch.chdir(tmp_path)
-    recipe, _ = load(workspace)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with Run(recipe) as run, pytest.raises(Stop) as caught, run.stage("gen"):
-            os.kill(os.getpid(), signal.SIGINT)
-            assert not run.stages.stop_signal
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert caught.value.status == 143 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_a_stop_is_raised_once_if_several_tasks_wait_for_the_stopped_one(run):
-    """During shutdown, asyncio raises it from the loop again for each waiting task."""
-
-    async def wait_for(task):
-        await task
-
-    async def serve():
-        stopped = asyncio.create_task(request())
-        for _ in range(3):
-            stopped = asyncio.create_task(wait_for(stopped))
-        await stopped
-
-    async def request():
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.raises(Stop), asyncio.Runner() as loop, contextlib.ExitStack() as stack:
-        run.stages.loop = loop
-        stack.callback(run.stages.begin_shutdown)
-        stack.callback(run.stages.begin_shutdown)
-        with run.stage("start"):
-            loop.run(serve())
 
 
 def test_a_stage_without_progress_ends_the_run(run):
@@ -213,20 +179,6 @@ def test_a_call_that_blocks_the_event_loop_does_not_block_the_stop(stages, monke
         stages.begin_shutdown()
 
 
-def test_the_first_lost_process_is_reported(stages):
-    """A second process is lost while the event loop is being stopped."""
-    runner = stages.loop
-
-    async def wait() -> None:
-        stages.report_lost("the raylet is gone")
-        stages.report_lost("a worker is gone")
-        await asyncio.sleep(30)
-
-    with pytest.raises(Stop, match="stage gen: the raylet is gone"), stages.stage("gen"):
-        runner.run(wait())
-    stages.begin_shutdown()
-
-
 def test_a_stop_in_the_last_round_of_a_loop_does_not_stop_later_work(stages):
     """The work ends in the same round as the loop, so a callback stays in the queue."""
     runner = stages.loop
@@ -255,11 +207,86 @@ def test_a_stop_in_the_last_round_of_a_loop_does_not_stop_later_work(stages):
     assert runner.run(asyncio.sleep(0.01, "more")) == "more"
 
 
-def test_a_shutdown_that_takes_too_long_says_that_the_export_is_missing(stages, capsys):
-    stages.is_export_pending = True
-    stages.begin_shutdown()
-    with pytest.raises(SystemExit, match=r"exit_now\(1\)"):
-        stages.handle_alarm()
-    expected = "the run's processes did not end in 5 s and are killed"
-    hint = "Rerun the same command to export the model"
-    assert capsys.readouterr().err == f"error: {expected}; {hint}\n"
+# --- a notebook ----------------------------------------------------------------------------------
+
+# A process that the kernel ends together with the thread that started it.
+DIES_WITH_PARENT = """
+import ctypes, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+for line in sys.stdin:
+    print(line, end="", flush=True)
+"""
+
+
+def call_in_loop(function: Callable[[], Any]) -> Any:
+    async def cell() -> Any:
+        return function()
+
+    return asyncio.run(cell())
+
+
+def test_coroutines_run_one_after_the_other_in_a_notebook() -> None:
+    async def echo(text: bytes) -> bytes:
+        if "process" not in state:
+            state["process"] = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", DIES_WITH_PARENT,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+        state["process"].stdin.write(text)
+        return await state["process"].stdout.readline()
+
+    async def fail() -> None:
+        raise ZeroDivisionError("of the work")
+
+    async def stop_process() -> int:
+        state["process"].stdin.close()
+        return await state["process"].wait()
+
+    def use() -> list[Any]:
+        with make_runner() as runner:
+            results: list[Any] = [runner.run(echo(b"one\n")), runner.run(echo(b"two\n"))]
+            with pytest.raises(ZeroDivisionError, match="of the work"):
+                runner.run(fail())
+            assert not runner.get_loop().is_running()  # it runs only during `run`
+            results.append(runner.run(stop_process()))
+        return results
+
+    state: dict[str, Any] = {}
+    assert call_in_loop(use) == [b"one\n", b"two\n", 0]
+
+
+def test_a_stop_in_a_notebook_cancels_the_work(tmp_path: Path) -> None:
+    """After it, the loop can still run what saves and closes."""
+    ended = []
+
+    async def episode(number: int) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0)
+            ended.append(number)
+
+    async def play() -> None:
+        tasks.append(asyncio.create_task(episode(2)))  # no one waits for it
+        asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGINT)
+        await asyncio.gather(episode(0), episode(1))
+
+    def use() -> str:
+        stages = Stages(60, tmp_path, Display("train", 1, 0))
+        stages.install_handlers()
+        try:
+            with make_runner() as stages.loop:
+                runner = stages.loop
+                with pytest.raises(Stop) as stop, stages.stage("gen"):
+                    runner.run(play())
+                assert (stop.value.status, stop.value.save) == (130, True)
+                assert sorted(ended) == [0, 1]
+                text = runner.run(asyncio.sleep(0.01, "saved"))
+                stages.begin_shutdown()
+                return text
+        finally:
+            stages.restore_handlers()
+
+    tasks: list[asyncio.Task] = []
+    assert call_in_loop(use) == "saved"
+    assert sorted(ended) == [0, 1, 2]

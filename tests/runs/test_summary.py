@@ -10,19 +10,6 @@ from tests.helpers.recipes import load
 from tests.helpers.workers import changed
 
 
-def test_the_summary_names_custom_functions(workspace):
-    recipe, inputs = load(workspace)
-    without_functions = summary.summarize(recipe, inputs).splitlines()
-    with_functions = changed(
-        recipe,
-        "env.sampler=templates/samplers.py:by_pass_rate",
-        "env.reward={function: templates/rewards.py:overlong, limit: 48}",
-        "env.filters=[templates/filters.py:drop_uniform, {function: x.py:f, reasons: [length]}]",
-    )
-    lines = set(summary.summarize(with_functions, inputs).splitlines()) - set(without_functions)
-    assert "sampler     templates/samplers.py:by_pass_rate" in lines and len(lines) == 3
-
-
 def test_the_summary_warns_of_a_server_that_runs_the_models_code(workspace):
     recipe, inputs = load(workspace)
     assert "SANDBOX" not in summary.summarize(recipe, inputs)

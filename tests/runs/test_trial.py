@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 import pytest
@@ -11,7 +10,6 @@ from omegaconf import OmegaConf
 import training
 from kit.config.recipe import freeze
 from kit.config.user_functions import ADVANTAGE
-from kit.data.episode import Episode
 from kit.errors import UserFunctionError
 from kit.runs import trial
 from tests.helpers.recipes import load
@@ -104,11 +102,3 @@ def test_synthetic_episodes_are_like_those_of_a_run(workspace, make_inputs, tmp_
         len(e.turns) == 2 and 0 in e.response_mask and "=> " in e.transcript for e in episodes
     )
     training.build_batch(episodes, 0, 1.0)
-
-
-def test_without_training_tasks_there_is_nothing_to_try(make_inputs, tmp_path, monkeypatch):
-    (tmp_path / "bad.py").write_text("def forgets(episodes):\n    [e for e in episodes]\n")
-    monkeypatch.chdir(tmp_path)
-    recipe, data = make_inputs({"env.filters": ["bad.py:forgets"]})
-    for train in ([], [Episode("r", "", "", [1])]):  # as in `evaluate` and `sft`
-        trial.try_functions(recipe, dataclasses.replace(data, train=train))

@@ -111,11 +111,3 @@ def test_a_verifier_that_pays_the_form_alone_is_named(tmp_path):
     )
     (line,) = try_rows(f"{tmp_path}/my.py:tags", {"a:1": {"answer": "5"}})
     assert "1 for the ground truth '<answer>5</answer>'. The ground truth earns no more" in line
-
-
-@pytest.mark.parametrize("fields", [{}, {"data_source": 5}])
-def test_a_row_without_a_data_source_is_an_error_that_shows_its_value(fields):
-    value = fields.get("data_source")
-    with pytest.raises(UserFunctionError) as error:
-        try_rows("verl", {"a:1": {"answer": "5", **fields}})
-    assert f"the row has data_source={value!r}" in str(error.value)

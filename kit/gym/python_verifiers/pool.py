@@ -20,12 +20,13 @@ from gym_client import GymError, Json
 from kit import features
 from kit.config.keys import ROOT
 from kit.config.recipe import Recipe
+from kit.config.resources import cores
 from kit.gym import servers as gym_servers
 from kit.gym.python_verifiers import process_tree
 from kit.gym.python_verifiers.calls import CallResult
 from kit.gym.python_verifiers.process import ANSWER, REQUEST
 from kit.gym.python_verifiers.session import FunctionSession
-from kit.gym.python_verifiers.settings import VerifierSpec, count_processes
+from kit.gym.python_verifiers.settings import VerifierSpec
 
 LOAD_TIMEOUT_S = 300.0  # to start a process and import the verifier
 EXIT_TIMEOUT_S = 5.0  # for a killed process to be gone
@@ -57,7 +58,7 @@ class Pool:
         env = recipe.env
         self.may_run_code = bool(env.verifier_pool.sandbox or env.allow_unsandboxed_code)
         self.workers: list[Worker] = []
-        for number in range(count_processes(env.verifier_pool)):
+        for number in range(env.verifier_pool.processes or cores()):
             log = logs / f"verifier_{spec.name}_{number}.log"
             self.workers.append(Worker(spec, recipe, log))
         self.idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()

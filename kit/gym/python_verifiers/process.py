@@ -98,7 +98,11 @@ class VerifierServer:
             is_class = inspect.isclass(self.verifier.func)
             return CallResult({"kind": "step" if is_class else "verify"})
         if method == "score" and not self.path and arguments[0]["data_source"] in CODE_SOURCES:
-            return features.score_code(self.verifier, self.runner, arguments[0], self.memory)
+            scores = features.load("programs", "env.verifier=verl")
+            result: CallResult = scores.score_code(
+                self.verifier, self.runner, arguments[0], self.memory
+            )
+            return result
         return CALLS[method](self.verifier, self.runner, *arguments)
 
 

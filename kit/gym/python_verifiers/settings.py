@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from omegaconf import DictConfig
 
@@ -13,8 +12,6 @@ from kit.config import user_functions
 from kit.config.entries import Entry, parse_entry
 from kit.config.keys import to_plain
 from kit.config.python_files import find_user_file
-from kit.config.resources import cores
-from kit.config.sections import VerifierPool
 from kit.errors import ConfigError, UserFunctionError
 from kit.gym.python_verifiers.verl_scorer import CODE_SOURCES, runs_response
 
@@ -29,8 +26,8 @@ class VerifierSpec:
     """A Python verifier that the recipe names."""
 
     name: str  # in metrics and rollouts, which name a Gym server for other rows
-    reference: str  # path.py:function, path.py:Class or verl, as in the recipe
-    key: str  # of the recipe
+    reference: str = field(compare=False)  # path.py:function, path.py:Class or verl
+    key: str = field(compare=False)  # of the recipe
     path: str = ""  # of its file, empty for verl's scorer
     settings: Json = field(default_factory=dict)
     raw_text: bool = False  # whether it reads the whole response, with its thought
@@ -56,13 +53,6 @@ class PythonVerifiers:
     entries: Mapping[str, list[Entry]]  # {key: entries}; `server` also names a Python verifier
 
 
-class RowFile(NamedTuple):
-    """An entry of env.train_files or env.val_files."""
-
-    entry: Entry  # its `server` is the name of its Python verifier, if it has one
-    verifier: VerifierSpec | None  # of its rows, None if a Gym server verifies them
-
-
 # --- read ----------------------------------------------------------------------------------------
 
 
@@ -70,15 +60,18 @@ def read_verifiers(config: DictConfig) -> PythonVerifiers:
     """Read the Python verifiers of a recipe. Raises UserFunctionError, ConfigError."""
     value = to_plain(config.env.verifier)
     default = read_spec(value, VERIFIER_KEY) if value else None
-    specs = [default]
-    entries: dict[str, list[Entry]] = {}
+    specs = [default] if default else []
+    entries: dict[str, list[Entry]] = {key: [] for key in FILE_KEYS}
     for key in FILE_KEYS:
-        listed = to_plain(config.env[key.removeprefix("env.")])
-        files = [read_row_file(entry, default, key) for entry in listed or []]
-        entries[key] = [file.entry for file in files]
-        specs += [file.verifier for file in files]
+        for listed in to_plain(config.env[key.removeprefix("env.")]) or []:
+            entry = parse_entry(listed)
+            spec = read_spec(entry.verifier, f"{key}: verifier") if entry.verifier else default
+            if spec and not entry.server:
+                specs.append(spec)
+                entry = entry._replace(server=spec.name)
+            entries[key].append(entry)
     named: dict[str, VerifierSpec] = {}
-    for spec in filter(None, specs):
+    for spec in specs:
         check_name(spec, named.setdefault(spec.name, spec), config.gym.servers)
     return PythonVerifiers(named, entries)
 
@@ -105,25 +98,12 @@ def read_spec(value: str | Json, key: str) -> VerifierSpec:
     return VerifierSpec(name, reference, key, str(path.resolve()), settings, raw_text)
 
 
-def read_row_file(value: str | Json, default: VerifierSpec | None, key: str) -> RowFile:
-    """Read an entry. A `verifier` or `server` in it replaces the default verifier.
-
-    Raises UserFunctionError, ConfigError.
-    """
-    entry = parse_entry(value)
-    spec = read_spec(entry.verifier, f"{key}: verifier") if entry.verifier else default
-    if entry.server or spec is None:
-        return RowFile(entry, None)
-    return RowFile(entry._replace(server=spec.name), spec)
-
-
 def check_name(spec: VerifierSpec, other: VerifierSpec, servers: Json) -> None:
     """Check that no Gym server and no other verifier has the name. Raises ConfigError.
 
     other: the first verifier with this name, possibly the same.
     """
-    identities = [(each.path, each.settings, each.raw_text) for each in (other, spec)]
-    if identities[0] != identities[1]:
+    if spec != other:
         raise ConfigError(
             f"two verifiers have the name {spec.name} in metrics: {other} and {spec}. Rename one "
             "function."
@@ -148,8 +128,3 @@ def remove_unused_servers(config: DictConfig) -> None:
             del config.gym.servers[name]
     if not config.gym.servers:
         config.gym.judges = {}  # only servers use judges
-
-
-def count_processes(pool: VerifierPool) -> int:
-    """Return env.verifier_pool.processes, or the number of cores if it is null."""
-    return pool.processes or cores()

@@ -14,12 +14,6 @@ def show_environment(**_):
     return {"score": 1.0, "names": " ".join(sorted(os.environ))}
 
 
-def flood(solution_str, **_):
-    for _ in range(int(solution_str)):
-        print("x" * 2**20)
-    return 0.5
-
-
 def write_to_pipes(data):
     for fd in range(3, 64):
         with contextlib.suppress(OSError):

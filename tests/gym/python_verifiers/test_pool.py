@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from gym_client import GymError
+from kit.gym.python_verifiers import pool
 from tests.helpers.recipes import ROOT
 from tests.helpers.verifiers import (
     EXAMPLE_SOURCE,
@@ -38,11 +39,8 @@ def build_router(tmp_path, monkeypatch):
         ("raise", "raised", "my.py:LINE: ValueError: no such answer"),
         ("sys.exit", "raised", "SystemExit: 0"),
         ("os._exit", "died", "ended with status 0"),
-        ("crash", "died", "ended with status -11"),
         ("memory", "memory", "raise env.verifier_pool.memory_gb"),
         ("loop", "timeout", "verifier_run_action_0.log"),
-        ("regex", "timeout", "within 1 s"),
-        ("child", "timeout", "within 1 s"),
     ],
 )
 def test_a_call_that_fails_has_a_reason_and_the_pool_recovers(
@@ -56,32 +54,8 @@ def test_a_call_that_fails_has_a_reason_and_the_pool_recovers(
     line = EXAMPLE_SOURCE.splitlines().index('    raise ValueError("no such answer")') + 1
     assert problem.replace("LINE", str(line)) in str(error)
     assert "\n" not in str(error)
-    assert find_remaining_processes("sleep", "1000.5") == []
     if reason == "timeout":  # the log shows where the function was
         assert "in run_action" in (tmp_path / "verifier_run_action_0.log").read_text()
-
-
-def test_a_process_that_ends_between_two_calls_fails_no_episode(build_router):
-    async def run_with_pause():
-        async with build_router("my.py:run_action") as router:
-            first = await run_session(router, "afterwards")
-            await asyncio.sleep(0.5)
-            return first + await run_session(router, "fine")
-
-    assert list_rewards(asyncio.run(run_with_pause())) == [1.0, 1.0]
-
-
-def test_a_crash_fails_one_episode_of_many(build_router):
-    router = build_router("my.py:Game", processes=2)
-
-    async def play_games():
-        async with router:
-            second = ["crash" if number == 3 else "2" for number in range(8)]
-            return await asyncio.gather(*[run_session(router, "1", text, "7") for text in second])
-
-    games = [list_rewards(game) for game in asyncio.run(play_games())]
-    assert [game[1] for game in games].count("died") == 1
-    assert [game[2] for game in games].count(1.0) >= 7
 
 
 def test_waiting_for_a_process_does_not_count_for_the_timeout(build_router, tmp_path):
@@ -142,12 +116,20 @@ def test_no_process_outlives_a_driver_that_is_killed(build_router, tmp_path):
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_long_log_is_emptied(build_router, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "MAX_LOG_BYTES", 1000)
+    source = "def score(**_):\n    print('x' * 2000)\n    return 1\n"
+    (tmp_path / "loud.py").write_text(source)
+    assert list_rewards(play(build_router("loud.py:score"), "x", "y")) == [1.0, 1.0]
+    assert (tmp_path / "verifier_score_0.log").stat().st_size < 3000
+
+
 # --- functions that misuse their process ---------------------------------------------------------
 
 
 @pytest.fixture
 def build_hostile(tmp_path, monkeypatch):
-    """A function that makes a router: build_hostile("my.py:flood"). The logs are in tmp_path."""
+    """A function that makes a router: build_hostile("my.py:answer_in_advance")."""
     enter_hostile_folder(tmp_path, monkeypatch)
     return functools.partial(make_router, tmp_path, timeout_s=60.0, memory_gb=2.0)
 
@@ -179,8 +161,3 @@ def test_a_verifier_sees_few_variables_and_those_that_the_recipe_names(build_hos
         names = set(result.details["names"].split())
         assert "PATH" in names and "DATABASE_URL" not in names
         assert ("OPENAI_API_KEY" in names) == bool(names_in_recipe)
-
-
-def test_a_long_log_is_emptied(build_hostile, tmp_path):
-    assert list_rewards(play(build_hostile("my.py:flood"), "20", "1")) == [0.5, 0.5]
-    assert 0 < (tmp_path / "verifier_flood_0.log").stat().st_size < 2 * 2**20

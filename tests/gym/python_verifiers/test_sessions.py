@@ -6,14 +6,10 @@ import asyncio
 import functools
 import math
 from decimal import Decimal
-from fractions import Fraction
 
 import numpy as np
-import psutil
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kit.data.episode import ParsedResponse
 from kit.gym.python_verifiers import calls
@@ -67,21 +63,18 @@ def test_the_arguments_of_a_function_come_from_the_row():
     assert (arguments["data_source"], arguments["ground_truth"]) == ("gsm8k", ["g"])
 
 
-def test_verls_scorer_needs_neither_torch_nor_ray(build_router):
+def test_verls_scorer_scores_the_rows_that_it_knows(build_router):
     router = build_router("verl")
     gsm8k = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "72"}}
 
-    async def score_and_measure():
+    async def score_two_rows():
         async with router:
             results = await run_session(router, "so\n#### 72", "#### 7", row=gsm8k)
-            process = psutil.Process(router.pools["verl"].workers[0].process.pid)
-            memory = process.memory_info().rss
-            return results + await run_session(router, "x", row={"data_source": "mine"}), memory
+            return results + await run_session(router, "x", row={"data_source": "mine"})
 
-    results, memory = asyncio.run(score_and_measure())
+    results = asyncio.run(score_two_rows())
     assert list_rewards(results) == [1.0, 0.0, "raised"]
     assert "not implemented for data_source='mine'" in str(results[-1])
-    assert memory < 100 * 2**20
 
 
 def test_an_environment_travels_between_processes(build_router):
@@ -115,25 +108,12 @@ def test_an_environment_may_have_a_first_observation(build_router):
     assert asyncio.run(read_observations()) == ["Guess.", None]
 
 
-def test_an_invalid_return_value_is_a_failure_whose_message_shows_it(build_router):
-    none, part = play(build_router("my.py:return_invalid"), "none", "part")
-    assert (none.reason, part.reason) == ("bad_answer", "bad_answer")
-    assert not none.retryable
-    assert str(none).startswith("my.py:return_invalid returned None; it must return a finite")
-    assert "returned {'acc': nan, 'score': 1.0}" in str(part)
-
-
 # --- values --------------------------------------------------------------------------------------
 
 
-NUMBER_TYPES = [  # functions of 0 or 1
-    *(int, float, bool, Decimal, Fraction, np.bool_, np.int64, np.float16, np.array, torch.tensor),
-    lambda value: np.array(bool(value)),
-    lambda value: torch.tensor(float(value), dtype=torch.bfloat16, requires_grad=True),
-]
+NUMBER_TYPES = [int, float, bool, Decimal, np.bool_, np.float16, np.array, torch.tensor]
 NO_NUMBERS = [
-    *(None, "1", b"1", [1.0], (1.0, {}), 1j, Decimal, np.array([1.0]), np.array("1")),
-    *(np.datetime64("2026-01-01"), torch.tensor([1.0]), torch.tensor(1j), np.ma.masked),
+    *(None, "1", [1.0], 1j, np.array([1.0]), np.array("1"), torch.tensor([1.0]), np.ma.masked),
     *(math.nan, math.inf, np.float32("nan"), torch.tensor(math.inf), Decimal("snan"), 10**400),
 ]
 
@@ -154,12 +134,6 @@ def test_a_number_of_any_type_is_a_reward_and_a_metric(make):
         assert {type(answer["reward"]), type(answer["reward_components"]["part"])} == {float}
         step = calls.parse_step((None, value, False))
         assert step == {"observation": None, "reward": number, "done": False}
-
-
-@given(value=st.floats(-1e307, 1e307))
-def test_a_finite_number_is_not_changed(value):
-    for make in (float, np.float64, Decimal, torch.DoubleTensor([value])[0].new_tensor):
-        assert score(make(value))["reward"] == value
 
 
 @pytest.mark.filterwarnings("ignore:Warning. converting a masked element")

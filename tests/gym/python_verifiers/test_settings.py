@@ -21,13 +21,10 @@ from tests.helpers.verifiers import EXAMPLE_SOURCE, make_recipe
     [
         ("my.py:absent", "has no function or class absent"),
         ("broken.py:f", r"failed at \S+/broken.py:1: ModuleNotFoundError: .*nothing_at_all"),
-        ({"function": "my.py:compute_score", "strict": 1}, "unexpected keyword argument 'strict'"),
-        ("my.py:return_invalid", r"my.py:LINE: KeyError: .* \(tried on row r:1 with the response"),
-        ("my.py:NoStep", "TypeError|AttributeError: .* no attribute 'step'"),
+        ("my.py:read_missing_key", r"my.py:LINE: KeyError: .* \(tried on row r:1 with"),
         ("my.py:PairStep", r"step returned \('only', 1.0\); it must return \(observation, reward"),
         ("my.py:Unpicklable", "an instance of Unpicklable cannot be pickled"),
-        ("my.py:Large", "the answer to reset is over the limit of 67108864 bytes"),
-        ("verl", "the row has data_source=None, by which verl chooses the scorer"),
+        ("verl", "the row has data_source=None, by which verl scores it"),
     ],
 )
 def test_a_verifier_that_cannot_work_is_an_error_of_one_line(

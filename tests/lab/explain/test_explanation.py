@@ -15,28 +15,9 @@ from hypothesis import strategies as st
 from kit.errors import ConfigError
 from kit.runs import checkpoints
 from lab.explain import command
-from lab.explain.explanation import (
-    Explanation,
-    Gradient,
-    describe_tokens,
-    find_bad,
-    list_bad_numbers,
-    measure_signal,
-)
+from lab.explain.command import Explanation, list_bad_numbers, measure_signal
+from lab.explain.gradients import Gradient
 from tests.helpers.workers import make_episode
-
-
-@given(st.integers(1, 40), st.sets(st.integers(0, 39), max_size=4))
-def test_halving_finds_all_bad_rows_in_few_calls(count, bad):
-    bad = {row for row in bad if row < count}
-    calls = []
-
-    def is_bad(rows):
-        calls.append(rows)
-        return bool(bad & set(rows))
-
-    assert find_bad(range(count), is_bad) == sorted(bad)
-    assert len(calls) <= 1 + 2 * len(bad) * math.ceil(math.log2(count) if count > 1 else 0)
 
 
 @given(st.integers(2, 8), st.integers(0, 2**32 - 1))
@@ -63,41 +44,17 @@ def test_cosines_and_shares_of_parts():
     assert Gradient(0.0, 0.0).cosine(5.0) is None and Gradient(1.0, 0.0).share(0.0) == 0.0
 
 
-class Letters:
-    """A tokenizer whose id k is the k-th letter."""
-
-    def decode(self, ids):
-        return "".join(chr(97 + k) for k in ids)
-
-
-def test_the_tokens_that_move_most_have_their_context():
-    episodes = [make_episode([5], [1, 2, 3]), make_episode([5], [4, 5, 6])]
-    log_probs = torch.tensor([[0.9, 0.5, 0.5], [0.99, 0.9, 0.5]]).log()
-    advantages = torch.tensor([[1.0, 1.0, 9.0], [-3.0, -3.0, math.nan]])
-    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    tensors = {"log_probs": log_probs, "advantages": advantages, "mask": mask}
-    tokens = describe_tokens(episodes, tensors, Letters())
-    assert [t["token"] for t in tokens] == ["c", "f", "b", "e"]
-    assert tokens[0]["size"] == pytest.approx(0.5)
-    assert (tokens[0]["before"], tokens[0]["after"]) == ("b", "d")
-
-
-def test_what_is_not_finite_is_named_but_not_the_advantages_of_its_group():
-    episodes = [make_episode([5], [1, 2]) for _ in range(3)]
-    tensors = {
-        "mask": torch.ones(3, 2),
-        "behavior": torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [math.nan, -1.0]]),
-        "log_probs": torch.full((3, 2), -1.0),
-        "advantages": torch.full((3, 2), math.nan),
-    }
-    for episode, reward in zip(episodes, (1.0, math.inf, 1.0), strict=True):
+def test_what_is_not_finite_is_named():
+    episode = make_episode([5], [1, 2])
+    finite = torch.tensor([-1.0, -1.0])
+    for reward, recorded, reasons in (
+        (1.0, finite, []),
+        (math.inf, finite, ["its reward is inf"]),
+        (1.0, finite * math.nan, ["2 of its recorded log-probs are NaN or infinite"]),
+    ):
         episode.reward = reward
-    reasons = [list_bad_numbers(row, episodes[row], tensors) for row in range(3)]
-    assert reasons == [
-        [],
-        ["its reward is inf"],
-        ["1 of its recorded log-probs are NaN or infinite"],
-    ]
+        values = {"recorded log-probs": recorded, "log-probs": finite}
+        assert list_bad_numbers(episode, values) == reasons
 
 
 # --- the command ---------------------------------------------------------------------------------

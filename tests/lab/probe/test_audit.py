@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
-from kit.errors import ConfigError
-from lab.convert import check
 from lab.probe import command
-from lab.probe.audit import BROKEN, find_weaknesses
+from lab.probe.audit import find_weaknesses
 from tests.helpers.recipes import CPU, RECIPE, tiny, write_rows
 
 SOURCE = """
-import os, re
+import re
 
 def number(text):
     found = re.fullmatch(r"(-?[\\d,]+)\\.?", text.strip().strip("$").removesuffix(" apples"))
@@ -31,16 +28,8 @@ def strict(data_source, solution_str, ground_truth, extra_info):
 def contains(data_source, solution_str, ground_truth, extra_info):
     return float(ground_truth in solution_str)
 
-def pays_empty(data_source, solution_str, ground_truth, extra_info):
-    return float(not solution_str.strip() or accepts(ground_truth, solution_str))
-
 def unreachable(data_source, solution_str, ground_truth, extra_info):
     return float(solution_str == f"<<{ground_truth}>>")
-
-def alternates(data_source, solution_str, ground_truth, extra_info):
-    with open("calls.txt", "a") as calls:
-        calls.write("x")
-    return float(accepts(ground_truth, solution_str)) + os.path.getsize("calls.txt") / 1e6
 
 TRIAL = ("So the answer is 7.", "7")  # wrong answers of the check before the probe
 
@@ -111,10 +100,6 @@ def probe(workspace, model, tmp_path, monkeypatch, capsys):
     return run
 
 
-def read_rows(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
 def list_kinds(weaknesses, *expects):
     return {each.kind for each in weaknesses if each.expects in expects}
 
@@ -127,41 +112,20 @@ def test_a_verifier_without_a_planted_weakness_passes(probe):
 
 
 def test_a_verifier_that_searches_for_the_answer_is_fooled(probe):
-    status, result, console = probe("contains", "--output", "exploits.jsonl")
+    status, result, console = probe("contains")
     assert status == command.WEAK == 3
     assert {"the prompt", "every candidate, one by one"} <= list_kinds(result, "wrong")
     assert {"negated", "quoted in a refusal", "in a comment of code"} <= list_kinds(result, "leak")
     assert "empty" not in list_kinds(result, "wrong")
     assert "deserves nothing" in console
-    assert check("exploits.jsonl")  # env.py accepts the file
-    rows = read_rows("exploits.jsonl")
-    assert len(rows) == sum(len(each.weak) for each in result)
-    assert all(row["probe"]["reward"] == 1.0 for row in rows if row["probe"]["expects"] == "wrong")
 
 
-def test_recorded_exploits_are_sent_again(probe, tmp_path):
-    probe("pays_empty", "--output", "exploits.jsonl")
-    exploits = read_rows("exploits.jsonl")
-    assert {row["probe"]["kind"] for row in exploits} >= {"empty", "white space"}
-    write_rows(tmp_path / "rows.jsonl", exploits[:1])
-    _, result, _ = probe("pays_empty")
-    assert f"recorded: {exploits[0]['probe']['kind']}" in list_kinds(result, "wrong")
-    assert probe("strict")[:2] == (0, [])
-
-
-@pytest.mark.parametrize(
-    ("verifier", "kind", "shown"),
-    [
-        ("unreachable", "the truth, in any of 11 forms", "3 of 3 0 '1234'"),
-        ("alternates", "sent a second time", "3 of 3 "),
-    ],
-)
-def test_a_verifier_that_no_response_can_satisfy_is_broken(probe, verifier, kind, shown):
+def test_a_verifier_that_no_response_can_satisfy_is_broken(probe):
     """--ignore does not remove that."""
     ignored = ("--ignore", "leak", "--ignore", "wrong", "--ignore", "right")
-    status, weaknesses, console = probe(verifier, *ignored)
-    assert (status, list_kinds(weaknesses, BROKEN)) == (3, {kind})
-    assert f"{kind} {shown}" in console and "1 kind of weakness in 1 verifier" in console
+    status, weaknesses, console = probe("unreachable", *ignored)
+    assert (status, weaknesses) == (3, [])
+    assert "no form of the truth earns more than a wrong answer, for 3 rows" in console
 
 
 def test_a_failure_is_no_finding(probe):
@@ -175,12 +139,8 @@ def test_the_first_turn_of_a_game_is_probed(probe):
     assert status == 3 and "the prompt" in list_kinds(result, "wrong")
 
 
-def test_ignored_kinds_do_not_count_and_unknown_ones_are_an_error(probe):
+def test_ignored_kinds_do_not_count(probe):
     ignored = ("--ignore", "leak", "--ignore", "wrong", "--ignore", "right")
     assert probe("contains", *ignored)[0] == 0
     status, result, _ = probe("contains", "--ignore", "negated")
     assert status == 3 and "negated" not in list_kinds(result, "leak")
-    with pytest.raises(ConfigError, match=r"^--threshold 2 is no share"):
-        probe("strict", "--threshold", "2")
-    with pytest.raises(ConfigError, match=r"^--ignore negatd: no such response"):
-        probe("strict", "--ignore", "negatd")

@@ -47,8 +47,6 @@ def make_episodes(ended, rewards, group="1/0"):
     [
         ([0.0, 0.1], [0.9, 1.0], 0.5, True),
         ([0.9, 1.0], [0.0, 0.1], 0.5, False),  # truncated ones earn more
-        ([0.4, 0.6], [0.5, 0.5], 0.5, False),  # both earn the same
-        ([0.0, 0.1], [0.9, 1.0], 0.25, False),  # few are truncated
         ([0.9, 1.0], [0.0, 0.1], 0.9, True),  # nearly all are: always a problem
     ],
 )
@@ -133,7 +131,7 @@ NO_PROBLEM = {
 PROBLEMS = {
     "falling reward": (
         {**FALLING_REWARD, "actor/entropy": [0.5] * STEPS},
-        "The reward falls: 0.69",
+        "The reward is flat or falls: 0.69",
     ),
     "zero variance": (
         {"rollout/zero_variance_groups": [8.0] * STEPS},
@@ -145,7 +143,7 @@ PROBLEMS = {
     ),
     "flat reward": (
         {**FLAT_REWARD, "actor/entropy": [1.0] * STEPS},
-        "The reward is flat: 0.3 at first",
+        "The reward is flat or falls: 0.3 at first",
     ),
     "rising entropy": (
         {**FLAT_REWARD, "actor/entropy": geometric(0.2, 4.0)},
@@ -190,7 +188,6 @@ def test_the_first_finding_is_the_problem(tmp_path, changes, expected):
     ("solved", "cause"),
     [
         (8, "The task is solved or too easy"),
-        (6, "But in 25% of these groups all responses earn less"),
         (0, "The task is too hard for this policy"),
     ],
 )

@@ -7,10 +7,8 @@ import gzip
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import pandas as pd
 import pytest
 
 import gym_client
@@ -18,7 +16,7 @@ from kit.data.episode import Episode, append_tokens
 from kit.data.rollout_files import to_record
 from kit.runs.run import Run
 from lab.report import diagnosis, episode_view, report_page
-from lab.run_folder import RunFolder, SavedEpisode
+from lab.run_folder import RunFolder
 from tests.helpers.models import make_model
 from tests.helpers.recipes import row
 from tests.helpers.runs import SCRIPT, write_synthetic_run
@@ -64,28 +62,6 @@ def test_the_page_of_two_runs_lists_the_keys_that_differ(tmp_path, model):
     assert read_data(page)["config_diff"] == [[key, "3e-05", "0.007"]]
 
 
-def test_held_out_scores_are_drawn_with_their_intervals(tmp_path):
-    columns = {
-        "time": [0.0, 60.0],
-        "rollout/episodes": [8.0] * 2,
-        "val-core/s/acc/mean@1": [0.25, 0.75],
-        "val-aux/s/acc/mean@1_low95": [0.1, 0.6],
-        "val-aux/s/acc/mean@1_high95": [0.4, 0.85],
-        "val-core/s/reward/mean@1": [0.3, 0.8],  # no interval
-        "timing_s/gen": [1.0, 2.0],
-        "timing_s/step": [3.0, 4.0],  # no stage of a step
-    }
-    charts = {
-        chart["title"]: chart["lines"]
-        for chart in report_page.build_charts([write_run(tmp_path, {}, columns)])
-    }
-    accuracy, reward = charts["Held-out"]
-    assert accuracy["below"] == pytest.approx([0.15, 0.15])
-    assert accuracy["above"] == pytest.approx([0.15, 0.1])
-    assert "above" not in reward
-    assert [line["name"] for line in charts["Time by stage (s)"]] == ["timing_s/gen"]
-
-
 def test_a_run_ends_with_its_first_finding(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = Run(make_recipe("verl"))
@@ -122,25 +98,6 @@ def test_each_turn_has_the_advantages_of_its_tokens():
     assert [item["advantages"] for item in items if "ids" in item] == [[0.5], [0.5]]
 
 
-def test_tokens_of_the_best_and_worst_of_the_latest_steps_come_first(monkeypatch):
-    """The tokens of other episodes are on the page only if there is room left."""
-    rewards = [0.0, 0.1, 0.2, 0.5, 0.8, 0.9, 1.0]
-    frame = pd.DataFrame(
-        {"status": "ok", "tokens": 10, "reward": rewards * 2, "file": ["a"] * 7 + ["b"] * 7}
-    )
-    by_file = frame.groupby("file")["reward"]
-    frame["best"] = by_file.rank(ascending=False, method="first")
-    frame["worst"] = by_file.rank(method="first")
-    records = [SavedEpisode("step", 1 + i // 7, {"number": i}) for i in range(14)]
-    monkeypatch.setattr(episode_view, "MAX_PAGE_TOKENS", 130)
-    run = SimpleNamespace(episodes=frame, records=records)
-    chosen = episode_view.choose_episodes_with_tokens([run])
-    ranks = episode_view.rank_episodes(frame)
-    assert ranks[:7] == ["worst", "worst", "worst", "", "best", "best", "best"]
-    numbers = [saved.record["number"] for saved in records if id(saved.record) not in chosen]
-    assert numbers == [3]
-
-
 # --- folders of others ---------------------------------------------------------------------------
 
 
@@ -157,10 +114,8 @@ def write_foreign_run(path: Path, model: Path, text: str, tokens: int = 3) -> Ru
 def test_texts_and_names_of_a_run_are_no_markup_of_the_page(tmp_path, model):
     name = "<img src=x onerror=alert(1)>"
     run = write_foreign_run(tmp_path / name, model, SCRIPT)
-    (run.path / "explain_3.json").write_text(json.dumps({"step": 3, "reason": SCRIPT}))
     page = report_page.write_page([run], tmp_path / "page.html")
     assert SCRIPT not in page.read_text() and name not in page.read_text()
-    assert read_data(page)["explanations"] == [{"step": 3, "reason": SCRIPT, "run": name}]
 
 
 def test_code_in_the_folder_of_a_tokenizer_does_not_run(model, tmp_path, monkeypatch):

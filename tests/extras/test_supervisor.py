@@ -1,10 +1,11 @@
-"""The process monitor reports processes that died or stopped, and removes files of dead ones."""
+"""A dead engine or driver is reported, and the processes and files of the run are removed."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,30 +18,7 @@ import pytest
 from extras.supervisor import process_monitor
 from extras.supervisor.process_monitor import ProcessMonitor
 from kit.runs import isolation
-
-
-@pytest.fixture
-def check(tmp_path, monkeypatch):
-    """A check of a monitor at which processes with these pids and titles exist."""
-    monitor = ProcessMonitor(tmp_path, tmp_path, print)
-
-    def run(**titles: str) -> str:
-        found = {int(name[1:]): title for name, title in titles.items()}
-        monkeypatch.setattr(monitor, "_list_titles", lambda: found)
-        return monitor.check()
-
-    return run
-
-
-def test_an_engine_is_dead_after_three_checks(check):
-    engine = {"p7": "VLLM::EngineCore"}
-    # Listed only once, it may be a fork that still has the title of its parent.
-    assert check(**engine) == ""
-    assert [check() for _ in range(4)] == [""] * 4
-    assert check(**engine) == check(**engine) == ""
-    assert check() == check() == ""
-    assert check().startswith("vLLM's EngineCore (pid 7) died. ")
-
+from tests.helpers.recipes import CLEAN_ENV, ROOT
 
 LEAVE_SHARED_MEMORY = """
 import os, signal
@@ -67,12 +45,10 @@ def test_files_of_dead_processes_are_removed_and_those_in_use_stay():
     lock = multiprocessing.get_context("spawn").Lock()
     unrelated = folder / "not_of_a_run"
     unrelated.touch()
-    open_path = folder / f"torch_{os.getpid()}_7_1"  # as a file of another run of the same user
-    open_file = open_path.open("w")
     try:
         process_monitor.remove_leftovers(started_at)
         remaining = {path.name for path in folder.iterdir()}
-        kept = {own_block.name, unrelated.name, open_path.name}
+        kept = {own_block.name, unrelated.name}
         assert not {dead, *leftover_names} & remaining and kept <= remaining
         assert "sem." + lock._semlock.name.removeprefix("/") in remaining
         (folder / "psm_older").touch()
@@ -80,9 +56,7 @@ def test_files_of_dead_processes_are_removed_and_those_in_use_stay():
         assert (folder / "psm_older").exists()  # it is older than the run
     finally:
         (folder / "psm_older").unlink(missing_ok=True)
-        for path in (unrelated, open_path):
-            path.unlink(missing_ok=True)
-        open_file.close()
+        unrelated.unlink(missing_ok=True)
         own_block.close()
         own_block.unlink()
 
@@ -97,7 +71,7 @@ def test_the_monitor_names_a_dead_engine_and_ends_its_processes(tmp_path):
     problems: list[str] = []
     with contextlib.ExitStack() as stack:
         temporary = Path(stack.enter_context(isolation.use_own_tmpdir()))
-        monitor = stack.enter_context(ProcessMonitor(tmp_path, tmp_path, problems.append))
+        monitor = stack.enter_context(ProcessMonitor(tmp_path, problems.append))
         monitor.register_folder(str(temporary))
         engine = start_engine()
         (tmp_path / "ray").mkdir()
@@ -115,3 +89,49 @@ def test_the_monitor_names_a_dead_engine_and_ends_its_processes(tmp_path):
         assert temporary.is_dir() and os.environ["TMPDIR"] == str(temporary)
     assert not psutil.pid_exists(orphan.pid) or orphan.poll() is not None
     assert not temporary.exists() and os.environ.get("TMPDIR") != str(temporary)
+
+
+DRIVER = """
+import os, subprocess, sys
+from pathlib import Path
+from extras.supervisor.process_monitor import ProcessMonitor
+from kit.runs import isolation
+from tests.helpers.recipes import CLEAN_ENV, ROOT
+
+monitor = ProcessMonitor(Path("."), print)
+with isolation.use_own_tmpdir() as folder, monitor:
+    monitor.register_folder(folder)
+    worker = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    if not os.fork():  # it has the driver's end of the pipe
+        os.execv("/bin/sleep", ["sleep", "60"])
+    print(folder, worker.pid, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("victim", ["driver", "nobody"])
+def test_the_death_of_the_driver_is_reported_and_everything_is_cleaned_up(tmp_path, victim):
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER],
+        cwd=tmp_path,
+        env=CLEAN_ENV | {"PYTHONPATH": str(ROOT)},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    folder, worker = driver.stdout.readline().split()
+    assert Path(folder).is_dir()
+    if victim == "nobody":
+        driver.stdin.write("end\n")
+    else:
+        driver.kill()
+    _, errors = driver.communicate()  # the reaper has the same stderr, so this waits for both
+    if victim == "nobody":
+        assert errors == ""
+    else:
+        assert errors.startswith(f"error: the driver (pid {driver.pid}) died, so the run ended. ")
+        assert errors.count("\n") == 1
+    assert not psutil.pid_exists(int(worker))
+    assert not Path(folder).exists()
+    assert driver.returncode == {"driver": -signal.SIGKILL, "nobody": 0}[victim]
