@@ -29,7 +29,7 @@ import env
 from env import DataError
 from kit.config.load import FSDP, MODEL, ROLLOUT
 from kit.config.resources import gpus_per_node
-from kit.config.user_functions import needs
+from kit.config.user_functions import estimator_arguments
 from kit.data.processor import TextProcessor
 from kit.errors import ConfigError
 from kit.gym import network
@@ -191,10 +191,11 @@ class ImageProcessor(TextProcessor):
         policy = config.actor_rollout_ref
         trains = command == "train"
         gpus = gpus_per_node(config) * config.trainer.nnodes
+        has_critic = trains and "values" in estimator_arguments(config)
         is_conflict = {
             f"{ROLLOUT}.name={policy.rollout.name}": policy.rollout.name != "vllm",
             f"{MODEL}.lora_rank": policy.model.lora_rank,
-            "a critic (algorithm.adv_estimator)": trains and needs(config, "values"),
+            "a critic (algorithm.adv_estimator)": has_critic,
             "reward.reward_model": trains and config.reward.reward_model.enable,
             f"model_engine={config.model_engine}": config.model_engine != FSDP,
             "ulysses_sequence_parallel_size": policy.actor.get("ulysses_sequence_parallel_size", 1)

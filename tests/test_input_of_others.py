@@ -27,7 +27,6 @@ from extras.policy_programs.sandbox import sandbox_command
 from gym_client import Gym, GymError, message_response
 from kit.config import adapters
 from kit.config.recipe_text import read_saved
-from kit.config.redaction import has_settings
 from kit.data.episode import Episode
 from kit.errors import ConfigError, RunError, UserFunctionError
 from kit.gym import network, servers
@@ -87,8 +86,7 @@ def test_no_value_of_an_adapter_is_resolved(tmp_path, field):
     content = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(content | {field: VARIABLE}))
     model = {"lora_adapter_path": str(tmp_path), "lora_rank": 0, "lora_alpha": 16}
-    config = OmegaConf.create({"actor_rollout_ref": {"model": model}})
-    (problem,) = adapters.take_adapter(config)
+    (problem,) = adapters.take_adapter(OmegaConf.create(model))
     assert SECRET not in str(problem)
 
 
@@ -379,12 +377,3 @@ def test_a_sandbox_has_only_packages_the_kit_and_what_is_named(tmp_path, monkeyp
     hidden = {"/", "/etc", "/root", "/home", "/var", "/run", "/tmp", str(tmp_path)}
     assert not hidden & set(binds)
     assert not [path for path in binds if path.endswith(("/data", "/runs", ".env", ".git"))]
-
-
-def test_a_card_leaves_out_settings_of_servers_and_judges():
-    assert has_settings("gym.servers.math.start.config.pat")
-    assert has_settings("+gym.servers.start.start.env=[PAT]")
-    assert has_settings("gym={judges: {j: {config: {tavily_key: x}}}}")
-    assert has_settings("gym.judges.j.parameters.extra.jwt=x")
-    for key in ("gym.servers.math.kind", "gym.judges.j.model", "trainer.experiment_name=start"):
-        assert not has_settings(key)

@@ -6,7 +6,6 @@ import-linter checks the order of the packages, and deptry the requirements (pyp
 from __future__ import annotations
 
 import ast
-import fnmatch
 import re
 import subprocess
 from pathlib import Path
@@ -15,31 +14,6 @@ import pytest
 
 from tests.helpers.recipes import ROOT
 
-ROOT_MODULES = ("algorithm", "inference", "training", "env", "gym_client")
-# File and folder names that may exist in the root.
-ROOT_NAMES = (
-    *(f"{name}.py" for name in ROOT_MODULES),
-    ".ci",
-    ".gitignore",
-    "CHANGELOG.md",
-    "CITATION.cff",
-    "CONTRIBUTING.md",
-    "LICENSE",
-    "Makefile",
-    "README.md",
-    "pyproject.toml",
-    "requirements*",
-    "scripts",
-    "benchmarks",
-    "configs",
-    "docs",
-    "kit",
-    "extras",
-    "lab",
-    "mkdocs.yml",
-    "templates",
-    "tests",
-)
 # Paths of one machine, or outside the repository. They are written so that they do not match here.
 FOREIGN_PATHS = [rf"(?<![\w.])/{name}/" for name in ("root", "work", "home", "mnt", "Users")]
 FOREIGN_PATHS += [r"(?<![\w.])\.\./\w+/", r"ROOT" + r"\.parent"]
@@ -88,14 +62,6 @@ def test_requirements_name_no_host():
         lines = [line for line in path.read_text().splitlines() if re.search(HOST, line)]
         problems += [f"{path.name}: {line}" for line in lines]
     assert not problems
-
-
-def test_the_root_has_only_known_files_and_folders():
-    top = {path.relative_to(ROOT).parts[0] for path in list_files()}
-    unknown = [
-        name for name in top if not any(fnmatch.fnmatch(name, pattern) for pattern in ROOT_NAMES)
-    ]
-    assert not unknown
 
 
 def list_top_imports(name: str) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,20 +15,13 @@ import torch
 from omegaconf import OmegaConf
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from verl.trainer.config import CheckpointConfig
 from verl.utils.fsdp_utils import get_fsdp_wrap_policy
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-from kit.config.adapters import (
-    VERL_ALPHA,
-    check_adapter,
-    check_keys,
-    describe_adapter,
-    take_adapter,
-    warn_of_base,
-)
+from kit.config.adapters import VERL_ALPHA, check_lora, describe_adapter
 from kit.data.rollout_files import read_records
 from kit.errors import ConfigError
 from kit.rollout.worker_patches import fix_initial_adapter, list_trainable
@@ -37,16 +31,6 @@ from tests.helpers.recipes import metrics_of
 from tests.helpers.runs import LiveRun
 
 IDS = torch.tensor([[5, 9, 2, 30, 7, 7, 1]])
-# {target_modules: the error; "" if they are accepted}
-TARGETS = {
-    "all-linear": "",
-    "[down_proj]": "",
-    r".*\.layers\.0\..*(q|up)_proj": "",
-    "[nothing]": r"target_modules=\['nothing'\]",
-    "[q_proj,lm_head]": "adapts lm_head, which",
-    ".*(embed_tokens|lm_head|k_proj)": "adapts embed_tokens, lm_head, which",
-}
-ACCEPTED = [targets for targets, error in TARGETS.items() if not error]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,9 +70,8 @@ def make_recipe(model: Path, *changes: str) -> Any:
 
 
 def check(recipe: Any) -> None:
-    for error in take_adapter(recipe):
+    for error in check_lora(recipe):
         raise error
-    check_adapter(recipe, AutoConfig.from_pretrained(recipe.actor_rollout_ref.model.path))
 
 
 def make_engine(recipe: Any, **contents: Any) -> FSDPEngine:
@@ -139,25 +122,28 @@ def export_checkpoint(engine: FSDPEngine, recipe: Any, folder: Path) -> torch.nn
 # --- one policy ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied"])
-@pytest.mark.parametrize("targets", TARGETS)
-def test_target_modules_are_accepted_only_if_the_policy_can_be_sent_and_exported(
-    models, kind, targets
-):
-    recipe = make_recipe(models[kind], f"target_modules={targets}")
-    if not TARGETS[targets]:
-        check(recipe)
-        return
-    with pytest.raises(ConfigError, match=TARGETS[targets]):
-        check(recipe)
-
-
-@pytest.mark.parametrize("kind", ["tied", "untied"])
 @pytest.mark.parametrize(
-    "changes",
+    ("targets", "error"),
     [
-        *[[f"target_modules={targets}"] for targets in ACCEPTED],
-        ["exclude_modules=[v_proj,gate_proj]", "lora_alpha=1"],
+        ("[q_proj,lm_head]", "adapts lm_head, which"),
+        (".*(embed_tokens|lm_head|k_proj)", r"adapts model\.embed_tokens, lm_head, which"),
+        ("[down_proj]", ""),
+    ],
+)
+def test_target_modules_outside_of_the_layers_are_refused(models, targets, error):
+    problems = [
+        str(problem)
+        for problem in check_lora(make_recipe(models["tied"], f"target_modules={targets}"))
+    ]
+    assert len(problems) == bool(error) and re.search(error, "".join(problems))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("tied", ["target_modules=all-linear"]),
+        ("untied", [r"target_modules='.*\.layers\.0\..*(q|up)_proj'"]),
+        ("untied", ["exclude_modules=[v_proj,gate_proj]", "lora_alpha=1"]),
     ],
     ids=str,
 )
@@ -165,7 +151,6 @@ def test_the_trained_policy_is_the_one_that_is_sampled_and_exported(
     models, kind, changes, tmp_path
 ):
     recipe = make_recipe(models[kind], *changes)
-    check(recipe)
     engine = make_engine(recipe)
     trained = compute_logits(engine.module)
     base = compute_logits(AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32))
@@ -229,10 +214,6 @@ def test_the_reference_is_the_policy_that_the_run_starts_from(models, tmp_path):
     resumed.load_checkpoint(str(tmp_path / "actor"), del_local_after_load=False)
     assert torch.equal(compute_logits(resumed.module), trained)
     assert torch.equal(reference_logits(resumed), initial)
-    exported = export_checkpoint(resumed, recipe, tmp_path)
-    sent = dict(resumed.get_per_tensor_param()[0])
-    for name, weight in exported.state_dict().items():
-        assert name == "lm_head.weight" or torch.equal(weight, sent[name].to(torch.bfloat16)), name
 
 
 def reference_logits(engine: FSDPEngine) -> torch.Tensor:
@@ -252,14 +233,15 @@ def test_the_recipe_takes_the_settings_of_the_adapter(models, tmp_path, monkeypa
     assert (model.lora_rank, model.lora_alpha) == (4, 6)
     assert list(model.target_modules) == ["q_proj", "v_proj"]
     assert model.lora_adapter_path == str(path)  # workers run in other folders
-    assert "reference is the model with this adapter" in describe_adapter(model, True)[1]
+    (line,) = describe_adapter(model)
+    assert line.endswith(f"rank 4, alpha 6, trained on {models['tied']}")
 
 
 def test_all_contradictions_of_recipe_and_adapter_are_in_one_error(models, tmp_path):
     path = write_adapter(models["tied"], tmp_path / "sft")
     changes = ["lora_rank=8", "lora_alpha=5", "target_modules=[q_proj]", "exclude_modules=[x]"]
     recipe = make_recipe(models["tied"], f"lora_adapter_path={path}", *changes)
-    (problem,) = take_adapter(recipe)
+    (problem,) = check_lora(recipe)
     for change in changes:
         assert f"Remove actor_rollout_ref.model.{change.partition('=')[0]}." in str(problem)
 
@@ -274,34 +256,20 @@ def test_an_adapter_with_features_that_would_be_lost_is_refused(models, tmp_path
         check(make_recipe(models["tied"], f"lora_adapter_path={path}"))
 
 
-def test_a_folder_without_an_adapter_is_refused(models, tmp_path):
-    with pytest.raises(ConfigError, match="nowhere has no adapter of peft"):
-        check(make_recipe(models["tied"], f"lora_adapter_path={tmp_path}/nowhere"))
-
-
 def test_an_adapter_is_not_added_twice(models, tmp_path):
     """An export has the merged weights."""
     path = write_adapter(models["tied"], tmp_path / "export" / "lora_adapter")
     shutil.copytree(models["tied"], tmp_path / "export", dirs_exist_ok=True)
     with pytest.raises(ConfigError, match="is merged into"):
         check(make_recipe(tmp_path / "export", f"lora_adapter_path={path}"))
-    check(make_recipe(models["tied"], f"lora_adapter_path={path}"))
 
 
-def test_an_adapter_of_a_base_model_of_another_name_is_a_warning(models, tmp_path):
+def test_a_separate_reference_has_no_adapter(models, tmp_path):
     path = write_adapter(models["tied"], tmp_path / "sft")
-    model = make_recipe(models["tied"], f"lora_adapter_path={path}").actor_rollout_ref.model
-    assert not list(warn_of_base(model))
-    edit_config(path, base_model_name_or_path="someone/other")
-    (text,) = warn_of_base(model)
-    assert "was trained on someone/other" in text
-
-
-def test_a_separate_reference_has_no_adapter(models):
-    recipe = make_recipe(models["tied"], "lora_adapter_path=sft")
+    recipe = make_recipe(models["tied"], f"lora_adapter_path={path}")
     recipe.trainer.resource_pools.ref = 1
-    assert len(list(check_keys(recipe))) == 1
-    assert not list(check_keys(make_recipe(models["tied"])))
+    with pytest.raises(ConfigError, match="the separate reference would be the model without"):
+        check(recipe)
 
 
 def test_training_continues_from_the_adapter_of_an_export(models, tmp_path):
@@ -321,8 +289,6 @@ def test_training_continues_from_the_adapter_of_an_export(models, tmp_path):
     weights = exported.state_dict()
     for name, weight in engine.get_per_tensor_param()[0]:  # as for the rollout engine
         assert torch.equal(weights[name].to(weight.dtype), weight), name
-    names = {name for name, p in first.module.named_parameters() if p.requires_grad}
-    assert names == {name for name, p in engine.module.named_parameters() if p.requires_grad}
 
 
 def test_a_run_without_a_trainer_samples_from_the_merged_adapter(models, tmp_path):
@@ -411,7 +377,7 @@ def compare_under_fsdp1(rank: int, folder: Path, strategy: ShardingStrategy) -> 
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.SHARD_GRAD_OP])
 def test_the_reference_is_right_with_fsdp1(models, tmp_path, strategy):
     """With SHARD_GRAD_OP, FSDP keeps gathered weights after a forward pass."""
     shutil.copytree(models["untied"], tmp_path / "untied")

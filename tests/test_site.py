@@ -23,7 +23,6 @@ from tests.helpers.recipes import ROOT
 
 pytestmark = pytest.mark.docs
 PHONE = {"width": 390, "height": 844}
-DESKTOP = {"width": 1400, "height": 1000}
 # {token of markdown-it: HTML tag}. A page must have equal numbers of both.
 BLOCKS = {"table_open": "<table", "list_item_open": "<li", "tr_open": "<tr"}
 
@@ -124,11 +123,3 @@ def test_a_phone_has_the_navigation_and_no_wide_page(chromium, site, address):
         drawer.get_by_role("link", name="Troubleshooting", exact=True).click()
         page.wait_for_url("**/troubleshooting/")
     assert wide == []
-
-
-def test_backends_have_tabs(chromium, address):
-    with open_page(chromium, f"{address}backends/", viewport=DESKTOP) as page:
-        command = page.get_by_text("requirements-sglang.overrides", exact=False).last
-        assert not command.is_visible()
-        page.locator(".tabbed-labels label", has_text="SGLang").click()
-        command.wait_for(state="visible")

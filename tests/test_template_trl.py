@@ -116,7 +116,6 @@ def test_rewards_are_those_of_trl(functions_file, prompt, texts, weights, only_i
 @pytest.mark.parametrize(
     ("names", "weights", "message"),
     [
-        (["brief", "length"], [1.0], "1 numbers for 2 reward_funcs"),
         (["two"], None, r"two returned \[0.0, 1.0\] for one completion"),
         (["accuracy"], None, "accuracy cannot be called with the columns .*'answer'"),
         (["sometimes"], None, "sometimes returned None: the row has no reward"),
@@ -135,10 +134,3 @@ def test_an_error_has_the_line_of_the_users_file(functions_file):
     number = 1 + ["LINE of parse" in text for text in FUNCTIONS.splitlines()].index(True)
     failure = describe_failure(raised.value, str(ROOT / "templates" / "trl.py"))
     assert failure["why"].startswith(f"failed at {functions_file}:{number} in parse: ")
-
-
-def test_the_guides_functions_work_for_text_prompts():
-    row = {"prompt": TEXT, "answer": "4"}
-    functions_file = ROOT / "docs" / "examples" / "my_trl.py"
-    result = score(functions_file, row, "2 + 2 = 4", ["accuracy", "brief"])
-    assert result == {"accuracy": 1.0, "brief": 1.0, "score": 2.0}

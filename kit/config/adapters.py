@@ -1,4 +1,4 @@
-"""Checks of LoRA: where the adapter is, and whether an adapter to start from fits the recipe.
+"""Check LoRA: where the adapter is, and whether an adapter to start from fits the recipe.
 
 A run starts from an adapter of peft if model.lora_adapter_path is its folder. Its rank, alpha and
 target modules are those of its adapter_config.json.
@@ -9,7 +9,7 @@ rollout engine or the export would have another policy than the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,7 @@ from kit.config.load import MODEL
 from kit.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
     from peft import LoraConfig
-    from transformers import PretrainedConfig
 
 PATH = f"{MODEL}.lora_adapter_path"
 ALL_LINEAR = "all-linear"
@@ -34,48 +32,43 @@ READ_FIELDS = {"r", "lora_alpha", "target_modules", "exclude_modules", "layers_t
 READ_FIELDS |= {"layers_pattern", "fan_in_fan_out", "lora_dropout", "inference_mode", "task_type"}
 READ_FIELDS |= {"base_model_name_or_path", "revision", "auto_mapping", "peft_version"}
 READ_FIELDS |= {"runtime_config", "megatron_config", "megatron_core", "eva_config"}
+OUTER_MODULES = ("model.embed_tokens", "lm_head")
 # Values of init_lora_weights that leave the base model's weights as they are.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica")
 
 
-def check_keys(config: DictConfig) -> Iterator[str]:
-    """A separate reference has no adapter."""
-    path = config.actor_rollout_ref.model.get("lora_adapter_path")
+def check_lora(config: DictConfig) -> Iterator[ConfigError]:
+    """Check the adapter of the policy, and take its settings -> the problems with it."""
+    model = config.actor_rollout_ref.model
+    path = model.get("lora_adapter_path")
     if path and config.trainer.resource_pools.ref:
-        yield (
+        yield ConfigError(
             f"{PATH}={path} with trainer.resource_pools.ref: the separate reference would be the "
             "model without this adapter, from which the policy starts. Remove one of them."
         )
-
-
-def check_adapter(config: DictConfig, hf_config: PretrainedConfig) -> None:
-    """Check that the adapter is of a kind that verl sends and exports. Raises ConfigError.
-
-    hf_config: the model's configuration.
-    """
-    model = config.actor_rollout_ref.model
-    path = model.get("lora_adapter_path")
-    if path and Path(path) == Path(model.path) / ADAPTER_FOLDER:
-        raise ConfigError(
+    if path and Path(path).resolve() == Path(model.path, ADAPTER_FOLDER).resolve():
+        yield ConfigError(
             f"{PATH}={path} is merged into {MODEL}.path={model.path} already. Set {MODEL}.path to "
             "the base model, or remove lora_adapter_path."
         )
     if path:
-        check_modules(hf_config, load_adapter_config(path), model.trust_remote_code)
-    elif model.lora_rank:
-        check_modules(hf_config, make_lora_config(model), model.trust_remote_code)
+        yield from take_adapter(model)
+    outside = find_outer_targets(model)
+    if outside:
+        yield ConfigError(
+            f"{MODEL}.target_modules adapts {', '.join(outside)}, which verl neither merges nor "
+            "exports: it does so only for modules in the transformer's layers. Change it, for "
+            f"example to {ALL_LINEAR}."
+        )
 
 
-def take_adapter(config: DictConfig) -> Iterator[ConfigError]:
+def take_adapter(model: DictConfig) -> Iterator[ConfigError]:
     """Set rank, alpha and target modules to those of lora_adapter_path -> the problems with it.
 
-    This reads only adapter_config.json, so that all later checks know the rank. Makes the path
+    model: the section of a recipe. This reads only adapter_config.json, and makes the path
     absolute. Rank and alpha are set if the recipe sets no rank. It is an error if the recipe
     contradicts the adapter, or if verl does not support it.
     """
-    model = config.actor_rollout_ref.model
-    if not model.get("lora_adapter_path"):
-        return
     folder = Path(model.lora_adapter_path).expanduser()
     if folder.is_dir():
         model.lora_adapter_path = str(folder.resolve())  # workers run in other folders
@@ -103,18 +96,18 @@ def take_adapter(config: DictConfig) -> Iterator[ConfigError]:
     model.target_modules = sorted_if_set(adapter.target_modules)
 
 
-def make_lora_config(model: DictConfig) -> LoraConfig:
-    """Make peft's configuration as verl does (FSDPEngine._build_lora_module)."""
-    from peft import LoraConfig, TaskType
+def find_outer_targets(model: DictConfig) -> list[str]:
+    """The target modules of a recipe's adapter that are not in the transformer's layers."""
+    if not model.lora_rank:
+        return []
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
 
-    return LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
-        r=model.lora_rank,
-        lora_alpha=model.lora_alpha,
+    lora = LoraConfig(
         target_modules=to_plain(model.target_modules),
         exclude_modules=to_plain(model.exclude_modules),
-        bias="none",
     )
+    return [name for name in OUTER_MODULES if check_target_module_exists(lora, name)]
 
 
 def load_adapter_config(path: str) -> LoraConfig:
@@ -124,8 +117,9 @@ def load_adapter_config(path: str) -> LoraConfig:
     try:
         adapter = PeftConfig.from_pretrained(path)
     except Exception as error:  # of peft, or of the hub
+        reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"{PATH}={path} has no adapter of peft: {describe(error)} Give its folder, such as "
+            f"{PATH}={path} has no adapter of peft: {reason} Give its folder, such as "
             f"{ADAPTER_FOLDER} in an export."
         ) from None
     if adapter.peft_type != "LORA":
@@ -153,77 +147,11 @@ def sorted_if_set(modules: object) -> Any:  # names as a sorted list; any other 
     return sorted(modules) if isinstance(modules, (list, set)) else modules
 
 
-def describe(error: Exception) -> str:
-    """Return the first line of an error."""
-    return str(error).strip().partition("\n")[0]
-
-
-def check_modules(
-    hf_config: PretrainedConfig, lora_config: LoraConfig, trust_remote_code: bool
-) -> None:
-    """Check that the target modules exist, and are in the transformer's layers.
-
-    This makes a model without memory. Raises ConfigError.
-    """
-    import torch
-    from peft import get_peft_model
-    from verl.utils.model import get_hf_auto_model_class
-
-    auto_class = get_hf_auto_model_class(hf_config=hf_config)
-    with torch.device("meta"):
-        model = auto_class.from_config(hf_config, trust_remote_code=trust_remote_code)
-        try:
-            adapted = get_peft_model(model, lora_config)
-        except ValueError as error:
-            raise ConfigError(
-                f"{MODEL}.target_modules={sorted_if_set(lora_config.target_modules)}: "
-                f"{describe(error)} Change it."
-            ) from None
-    outside = sorted(set(find_outer_modules(adapted, model._no_split_modules or [])))
-    if outside:
-        raise ConfigError(
-            f"{MODEL}.target_modules adapts {', '.join(outside)}, which verl neither merges nor "
-            "exports: it does so only for modules in the transformer's layers. Change it, for "
-            f"example to {ALL_LINEAR}."
-        )
-
-
-def find_outer_modules(adapted: torch.nn.Module, layer_classes: Iterable[str]) -> Iterator[str]:
-    """The names of adapted modules that are not in a transformer layer."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [
-        f"{name}."
-        for name, module in adapted.named_modules()
-        if type(module).__name__ in layer_classes
-    ]
-    for name, module in adapted.named_modules():
-        if isinstance(module, BaseTunerLayer) and not name.startswith(tuple(layers)):
-            yield name.rpartition(".")[2]
-
-
-def describe_adapter(model: DictConfig, has_reference: bool) -> list[str]:
-    """Return lines of the summary about the adapter that a run starts from.
-
-    has_reference: whether the loss or the advantage reads the reference.
-    """
+def describe_adapter(model: DictConfig) -> list[str]:
+    """Return the line of the summary about the adapter that a run starts from."""
     path = model.get("lora_adapter_path")
     if not path:
         return []
-    lines = [f"adapter     {path}: rank {model.lora_rank}, alpha {model.lora_alpha:g}"]
-    if has_reference:
-        lines.append("            the reference is the model with this adapter (verl: without it)")
-    return lines
-
-
-def warn_of_base(model: DictConfig) -> Iterator[str]:
-    """Warn if the adapter was trained on a base model of another name."""
-    path = model.get("lora_adapter_path")
-    if not path:
-        return
-    base = str(load_adapter_config(path).base_model_name_or_path or "")
-    if base and Path(base).name != Path(model.path).name:
-        yield (
-            f"{PATH}={path} was trained on {base}, and {MODEL}.path={model.path}. If these are not "
-            "the same weights, the adapter does not fit. Then set the first one."
-        )
+    base = load_adapter_config(path).base_model_name_or_path
+    rank = f"rank {model.lora_rank}, alpha {model.lora_alpha:g}"
+    return [f"adapter     {path}: {rank}, trained on {base}"]

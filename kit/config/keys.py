@@ -117,33 +117,21 @@ def find_changes(config: DictConfig, defaults: DictConfig) -> dict[str, tuple[ob
     `${oc.select:actor_rollout_ref.rollout.n,1}`. Then the value of that key in `config` counts.
     config: a resolved recipe. Keys that only the kit has are left out.
     """
-    usual = flatten(defaults)
-    recipe = copy.deepcopy(config)
+    references = {}
+    for key, default in flatten(defaults).items():
+        if isinstance(default, str) and "${" in default:
+            references[key] = default
+    usual = copy.deepcopy(config)
+    for key, reference in references.items():
+        OmegaConf.update(usual, key, reference, merge=False)
+    resolved = flatten(to_plain(usual))
     changes = {}
     for key, (value, default) in diff(config, defaults).items():
-        if is_kit_key(key):
-            continue
-        # a reference to a section gives the values of all keys below it
-        source = key
-        while source not in usual and "." in source:
-            source = source.rpartition(".")[0]
-        reference = usual.get(source)
-        if isinstance(reference, str) and "${" in reference:
-            default = resolve_reference(recipe, source, reference)
-            default = flatten({source: default}).get(key)
-            if value == default:
-                continue
-        changes[key] = (value, default)
+        if is_below(key, *references):
+            default = resolved.get(key)
+        if value != default and not is_kit_key(key):
+            changes[key] = (value, default)
     return changes
-
-
-def resolve_reference(recipe: DictConfig, key: str, reference: str) -> object:
-    """The value that `reference`, an interpolation, has at a key. `recipe` stays as it is."""
-    value = OmegaConf.select(recipe, key)
-    OmegaConf.update(recipe, key, reference, merge=False)
-    resolved = to_plain(OmegaConf.select(recipe, key))
-    OmegaConf.update(recipe, key, value, merge=False)
-    return resolved
 
 
 def find_unknown_keys(overlay: Json, defaults: Json, prefix: str = "") -> Iterator[str]:
@@ -180,16 +168,12 @@ def unknown_key_hint(key: str, overlay: Json, keys: Sequence[str]) -> str:
     return "See configs/base.yaml, and verl's trainer/config for verl's keys."
 
 
-def find_similar(key: str, leaves: Iterable[str]) -> str:
+def find_similar(key: str, leaves: Sequence[str]) -> str:
     """Return the leaf whose last part is most similar to that of a key, else ""."""
-    by_name: dict[str, list[str]] = {}
-    for leaf in leaves:
-        if is_below(key, "critic") or not is_below(leaf, "critic"):
-            by_name.setdefault(leaf.rpartition(".")[2], []).append(leaf)
-    name = key.rpartition(".")[2]
-    cutoff = MIN_SIMILARITY if len(name) > 5 else 1  # such as dtype and type
-    for found in difflib.get_close_matches(name, by_name, 1, cutoff):
-        return difflib.get_close_matches(key, by_name[found], 1, 0)[0]
+    names = {leaf.rpartition(".")[2] for leaf in leaves}
+    for found in difflib.get_close_matches(key.rpartition(".")[2], names, 1, MIN_SIMILARITY):
+        named = [leaf for leaf in leaves if f".{leaf}".endswith(f".{found}")]
+        return difflib.get_close_matches(key, named, 1, 0)[0]
     return ""
 
 

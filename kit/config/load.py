@@ -41,8 +41,8 @@ from kit.config.recipe_text import (
 from kit.config.values import (
     expand_paths,
     fill_empty,
+    find_invalid_keys,
     remove_misplaced,
-    reset_invalid_keys,
 )
 from kit.errors import ConfigError
 
@@ -61,8 +61,6 @@ MICRO_BATCH_TOKENS = [
 COMMANDS = (*EPISODE_COMMANDS, *features.COMMANDS)  # without `show`, which reads no recipe
 FSDP = "dp"  # verl's name of the engine that this kit runs by default
 MODEL_ENGINES = (FSDP, "megatron")  # verl composes a different configuration for each
-BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of /proc/cpuinfo
-DTYPE_PLACEHOLDER = "${matmul_dtype:}"
 
 
 class Overlay(NamedTuple):
@@ -73,28 +71,19 @@ class Overlay(NamedTuple):
     is_file: bool
 
 
-def load_config(
-    files: Sequence[str], overrides: Sequence[str], problems: list[Exception] | None = None
-) -> tuple[DictConfig, DictConfig]:
+def load_config(files: Sequence[str], overrides: Sequence[str]) -> tuple[DictConfig, DictConfig]:
     """Merge verl's ppo_trainer.yaml, configs/base.yaml, `files` and `overrides`.
 
     Returns (config, the defaults that it started from). files: paths, or names of the kit's recipes
-    (`dapo`). problems: a list to add the errors to, so that the caller can raise them with others.
-    Without it, the errors are raised here.
+    (`dapo`). Raises a ConfigError that lists every unknown key and invalid value.
 
     Sets the environment variables of ray_kwargs.ray_init.runtime_env.env_vars in this process.
     Call it before verl is imported.
     """
     overlays, messages = read_overlays(files, overrides)
-    engine = pick_engine(overlays)
-    defaults, base = base_configs(engine)
+    defaults, base = base_configs(pick_engine(overlays))
     config = apply_overlays(base, overlays, defaults, messages)
     apply_environment(config)
-    errors = [ConfigError(message) for message in messages]
-    if problems is None:
-        raise_all(errors)
-    else:
-        problems += errors
     return config, defaults
 
 
@@ -103,15 +92,13 @@ def override(config: DictConfig, defaults: DictConfig, arguments: Sequence[str])
     overlays, messages = read_overlays([], arguments)
     base = copy.deepcopy(config)
     OmegaConf.set_readonly(base, False)
-    changed = apply_overlays(base, overlays, defaults, messages)
-    raise_all([ConfigError(message) for message in messages])
-    return changed
+    return apply_overlays(base, overlays, defaults, messages)
 
 
 def apply_overlays(
     base: DictConfig, overlays: Sequence[Overlay], defaults: DictConfig, messages: list[str]
 ) -> DictConfig:
-    """Merge the overlays into a copy of `base`, with valid values. Adds to `messages`."""
+    """Merge the overlays into a copy of `base`. Raises a ConfigError of `messages` and its own."""
     base_values: Any = OmegaConf.to_container(base)
     for overlay in overlays:
         for problem in remove_misplaced(overlay.content, base_values):
@@ -120,7 +107,8 @@ def apply_overlays(
     fill_empty(config, base_values)
     unknown = list(unknown_keys(overlays, defaults))
     messages += [message for _, message in unknown]
-    messages += reset_invalid_keys(config, base, [key for key, _ in unknown])
+    messages += find_invalid_keys(config, base, [key for key, _ in unknown])
+    raise_all([ConfigError(message) for message in messages])
     return config
 
 
@@ -179,9 +167,6 @@ def pick_engine(overlays: Sequence[Overlay]) -> str:
         raise ConfigError(
             f"model_engine={engine} is not one of {', '.join(MODEL_ENGINES)}. Change it."
         )
-    devices = [select_nested(overlay.content, "trainer.device") for overlay in overlays]
-    if engine != FSDP and "cpu" in devices:
-        raise ConfigError(f"model_engine={engine} needs GPUs. Remove it on a CPU.")
     return engine
 
 
@@ -267,15 +252,8 @@ def read_yaml(file: str) -> DictConfig:
 
 
 def parse_file(file: str) -> Json:
-    """Parse a recipe: a path, or the name of one in configs/. Raises ConfigError.
-
-    ${matmul_dtype:} in it becomes the type in which this machine's cores multiply fastest: bfloat16
-    if /proc/cpuinfo lists instructions for it, else float32.
-    """
-    dtype = matmul_dtype()
-    text = read_recipe(file)
-    text = text.replace(f'"{DTYPE_PLACEHOLDER}"', dtype).replace(DTYPE_PLACEHOLDER, dtype)
-    content = parse_yaml(text, f"--config {file}")
+    """Parse a recipe: a path, or the name of one in configs/. Raises ConfigError."""
+    content = parse_yaml(read_recipe(file), f"--config {file}")
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file}: a recipe is a YAML mapping. Write it as key: value.")
     return content
@@ -296,13 +274,6 @@ def read_recipe(file: str) -> str:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {file} cannot be read: {error}. Correct it.") from None
-
-
-def matmul_dtype() -> str:
-    """bfloat16 if this machine's cores have instructions for it, else float32."""
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
-    return "bfloat16" if flags & BFLOAT16_FLAGS else "float32"
 
 
 def apply_environment(config: DictConfig) -> None:

@@ -183,24 +183,12 @@ def list_hub_models(recipe: Recipe) -> list[str]:
 
 
 def download_model(name: str) -> str:
-    """Download a model -> its folder. Of two formats of the weights, only safetensors."""
-    ignored = list(UNUSED)
+    """Download a model -> its folder."""
     try:
-        if has_safetensors(name):
-            ignored += ["*.bin", "*.pt"]
-        return str(huggingface_hub.snapshot_download(name, ignore_patterns=ignored))
+        return str(huggingface_hub.snapshot_download(name, ignore_patterns=UNUSED))
     except UNREACHABLE as error:
         reason = str(error).strip().splitlines()[0]
         raise RunError(
             f"{name} could not be downloaded from the hub: {reason} Set {MODEL}.path to a folder, "
             "or try again."
         ) from error
-
-
-def has_safetensors(name: str) -> bool:
-    """Whether a model of the hub has safetensors files. False if the hub cannot be reached."""
-    try:
-        files = huggingface_hub.HfApi().list_repo_files(name)
-    except UNREACHABLE:
-        return False  # snapshot_download finds the files that are already here
-    return any(file.endswith(".safetensors") for file in files)

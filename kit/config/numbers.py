@@ -2,7 +2,6 @@
 
     find_rule(key, default)           the rule for a key of verl, or None
     rule.is_valid(value)              whether the key may have this value
-    rule.normalize(value)             the value that the code reads: 3 for 3.0
     rule.describe()                   the allowed values, for messages
 
 Meanings are those of verl's configuration files. A value without a meaning there is refused.
@@ -25,7 +24,7 @@ NONE: Mapping[object, Any] = MappingProxyType({})
 class Number(NamedTuple):
     """The values that a number of the recipe may have.
 
-    words: {value outside the range: its meaning}. is_list: the key is a list of such numbers.
+    words: {value outside the range: its meaning}.
     """
 
     low: float = -math.inf
@@ -33,7 +32,6 @@ class Number(NamedTuple):
     is_whole: bool = False
     excludes_low: bool = False
     words: Mapping[object, str] = NONE
-    is_list: bool = False
 
     def with_words(self, words: Mapping[object, str]) -> Number:
         """Return this rule with other values and their meanings."""
@@ -41,29 +39,22 @@ class Number(NamedTuple):
 
     def is_valid(self, value: object) -> bool:
         """Whether the key may have this value."""
-        if self.is_list and isinstance(value, list):
-            return all(self._replace(is_list=False).is_valid(item) for item in value)
         if isinstance(value, (bool, list, dict)):
             return False
         if value in self.words:
             return True
-        return isinstance(value, (int, float)) and not self.is_list and self.is_in_range(value)
+        return isinstance(value, (int, float)) and self.is_in_range(value)
 
     def is_in_range(self, value: float) -> bool:
         """Whether a finite number is within the limits."""
-        if not math.isfinite(value) or (self.is_whole and value != int(value)):
+        if not math.isfinite(value) or (self.is_whole and not isinstance(value, int)):
             return False
         is_above = value > self.low if self.excludes_low else value >= self.low
         return is_above and value <= self.high
 
-    def normalize(self, value: Any) -> Any:  # of a recipe: a number, a word, a list or null
-        """Return a valid value as the code reads it."""
-        return int(value) if self.is_whole and isinstance(value, float) else value
-
     def describe(self) -> str:
         """Describe the allowed values: "a whole number of at least 1, or null (all)"."""
         noun = "a whole number" if self.is_whole else "a number"
-        noun = f"a list, each value {noun}" if self.is_list else noun
         limits = ""
         if not math.isinf(self.low):
             limits = f" {'above' if self.excludes_low else 'of at least'} {self.low:.12g}"
@@ -96,7 +87,6 @@ ALL = COUNT.with_words({None: "all"})
 SEED = Number(0, 2**31 - 1, is_whole=True)
 PORT = Number(1, 65535, is_whole=True)
 POSITIVE = Number(0, excludes_low=True)
-POSITIVE_OR_NULL = POSITIVE.with_words({None: "not set"})
 AT_LEAST_ZERO = Number(0)
 FINITE = Number()
 FRACTION = Number(0, 1)
@@ -126,9 +116,6 @@ NUMBERS: dict[str, Number] = {
     ),
     "actor_rollout_ref.rollout.gpu_memory_utilization": SHARE,
     "actor_rollout_ref.rollout.max_model_len": COUNT.with_words({None: "the longest episode"}),
-    "actor_rollout_ref.rollout.limit_images": COUNT_OR_ZERO.with_words({None: "no limit"}),
-    "actor_rollout_ref.rollout.cudagraph_capture_sizes": COUNT_OR_NULL._replace(is_list=True),
-    "actor_rollout_ref.rollout.prometheus.port": PORT,
     # models and batches
     "**.model.lora_alpha": POSITIVE,
     "**_micro_batch_size_per_gpu": COUNT_OR_NULL,
@@ -138,11 +125,10 @@ NUMBERS: dict[str, Number] = {
     "actor_rollout_ref.actor.entropy_coeff": FINITE,
     "actor_rollout_ref.actor.policy_loss.*_cov_ratio": FRACTION,
     "actor_rollout_ref.actor.policy_loss.clip_cov_*b": FINITE,
-    "actor_rollout_ref.actor.policy_loss.dro_beta": POSITIVE_OR_NULL,
+    "actor_rollout_ref.actor.policy_loss.dro_beta": POSITIVE.with_words({None: "not set"}),
     "**.loss_scale_factor": POSITIVE.with_words({None: "the longest response"}),
     "critic.model.override_config.initializer_range": POSITIVE,  # 0 would mean 0.02
     # the optimizer
-    "**.optim.betas": FRACTION._replace(is_list=True),
     "**.optim.clip_grad": POSITIVE,
     "**.optim.lr_warmup_steps": COUNT_OR_ZERO.with_words({-1: "lr_warmup_steps_ratio decides"}),
     "**.optim.lr_warmup_steps_ratio": FRACTION,
@@ -150,7 +136,6 @@ NUMBERS: dict[str, Number] = {
     # the advantage
     "algorithm.gamma": FRACTION,
     "algorithm.lam": FRACTION,
-    "algorithm.gdpo_reward_weights": FINITE.with_words({None: "equal"})._replace(is_list=True),
 }
 
 

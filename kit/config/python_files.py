@@ -84,17 +84,10 @@ def import_callable(
     member = getattr(module, name, None)
     if callable(member):
         return member
-    own = [other for other, value in vars(module).items() if is_defined_in(module, value)]
     kind = "function" if key else "function or class"
     raise UserFunctionError(
-        f"{begin(reference, key)}{module.__file__} has no {kind} {name}. It has "
-        f"{', '.join(own) or 'none'}."
+        f"{begin(reference, key)}{module.__file__} has no {kind} {name}. Correct the name."
     )
-
-
-def is_defined_in(module: ModuleType, value: object) -> bool:
-    """Whether a value is a function or class of this module, not one that it imported."""
-    return callable(value) and getattr(value, "__module__", "") == module.__name__
 
 
 def import_user_file(reference: str, key: str = "") -> ModuleType:
@@ -144,29 +137,17 @@ def is_user_file(file: str) -> bool:
 
 
 def describe_place(error: BaseException, path: str) -> str:
-    """Return " failed at FILE:LINE in FUNCTION:" for the deepest line of a user's file.
+    """Return " failed at FILE:LINE in FUNCTION:" for the deepest line of a user's file, or "".
 
-    path: of the file that the recipe names, which may be one of the kit's templates. Returns "" if
-    the traceback has no such line.
+    path: of the file that the recipe names, which may be one of the kit's templates.
     """
-    frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
-    files = [code.co_filename for code, _ in frames]
-    called = frames[files.index(path) :] if path in files else []
-    own = [place for place in called if is_user_file(place[0].co_filename)]
-    for code, line in own[-1:] or called[:1]:
-        name = code.co_qualname.partition(".<locals>")[0]
-        function = "" if code.co_filename == path else f" in {name}"
-        return f" failed at {code.co_filename}:{line}{function}:"
-    return ""
-
-
-def skip_package_init(name: str) -> None:
-    """Let this process import the modules of a package without running its `__init__.py`.
-
-    The package itself stays empty, so this is for processes that use only some of its modules.
-    Raises RuntimeError if it was imported before: an empty copy would replace it for everybody.
-    """
-    if name in sys.modules:
-        raise RuntimeError(f"{name} was imported before its __init__.py could be skipped")
-    spec = importlib.util.find_spec(name)
-    sys.modules[name] = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    own = []
+    for frame, line in walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == path or is_user_file(frame.f_code.co_filename):
+            own.append((frame.f_code, line))
+    if not own:
+        return ""
+    code, line = own[-1]
+    name = code.co_qualname.partition(".<locals>")[0]
+    function = "" if code.co_filename == path else f" in {name}"
+    return f" failed at {code.co_filename}:{line}{function}:"

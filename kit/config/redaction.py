@@ -29,8 +29,6 @@ URL_QUERY = re.compile(
     r"(?!\$\{)[^&\s#]+",
     re.I,
 )
-# Settings of servers and judges: they are free text, and may have secrets under any name.
-SETTINGS = re.compile(r"gym\b.*\bstart\b|gym\b.*\bjudges\b.*\b(?:parameters|config)\b")
 
 
 def redacted(config: DictConfig) -> DictConfig:
@@ -99,23 +97,16 @@ def names_secret(name: str, value: object) -> bool:
     return bool(SECRET_KEY.search(name))
 
 
-def has_settings(key: str) -> bool:
-    """Whether a key, or a key=value word, has settings of a server or a judge."""
-    return bool(SETTINGS.match(key.lstrip("+~")))
-
-
-def without_settings(recipe: Json, parent: str = "", levels: int = 4) -> Json:
-    """A recipe for others: with HIDDEN for the settings of servers and judges.
-
-    levels: as in gym.servers.NAME.start. Deeper ones could be endless, in a recipe of others.
-    """
-    shown: Json = {}
-    for name, value in recipe.items():
-        key = f"{parent}{name}"
-        is_section = isinstance(value, dict) and key.startswith("gym") and levels > 1
-        inner = without_settings(value, f"{key}.", levels - 1) if is_section else value
-        shown[name] = HIDDEN if value and has_settings(key) else inner
-    return shown
+def without_settings(recipe: Json) -> Json:
+    """A recipe for others: of servers and judges, only the names. Their settings may be secrets."""
+    gym = recipe.get("gym")
+    if not isinstance(gym, dict):
+        return recipe
+    hidden: Json = {}
+    for section in gym.keys() & {"servers", "judges"}:
+        names = gym[section]
+        hidden[section] = dict.fromkeys(names, HIDDEN) if isinstance(names, dict) else HIDDEN
+    return recipe | {"gym": gym | hidden}
 
 
 def without_passwords(text: str) -> str:

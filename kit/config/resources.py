@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from kit.config.keys import SAMPLING_COMMANDS
+
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of /proc/cpuinfo
 
 
 def gpus_per_node(config: DictConfig, role: str = "actor") -> int:
@@ -58,6 +61,14 @@ def choose(condition: bool, value: object, otherwise: object) -> object:
     return value if condition else otherwise
 
 
+def matmul_dtype() -> str:
+    """The type in which this machine's cores multiply fastest. A recipe writes ${matmul_dtype:}."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
+    return "bfloat16" if flags & BFLOAT16_FLAGS else "float32"
+
+
 OmegaConf.register_new_resolver("choose", choose, replace=True)
 OmegaConf.register_new_resolver("cores", cores, replace=True)
 OmegaConf.register_new_resolver("all_gpus", _all_gpus_of_root, replace=True)
+OmegaConf.register_new_resolver("matmul_dtype", matmul_dtype, replace=True)

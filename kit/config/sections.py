@@ -1,8 +1,7 @@
 """The kit's part of a recipe as types: the sections `gym:` and `env:`, and its other keys.
 
 configs/base.yaml explains each key. The types are also the checks of these keys: `find_problems`
-describes each value that has another type. Numbers have the rules of numbers.py, which turn a value
-such as -1 into the one that the code reads.
+describes each value that has another type. Numbers have the rules of numbers.py.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import difflib
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import (
@@ -29,19 +28,17 @@ from env import Json
 from gym_client import KINDS
 from kit.config import numbers
 from kit.config.entries import parse_entry
-from kit.config.keys import KEYS, flatten, to_plain
+from kit.config.keys import KEYS, to_plain
 from kit.config.numbers import Number, show
 
 SPEC = "path.py:function, or {function: path.py:function, its settings}"
 
 
-def follow(rule: Number, value: object) -> Any:  # as Number.normalize
-    """Return a number as the code reads it. Raises ValueError."""
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)  # the value of an environment variable
+def follow(rule: Number, value: object) -> object:
+    """Return a valid number. Raises ValueError."""
     if not rule.is_valid(value):
         raise ValueError(f"must be {rule.describe()}. Change it.")
-    return rule.normalize(value)
+    return value
 
 
 def by(rule: Number) -> BeforeValidator:
@@ -69,12 +66,6 @@ def read_limits(value: object) -> object:
     return value if isinstance(value, dict) else {"default": follow(numbers.CONCURRENCY, value)}
 
 
-def add_scheme(url: object) -> object:
-    """Return an address of a server with its scheme, which may be left out."""
-    is_bare = isinstance(url, str) and url and "://" not in url
-    return f"http://{url}" if is_bare else url
-
-
 def check_kind(kind: object, info: ValidationInfo) -> str:
     """Return the kind of a server, by default that of its `start`. Raises ValueError."""
     start = info.data.get("start")
@@ -97,7 +88,7 @@ Port = Annotated[int | None, by(numbers.PORT.with_words({None: "a free port"}))]
 Seconds = Annotated[float, by(numbers.SECONDS)]
 Fraction = Annotated[float, by(numbers.FRACTION)]
 Concurrency = Annotated[int | Literal["auto"], by(numbers.CONCURRENCY)]
-Url = Annotated[str, BeforeValidator(add_scheme)]
+Url = Annotated[str, Field(pattern="^https?://")]
 Settings = Json
 Limits = Annotated[dict[str, Concurrency], BeforeValidator(read_limits)]
 FunctionSpec = Annotated[str | Json, BeforeValidator(check_spec)]
@@ -262,24 +253,7 @@ def read_sections(config: DictConfig) -> Sections:
     return Sections.model_validate(values)
 
 
-def read_values(config: DictConfig) -> Json:
-    """{dotted key: value as the code reads it} of the kit's part of a valid configuration."""
-    values = read_sections(config).model_dump(by_alias=True)
-    return flatten(values | values.pop("kit"))
-
-
 # --- problems ------------------------------------------------------------------------------------
-
-# {a type of pydantic's error: what the value must be, and the fix}
-REASONS = {
-    "string_type": "must be a text. Give one.",
-    "string_too_short": "is empty. Give a text.",
-    "bool_type": "must be true or false. Change it.",
-    "bool_parsing": "must be true or false. Change it.",
-    "list_type": "must be a list. Write [...].",
-    "dict_type": "is a section of keys. Set its keys.",
-    "model_type": "is a section of keys. Set its keys.",
-}
 
 
 def find_problems(config: DictConfig) -> Iterator[tuple[str, str]]:
@@ -302,6 +276,7 @@ def find_problems(config: DictConfig) -> Iterator[tuple[str, str]]:
             hint = f"Did you mean {similar[0]}?" if similar else "Remove it."
             yield key, f"unknown key {key}. {hint}"
         else:
-            reasons = REASONS | {"value_error": str(problem.get("ctx", {}).get("error"))}
-            reason = reasons.get(problem["type"], "is invalid. Change it.")
+            reason = f"is invalid: {problem['msg']}. Change it."
+            if problem["type"] == "value_error":
+                reason = str(problem["ctx"]["error"])
             yield key, f"{key}={show(problem['input'])} {reason}"

@@ -67,8 +67,7 @@ def warn_of_lost_updates(recipe: Recipe) -> Iterator[str]:
         distance = eps * 2 ** math.floor(math.log2(WEIGHT))
         model_key = MODEL if section == ACTOR else "critic.model"
         is_adapter = recipe.get(f"{model_key}.lora_rank")  # its weights begin at 0
-        is_random = overrides.get("bf16_stochastic_round")
-        if 0 < lr < distance / 2 and not is_adapter and not is_random:
+        if 0 < lr < distance / 2 and not is_adapter:
             yield (
                 f"{engine}.model_dtype={dtype}: the numbers of this type near {WEIGHT} are "
                 f"{distance:.1g} apart, so most updates with lr={lr:g} are lost. Set it to fp32; "

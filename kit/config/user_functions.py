@@ -15,24 +15,9 @@ verl's registries under the name in the recipe. The loss runs in the workers, wh
 and do not import its file: it imports the files next to it at the top, not in a function.
 templates/ has functions to copy.
 
-An episode (kit.data.episode.Episode) has these fields, among others:
-
-    row, row_id            the task's row as it was read, and its file:line
-    group_id               the same for all responses to one prompt
-    response               the text of the policy's last message
-    transcript             the text of all turns, with function calls and observations
-    reward                 the verifier's reward
-    reward_components      the parts of the reward, by name
-    verify_result          the other fields of the verifier's answer
-    ended                  stop, length, turns, terminated or truncated
-    turns, turn_rewards    the token span and the reward of each turn
-    response_ids           the token ids after the prompt
-    response_mask          1 for a sampled token, 0 for an observed one
-    timings                seconds by stage
-
-pass_rates is {row_id: fraction of responses with the full reward}. Each group counts twice
-as much as the group before. A function in env.train_files gets the rates by batch
-(kit/data/generated_rows.py).
+An episode is a kit.data.episode.Episode. pass_rates is {row_id: fraction of responses with the full
+reward}. Each group counts twice as much as the group before. A function in env.train_files gets the
+rates by batch (kit/data/generated_rows.py).
 
 If a function raises or returns an invalid value, the run stops with the config key, the function's
 name and the line.
@@ -139,11 +124,6 @@ def estimator_arguments(config: DictConfig) -> list[str]:
     is_custom = is_user_function(estimator)
     function = load_function(estimator, ADVANTAGE) if is_custom else get_adv_estimator_fn(estimator)
     return list(inspect.signature(function).parameters)
-
-
-def needs(config: DictConfig, name: str) -> bool:
-    """Whether the advantage has the argument `name`, one of ESTIMATOR. Raises UserFunctionError."""
-    return name in estimator_arguments(config)
 
 
 def select_arguments(
@@ -303,20 +283,12 @@ def describe(value: object) -> str:
     return f"a list of {len(value)}" if isinstance(value, list) else reprlib.repr(value)
 
 
-def ids(items: Sequence[object]) -> set[tuple[object, object]]:
-    """The row and group ids of tasks or episodes. A copy of an item has the same ids."""
-    return {(getattr(item, "row_id", None), getattr(item, "group_id", None)) for item in items}
-
-
 def describe_expected(
     key: str,
     result: Any,  # of any type
     arguments: Sequence[Any],  # as the key passes them
 ) -> str:
     """Describe the result that a function should have returned. Empty if `result` is valid."""
-    if key in (ADVANTAGE, LOSS_MODE):
-        return describe_expected_pair(key, result, arguments)
-    is_list = isinstance(result, list)
     if key == "env.reward":
         expected = "a finite number"
         is_number = isinstance(result, numbers.Real) and not isinstance(result, bool)
@@ -326,33 +298,25 @@ def describe_expected(
         is_valid = isinstance(result, Mapping)
     elif key == "env.filters":
         expected = "a list of some of the episodes that it got, or of copies of them"
-        is_valid = is_list and ids(result) <= ids(arguments[0])
+        is_valid = isinstance(result, list)
+    elif key == LOSS_MODE:
+        expected = "(loss, metrics), a floating tensor of shape [] and a dict"
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        is_valid = is_pair and is_floating(result[0], ()) and isinstance(result[1], dict)
+    elif key == ADVANTAGE:
+        shape = next((tuple(t.shape) for t in arguments if getattr(t, "ndim", 0) == 2), ())
+        expected = f"(advantages, returns), floating tensors of shape [B, R] = {list(shape)}"
+        tensors = result if isinstance(result, tuple) else ()
+        is_valid = [is_floating(tensor, shape) for tensor in tensors] == [True, True]
     else:
         kind = "the tasks that it got" if key == "env.sampler" else "new rows"
         expected = f"a list of {arguments[1]} (its argument `size`) of {kind}"
-        is_known = key != "env.sampler" or ids(result) <= ids(arguments[0])
-        is_valid = is_list and len(result) == arguments[1] and is_known
+        is_valid = isinstance(result, list) and len(result) == arguments[1]
     return "" if is_valid else expected
 
 
-def describe_expected_pair(
-    key: str,
-    result: Any,  # of any type
-    arguments: Sequence[Any],
-) -> str:
-    """The same for an advantage, (advantages, returns), and for a loss, (loss, metrics)."""
+def is_floating(value: Any, shape: tuple[int, ...]) -> bool:  # of any type
+    """Whether a value is a floating tensor of this shape."""
     import torch
 
-    pair: tuple[Any, ...] = (None, None)
-    if isinstance(result, tuple) and len(result) == 2:
-        pair = result
-    first, second = pair
-    is_floating = torch.is_tensor(first) and first.is_floating_point()
-    if key == LOSS_MODE:
-        is_valid = is_floating and first.dim() == 0 and isinstance(second, dict)
-        return "" if is_valid else "(loss, metrics), a floating tensor of shape [] and a dict"
-    shape = next((t.shape for t in arguments if torch.is_tensor(t) and t.dim() == 2), None)
-    is_floating = is_floating and torch.is_tensor(second) and second.is_floating_point()
-    if is_floating and first.shape == second.shape and shape in (None, first.shape):
-        return ""
-    return f"(advantages, returns), floating tensors of shape [B, R] = {list(shape or ())}"
+    return torch.is_tensor(value) and value.is_floating_point() and value.shape == shape

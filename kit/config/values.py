@@ -3,7 +3,7 @@
 is_text(key, default)         whether a key is a text; is_list: a list
 remove_misplaced(content)     a message for each value that has another form than its key
 expand_paths(content)         replace ~/ at the start of texts
-reset_invalid_keys(config)    a message for each key that nothing reads or with an invalid value
+find_invalid_keys(config)     a message for each key that nothing reads or with an invalid value
 
 The types of sections.py check the values of the kit's keys.
 """
@@ -126,56 +126,29 @@ def expand_paths(value: object) -> Any:  # as the value
 # --- values --------------------------------------------------------------------------------------
 
 
-def reset_invalid_keys(config: DictConfig, base: DictConfig, unknown: Sequence[str]) -> list[str]:
-    """Reset keys that nothing reads, and keys with an invalid value -> a message for each.
+def find_invalid_keys(config: DictConfig, base: DictConfig, unknown: Sequence[str]) -> list[str]:
+    """A message for each changed key that nothing reads, or with an invalid value.
 
-    A reset key gets its value from `base`, so that later checks see valid values. `unknown` keys
-    stay as they are. Valid numbers become those that the code reads.
+    unknown: keys that have a message.
     """
-    expected = flatten(base)
-    changes = {
-        key: value
-        for key, (value, _) in diff(config, expected).items()
-        if not is_below(key, *unknown)
-    }
     messages = []
-    known = list(unknown)  # keys that have a message
-
-    def reset(key: str) -> None:
-        OmegaConf.update(config, key, expected.get(key), merge=False, force_add=True)
-
-    # a reference may be to a value that is reset
-    for key in sorted(changes, key=lambda key: "${" in str(changes[key])):
-        problem = check_key(config, key, changes[key], base)
+    known = list(unknown)
+    for key, (value, _) in diff(config, flatten(base)).items():
+        problem = "" if is_below(key, *unknown) else check_key(config, key, value, base)
         if problem:
             messages.append(problem)
             known.append(key)
-        if problem or not is_used(key):
-            reset(key)
-    for key, problem in sections.find_problems(config):
-        if not is_below(key, *known):
-            messages.append(problem)
-            reset(key)
-    if not messages and not unknown:
-        read = sections.read_values(config)
-        for key in changes.keys() & read.keys():
-            if not isinstance(read[key], float):  # 60 stays as it is typed
-                set_value(config, key, read[key])
-    return messages
-
-
-def set_value(config: DictConfig, key: str, value: object) -> None:
-    """Set a value as the code reads it, if the configuration has it in another form."""
-    before = to_plain(OmegaConf.select(config, key))
-    if (type(value), value) != (type(before), before):
-        OmegaConf.update(config, key, value)
+    try:
+        problems = list(sections.find_problems(config))
+    except OmegaConfBaseException:  # a reference to nothing, which has a message
+        problems = []
+    return messages + [problem for key, problem in problems if not is_below(key, *known)]
 
 
 def check_key(config: DictConfig, key: str, value: object, base: DictConfig) -> str:
     """Describe a changed key that nothing reads, or with an invalid value; empty if it is valid.
 
-    value: unresolved. A valid number of verl becomes the one that the code reads. The values of the
-    kit's keys are not checked here.
+    value: unresolved. The values of the kit's keys are not checked here.
     """
     default = to_plain(OmegaConf.select(base, key))
     is_typed_number = isinstance(value, (bool, int, float))
@@ -192,11 +165,7 @@ def check_key(config: DictConfig, key: str, value: object, base: DictConfig) -> 
         return ""
     if is_typed_number and is_text(key, default) and not may_be_more(key):
         return f"{key}={show(value)} is a number or a switch in YAML, not a text. Quote it."
-    problem = describe_invalid(key, value, default)
-    rule = find_rule(key, default)
-    if rule and not problem:
-        set_value(config, key, rule.normalize(value))
-    return problem
+    return describe_invalid(key, value, default)
 
 
 def describe_error(error: OmegaConfBaseException) -> str:

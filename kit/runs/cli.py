@@ -95,10 +95,7 @@ def plan(
     of this name is a warning. Raises EXPECTED_ERRORS.
     """
     silence_libraries()
-    problems: list[Exception] = []
-    config, defaults = load_config(recipe_files, overrides, problems)
-    if problems:
-        prepare.check_recipe(config, defaults, command, problems)  # raises these, and its own
+    config, defaults = load_config(recipe_files, overrides)
     resume_from: Path | None = None
     notes: list[str] = []
     recording = recorded.find_recording(replay) if replay else None

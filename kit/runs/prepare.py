@@ -111,18 +111,16 @@ def check_recipe(
     config: DictConfig,
     defaults: DictConfig,
     command: str,
-    problems: Sequence[Exception] = (),
     on_features: OnFeatures = ignore_features,
 ) -> Prepared:
     """The checks of every command, cheap ones first -> a recipe and inputs without rows.
 
     There are three groups of checks. The first takes no time. The second needs verl, which takes
-    7 s to import. The third loads the model's files, maybe from the hub. problems: errors of
-    load_config, which are raised with those of the first group. on_features: called with the
-    features that are on, before the checks. Raises the errors of `prepare`.
+    7 s to import. The third loads the model's files, maybe from the hub. on_features: called with
+    the features that are on, before the checks. Raises the errors of `prepare`.
     """
     remove_unused_servers(config)
-    problems = [*problems, *adapters.take_adapter(config), *model_files.take_chat_template(config)]
+    problems = [*adapters.check_lora(config), *model_files.take_chat_template(config)]
     raise_all(features.find_missing(config, command))
     active = features.make_features(config, command)
     on_features(active, config)
@@ -138,8 +136,6 @@ def check_recipe(
     template = make_template(config, processor, files.stop_ids)
     models = {"policy": files.hf_config, **load_other_models(recipe, files.tokenizer)}
     raise_all([ConfigError(problem) for problem in check_models(recipe, models)])
-    if config.model_engine == FSDP:
-        adapters.check_adapter(config, files.hf_config)
     set_sizes(config, files.hf_config, command, active)
     recipe = recipe.with_config(config)
     model_problems = [feature.check_model(recipe, files.hf_config) for feature in active]
@@ -193,9 +189,9 @@ def check_early(
         *problems,
         *check_files(config, command),
         *checks.check_choices(config),
+        *checks.check_run(config),
         *checks.check_sizes(config, command, find_parallelism(config).model),
         *checks.check_algorithm(config),
-        *adapters.check_keys(config),
         *checks.check_sampling(config, command),
     ]
     if command == "train":
@@ -225,7 +221,6 @@ def check_late(recipe: Recipe) -> None:
         errors += checks.check_models(recipe)
     if recipe.verl.model_engine == FSDP:
         errors += checks.check_strategies(recipe)
-        errors += checks.check_optimizers(recipe) if recipe.trains else []
     raise_all([as_error(error) for error in errors])
 
 

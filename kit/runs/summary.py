@@ -137,11 +137,7 @@ def describe_verifiers(recipe: Recipe, inputs: RunInputs) -> list[str]:
 
 def describe_settings(recipe: Recipe, inputs: RunInputs) -> list[str]:
     """The models, what features add to the verifiers, and the devices."""
-    has_reference = recipe.has_reference and not recipe.teacher
-    lines = [
-        f"model       {recipe.model.path}",
-        *adapters.describe_adapter(recipe.model, has_reference),
-    ]
+    lines = [f"model       {recipe.model.path}", *adapters.describe_adapter(recipe.model)]
     if recipe.command == "train":
         lines += describe_other_models(recipe)
     for feature in recipe.features:
@@ -182,7 +178,6 @@ def list_warnings(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
     """Problems that do not stop the run."""
     for feature in recipe.features:
         yield from feature.warnings(recipe, inputs)
-    yield from adapters.warn_of_base(recipe.model)
     yield from warn_of_lost_updates(recipe)
     if not recipe.has_episodes:
         return

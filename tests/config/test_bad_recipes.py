@@ -15,21 +15,13 @@ from omegaconf import OmegaConf
 import env
 from kit.config import checks, user_functions
 from kit.config.keys import flatten, is_used
-from kit.config.load import base_configs, load_config, resolve_defaults
+from kit.config.load import base_configs, load_config
 from kit.config.recipe import freeze
-from kit.config.recipe_text import parse_argument
 from kit.config.user_functions import ADVANTAGE, LOSS_MODE, TEACHER
 from kit.errors import ConfigError, UserFunctionError
 from kit.gym import network
 from kit.runs import prepare
-from tests.helpers.recipes import (
-    CPU,
-    RECIPE,
-    load,
-    make_counter_row,
-    tiny,
-    write_rows,
-)
+from tests.helpers.recipes import CPU, RECIPE, load, make_counter_row, tiny, write_rows
 
 set_hypothesis_home_dir(f"{tempfile.gettempdir()}/hypothesis")  # outside the repository
 FILES = [str(CPU), str(RECIPE)]
@@ -47,17 +39,12 @@ START = "gym.servers.s.start"
     ("change", "hint"),
     [
         (f"{ROLLOUT}.temprature=1", f"Did you mean {ROLLOUT}.temperature?"),
-        ("rollout.temperature=1", f"Did you mean {ROLLOUT}.temperature?"),
-        ("gym.timeout=3", "Did you mean gym.timeout_s?"),
         (f"{START}.pythn=x", "Did you mean python?"),
         ("trainer.learning_rate=1e-5", f"Did you mean {ACTOR}.optim.lr?"),  # a name of TRL
         ("reward_funcs=[my.py:f]", "Set env.verifier="),
         ("env.show_every=5", "It is now trainer.print_samples_every."),
-        ("dtyp=bf16", "See configs/base.yaml"),
-        ("trainer.save_freq.x=1", "trainer.save_freq has no keys below it."),
         ("trainer.experiment_name.x=1", "trainer.experiment_name has no keys below it."),
         ("data.train_files=x", "Set env.train_files instead."),  # unused keys of verl
-        (f"{ACTOR}.clip_ratio=0.1", f"Set {ACTOR}.clip_ratio_low and"),
         ("algorithm.pf_ppo.weight_pow=1", "this trainer does not use. Remove it."),
     ],
 )
@@ -70,45 +57,29 @@ def test_an_unknown_or_unused_key_is_an_error_with_the_key_to_set(change, hint):
 VALUES = [
     # numbers
     "trainer.nnodes=0",
-    "trainer.save_freq=0.5",
-    "trainer.total_training_steps=ten",
+    "trainer.total_training_steps=1e3",
     "data.train_batch_size=null",
-    "data.train_batch_size='8'",
     f"{ACTOR}.kl_loss_coef=-1",
-    f"{ACTOR}.optim.betas=[0.9,x]",
     # texts and switches
     "trainer.experiment_name=",
     "trainer.val_before_train=maybe",
     # sections and lists
     "trainer=null",
-    f"{ROLLOUT}=3",
     "gym.servers=3",
-    "env.filters=a",
-    "env.train_files={a: 1}",
     # references
     "trainer.save_freq=${nope}",
-    "trainer.experiment_name=a${b",
     "ray_kwargs.ray_init.address=${oc.env:NO_SUCH_NAME}",
     # the kit's sections
-    f"{START}.config=[a]",
     f"{START}.agent_config={{a: 1}}",
-    f"{START}.port=0",
     f"{START}.install=maybe",
-    "gym.servers.s={}",
-    "gym.policy_endpoint.host=",
     "gym.concurrency.x=0",
+    "gym.head_server=localhost:11000",
     "env.reward={limit: 1}",
-    "env.filters=[{limit: 1}]",
-    "env.train_files=[[a]]",
-    "env.max_rows=-1",
     "trainer.one_step_off=2",
-    "trainer.resource_pools.ref=0",
     # not key=value, and not YAML
     "a..b=1",
-    "env.filters[0]=a",
     "a.b.c",
     "env.train_files=[train.jsonl",
-    "trainer.save_freq=@x",
 ]
 
 
@@ -124,14 +95,10 @@ def test_an_invalid_value_is_an_error_with_its_key(change):
     ("content", "message"),
     [
         (b"", "is a YAML mapping"),
-        (b"- 1\n", "is a YAML mapping"),
         (b"a: b\nc: [\n", "not valid YAML in line 3"),
         (b"trainer: {}\ntrainer: {}\n", "in line 2: found duplicate key trainer"),
-        (b"? [a]\n: b\n", "unhashable key"),
-        (b"\xff\xfe\x00\x01", "cannot be read"),
         (b"trainer: 3\n", "trainer=3: trainer is a section"),
         (b"trainer: {experiment_name: 007}", "experiment_name=7 is a number"),
-        (b"trainer:\n  save_freq: '???'\n", "save_freq=??? is OmegaConf's missing value"),
         (b"trainer.save_freq: 1\n", "unknown key trainer.save_freq. In a file keys are nested"),
         (None, "no such file"),
     ],
@@ -145,30 +112,13 @@ def test_a_recipe_file_with_an_error_is_one_line_with_its_name(tmp_path, content
     assert "\n" not in str(error.value)
 
 
-def test_a_reference_to_an_invalid_number_is_no_second_error():
-    with pytest.raises(ConfigError) as error:
-        load_config(FILES, ["gym.attempts=${data.train_batch_size}", "data.train_batch_size=many"])
-    assert str(error.value).startswith("data.train_batch_size=many must be a whole number")
-
-
 KEYS_OF_RECIPES = sorted(filter(is_used, flatten(base_configs()[1]))) + ["env", "trainer", "gym"]
 ANY_KEY = st.one_of(st.sampled_from(KEYS_OF_RECIPES), st.text("ab.[]=+~ ", max_size=8))
 ANY_TEXT = st.one_of(
     st.text("ab01.-_:#'\"[]{}&*!%@$\\, \n\t?~|>=", max_size=12),
     st.text(max_size=6),
-    st.sampled_from(["1_0", "yes", "${a}", "${", "???", "!!binary x", "!!timestamp 1", "<<: 1"]),
+    st.sampled_from(["1_0", "${a}", "${", "???", "!!binary x", "!!timestamp 1", "<<: 1"]),
 )
-
-
-@settings(max_examples=300, deadline=None)
-@given(key=ANY_KEY, text=ANY_TEXT)
-@example(key="a", text="!!set {x}")
-@example(key="gym.servers", text="{? [a] : b}")
-def test_any_argument_is_parsed_or_an_error_of_the_kit(key, text):
-    try:
-        parse_argument(f"{key}={text}", resolve_defaults())
-    except ConfigError as error:
-        assert str(error)
 
 
 @settings(
@@ -177,6 +127,7 @@ def test_any_argument_is_parsed_or_an_error_of_the_kit(key, text):
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(key=ANY_KEY, text=ANY_TEXT)
+@example(key="gym.servers", text="{? [a] : b}")
 def test_any_argument_is_merged_or_an_error_of_the_kit(key, text, monkeypatch):
     monkeypatch.setattr("kit.config.load.apply_environment", lambda _config: None)
     try:
@@ -189,75 +140,52 @@ def test_any_argument_is_merged_or_an_error_of_the_kit(key, text, monkeypatch):
 
 # (changes, a part of the message)
 COMBINATIONS = [
+    (["trainer.experiment_name=../a"], "is outside of runs/"),
+    (["trainer.logger=[swanlab]"], "needs the package swanlab"),
     # sizes
     ([f"{ACTOR}.ppo_mini_batch_size=3"], "train_batch_size=8 must be a multiple"),
-    (["critic.ppo_mini_batch_size=3"], "critic.ppo_mini_batch_size=3"),
     (["trainer.n_gpus_per_node=3"], "must be a multiple of 3 GPUs"),
-    ([f"{ACTOR}.ulysses_sequence_parallel_size=2"], "has no effect on a CPU"),
     ([f"{ACTOR}.use_dynamic_bsz=false"], "ppo_micro_batch_size_per_gpu and"),
     (["data.max_response_length=5000"], "only 2048 positions"),
     (["critic.optim.lr_warmup_steps=0", "critic.optim.lr_warmup_steps_ratio=0.1"], "verl then"),
     ([f"{ROLLOUT}.n=1"], "at least two responses"),
     # names
     (["algorithm.adv_estimator=grppo"], "grppo is not in verl"),
-    ([f"{LOSS_MODE}=gsp"], "gsp is not in verl"),
-    ([f"{ADVANTAGE}={{function: templates/advantages.py:turn_grpo}}"], "no file {function"),
     (["algorithm.kl_penalty=k5"], "one of: kl, "),
-    (["trainer.resume_mode=never"], "resume_mode=never is not supported"),
     ([f"{ACTOR}.strategy=megatron"], "one of: fsdp, fsdp2"),
-    ([f"{ACTOR}.strategy=fsdp"], "does not start on a CPU"),
     ([f"{ACTOR}.optim.lr_scheduler_type=linear"], "actor: verl does not accept it"),
-    ([f"{ACTOR}.optim.optimizer=AdamX"], "no attribute 'AdamX'"),
-    ([f"{ACTOR}.optim.override_optimizer_config={{epsilon: 1}}"], "argument 'epsilon'"),
     # the algorithm
     (["algorithm.adv_estimator=gdpo"], "needs algorithm.gdpo_reward_keys"),
     ([f"{LOSS_MODE}=dro"], "policy_loss.dro_beta"),
     ([f"{CORRECTION}.bypass_mode=true", f"{LOSS_MODE}=gspo"], "has its own loss"),
-    (
-        [f"{CORRECTION}.bypass_mode=true", f"{ADVANTAGE}=optimal_token_baseline"],
-        "needs the forward pass",
-    ),
     (
         [f"{CORRECTION}.bypass_mode=true"]
         + ["env.filters=[{function: templates/filters.py:with_answer, field: answer}]"],
         "with_answer",
     ),
     ([f"{CORRECTION}.rollout_rs=token_k1"], "rollout_rs_threshold"),
-    ([f"{CORRECTION}.rollout_rs=foo", f"{CORRECTION}.rollout_rs_threshold=2.0"], "has no foo"),
     (
         [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=2_0.5"],
         "must be <= upper bound",
     ),
     (["algorithm.filter_groups.enable=true"], "max_num_gen_batches"),
-    (
-        ["algorithm.filter_groups={enable: true, max_num_gen_batches: 2}", f"{ADVANTAGE}=remax"]
-        + [f"{ROLLOUT}.n=1"],
-        "drops every group of one",
-    ),
     ([f"{MODEL}.lora_rank=8"], "load_format"),
     # models, and GPUs for them
     (["trainer.resource_pools.critic=1"], "this recipe has no critic"),
-    (["critic.enable=true"], "decides whether there is a critic"),
-    (["reward.reward_model.enable=true"], "reward.reward_model.model_path"),
     (["reward.reward_model={enable: true, model_path: tied}"], "has no scalar head"),
-    (["distillation.enabled=true", f"{TEACHER}=./no"], "no such model folder"),
     (["distillation.enabled=true", f"{TEACHER}=tied"], "nothing uses this model"),
-    ([f"{TEACHER}=tied"], "needs distillation.enabled=true"),
     ([f"{MODEL}.path=./nowhere"], "no such model folder"),
     ([f"{MODEL}.external_lib=no_such_module"], "no_such_module"),
     ([f"{ROLLOUT}.name=tgi"], "one of vllm, hf, sglang"),
     ([f"{ROLLOUT}.nnodes=1"], f"{ROLLOUT}.checkpoint_engine.backend"),
-    ([f"{ROLLOUT}.checkpoint_engine.backend=gloo"], "on separate GPUs"),
     (
         [f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.checkpoint_engine.backend=gloo"]
         + [f"{MODEL}.lora_rank=4"],
         f"Set {MODEL}.lora.merge=true",
     ),
     (["trainer.one_step_off=1", f"{ROLLOUT}.full_determinism=true"], "cannot repeat"),
-    (["trainer.one_step_off=1", f"{ROLLOUT}.free_cache_engine=true"], "sleep"),
     # files and servers
     (["env.train_files=[nowhere.jsonl]"], "nowhere.jsonl: no such file"),
-    (["env.train_files=[]"], "env.train_files is not set"),
     (["data.max_prompt_length=3"], "have 0 usable rows"),
     (["gym.servers.reasoning_gym.url=http://127.0.0.1:1"], "must have either url"),
     (["gym.servers.reasoning_gym.start.python=nowhere"], "no interpreter at nowhere"),
@@ -277,32 +205,44 @@ def test_parts_that_do_not_fit_are_an_error_before_a_run_starts(
         load(workspace, *changes)
 
 
-def test_all_problems_are_in_one_message_without_the_network(workspace, monkeypatch):
-    """`mistakes` maps each change to a part of its message; the name of a hub model has none."""
-    monkeypatch.setattr(
-        "transformers.AutoConfig.from_pretrained",
-        lambda *_, **__: pytest.fail("a request to the hub"),
-    )
+def check_messages(error, parts):
+    """Check that a message lists one problem with each part of a text."""
+    first, *lines = str(error).split("\n")
+    assert first == f"{len(parts)} problems with this recipe:"
+    for number, part in enumerate(parts, 1):
+        assert lines[number - 1].startswith(f"  {number}. ")
+        assert sum(part in line for line in lines) == 1, part
+
+
+def test_all_problems_with_keys_are_in_one_message():
     mistakes = {
         "trainr.save_freq=3": "unknown key trainr",
         f"{ROLLOUT}.trace.backend=mlflow": "trace.backend is a verl option",
         "data.train_batch_size=many": "data.train_batch_size=many must be",
         "gym.timeout_s=0": "gym.timeout_s=0 must be",
+        "data=3": "data is a section of keys",
+    }
+    with pytest.raises(ConfigError) as raised:
+        load_config(FILES, [*mistakes])
+    check_messages(raised.value, mistakes.values())
+
+
+def test_all_problems_with_sizes_and_files_are_in_one_message(workspace, monkeypatch):
+    """Without the network: the name of a hub model is no problem."""
+    monkeypatch.setattr(
+        "transformers.AutoConfig.from_pretrained",
+        lambda *_, **__: pytest.fail("a request to the hub"),
+    )
+    mistakes = {
         f"{ACTOR}.ppo_mini_batch_size=3": f"must be a multiple of {ACTOR}.ppo_mini_batch_size",
         "env.train_files=[nowhere.jsonl]": "nowhere.jsonl: no such file",
-        f"{MODEL}.path=a-name/of-the-hub": "",
         "gym.servers.reasoning_gym.start.python=gone": "no interpreter at gone",
         f"{ROLLOUT}.temperature=0": "decode greedily",
     }
-    problems: list[Exception] = []
-    merged = load_config(FILES, [*tiny(workspace), *mistakes], problems)
+    changes = [*tiny(workspace), f"{MODEL}.path=a-name/of-the-hub", *mistakes]
     with pytest.raises(ConfigError) as raised:
-        prepare.check_recipe(*merged, "train", problems)
-    first, *lines = str(raised.value).split("\n")
-    assert first == "8 problems with this recipe:"
-    assert [line.split(". ")[0] for line in lines] == [f"  {number}" for number in range(1, 9)]
-    for part in mistakes.values():
-        assert sum(part in line for line in lines) == 1 or not part, part
+        prepare.check_recipe(*load_config(FILES, changes), "train")
+    check_messages(raised.value, mistakes.values())
 
 
 SAMPLED = ["val_kwargs.n=4", "val_kwargs.do_sample=true", "val_kwargs.temperature=1"]
@@ -312,19 +252,12 @@ SAMPLED = ["val_kwargs.n=4", "val_kwargs.do_sample=true", "val_kwargs.temperatur
     ("command", "changes", "is_greedy"),
     [
         ("train", ["temperature=0"], True),
-        ("train", ["do_sample=false"], True),
         ("train", ["top_k=1"], True),
-        ("train", ["top_p=1e-6"], True),
-        ("train", ["top_k=2", "top_p=0.1", "temperature=0.1"], False),
         ("rollout", ["temperature=0"], True),
         ("rollout", ["temperature=0", "n=1"], False),
-        ("evaluate", ["temperature=0"], False),
-        ("evaluate", SAMPLED, False),
         ("evaluate", [*SAMPLED, "val_kwargs.top_k=1"], True),
         ("evaluate", ["val_kwargs.n=4"], True),
-        ("train", ["val_kwargs.n=4"], True),
         ("rollout", ["val_kwargs.n=4"], False),  # this command has no evaluation
-        ("evaluate", ["val_kwargs.temperature=0.8"], True),  # do_sample is false
     ],
 )
 def test_greedy_decoding_of_several_responses_is_an_error(command, changes, is_greedy):

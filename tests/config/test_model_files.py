@@ -18,12 +18,11 @@ from tests.helpers.recipes import load
 from tests.helpers.workers import changed
 
 KEY = "actor_rollout_ref.model.path"
-FILES = ["config.json", "model.safetensors", "pytorch_model.bin", "original/weights.pth"]
 
 
 @pytest.fixture
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
-    """Record the downloads. The hub is a list of files."""
+    """Record the downloads."""
     calls: list[tuple[str, list[str]]] = []
 
     def download(name: str, ignore_patterns: list[str]) -> str:
@@ -31,7 +30,6 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
         return f"/cache/{name}"
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda _, name: FILES)
     return calls
 
 
@@ -65,9 +63,12 @@ def test_a_model_is_downloaded_once_and_then_the_workers_are_offline(recipe, dow
     messages: list[str] = []
     variables = model_files.download_models(recipe, messages.append)
     ((name, ignored),) = downloads
-    assert name == "org/policy" and {"*.bin", "*.pth", "original/*"} <= set(ignored)
+    assert name == "org/policy" and {"*.pth", "original/*"} <= set(ignored)
     assert messages == ["Downloading org/policy from the hub, if it is not here"]
     assert variables == {"HF_HUB_OFFLINE": "1"}
+    # the other nodes of a cluster have not downloaded it
+    cluster = recipe.change("ray_kwargs.ray_init.address=auto")
+    assert not model_files.download_models(cluster, messages.append)
 
 
 def test_every_model_of_a_recipe_is_downloaded_unless_it_is_a_folder(workspace, recipe, downloads):
@@ -80,30 +81,11 @@ def test_every_model_of_a_recipe_is_downloaded_unless_it_is_a_folder(workspace, 
     assert not downloads
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "ray_kwargs.ray_init.address=auto",  # other nodes have not downloaded the model
-        "actor_rollout_ref.model.trust_remote_code=true",  # its code may be elsewhere
-    ],
-)
-def test_workers_that_may_need_the_hub_are_not_offline(recipe, downloads, change):
-    assert not model_files.download_models(recipe.change(change), lambda _: None)
-    assert len(downloads) == 1
-
-
-def test_other_weight_files_are_downloaded_if_there_are_no_safetensors(monkeypatch, downloads):
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda _, name: FILES[2:])
-    model_files.download_model("org/old")
-    assert "*.bin" not in downloads[0][1]
-
-
 def test_a_model_that_cannot_be_downloaded_is_a_one_line_error(monkeypatch):
     def fail(*_, **__):
         raise LocalEntryNotFoundError("no connection\nmore")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
     with pytest.raises(RunError, match="org/x could not be downloaded from the hub: no connection"):
         model_files.download_model("org/x")
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
-from ray.exceptions import RayTaskError
 from transformers import LlamaConfig, LlamaForCausalLM
 from verl.models.transformers import monkey_patch
 from verl.utils.import_utils import is_trl_available
@@ -51,11 +49,3 @@ def test_verl_loads_a_model_where_a_trl_without_its_class_is_installed(neighbor,
     assert "(trl 1.16.0). Install the packages again in a new environment" in text
     monkey_patch_trl()
     monkey_patch.apply_monkey_patch(model, use_remove_padding=False)
-
-
-def test_the_import_error_of_a_worker_is_one_line_with_the_package(neighbor: Path):
-    trace = 'File "/env/lib/site-packages/peft/mapping.py", line 9, in <module>\n' * 30
-    cause = ImportError("cannot import name 'x' from 'trl'", name="trl.models")
-    error = RayTaskError("init_model", trace, cause).as_instanceof_cause()
-    text = describe_import_error(error)
-    assert "cannot import name 'x' from 'trl' (trl 1.16.0). Install" in text and "\n" not in text

@@ -16,11 +16,7 @@ from kit.config.load import ACTOR, ROLLOUT, load_config
 from kit.config.recipe import find_parallelism, freeze
 
 TENSOR = f"{ROLLOUT}.tensor_model_parallel_size"
-POLICY = LlamaConfig(
-    hidden_size=48,
-    num_attention_heads=24,
-    num_key_value_heads=4,
-)
+POLICY = LlamaConfig(hidden_size=48, num_attention_heads=24, num_key_value_heads=4)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +33,6 @@ POLICY = LlamaConfig(
         ),
         ([f"{TENSOR}=3"], "8 GPUs must be a multiple of .*data_parallel_size = 3"),
         ([f"{TENSOR}=2", f"{ROLLOUT}.data_parallel_size=2"], ""),
-        ([f"{ACTOR}.fsdp_config.fsdp_size=16"], ""),  # verl takes it as all GPUs
     ],
 )
 def test_groups_of_gpus_divide_the_machine(changes, message):
@@ -52,8 +47,6 @@ def test_groups_of_gpus_divide_the_machine(changes, message):
     ("changes", "message"),
     [
         ([f"{ACTOR}.ulysses_sequence_parallel_size=6"], r"=6: .*heads.*: 1, 2, 4, 8\."),
-        ([f"{ACTOR}.ulysses_sequence_parallel_size=8"], ""),  # each key-value head twice
-        ([f"{TENSOR}=4"], ""),
         ([f"{TENSOR}=16"], "of the policy equally. Use one of: 1, 2, 4, 8"),
         (
             [
@@ -69,13 +62,6 @@ def test_gpus_that_share_a_model_divide_its_heads(changes, message):
     problems = list(parallel_sizes.check_models(recipe, {"policy": POLICY}))
     assert len(problems) == bool(message), problems
     assert re.search(message, "".join(problems))
-
-
-def test_each_model_that_is_trained_or_asked_is_checked():
-    recipe = freeze(*load_config(["math"], [f"{ACTOR}.ulysses_sequence_parallel_size=8"]))
-    models = {"policy": POLICY, "teacher": LlamaConfig(hidden_size=48, num_attention_heads=12)}
-    (problem,) = parallel_sizes.check_models(recipe, models)
-    assert "8 GPUs cannot share the 12 attention heads (12 key-value heads) of the tea" in problem
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40))

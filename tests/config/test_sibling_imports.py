@@ -14,12 +14,7 @@ import torch
 from kit.config import user_functions
 from kit.config.python_files import import_file
 from kit.errors import UserFunctionError
-from tests.helpers.verifiers import (
-    list_rewards,
-    make_router,
-    play,
-    run_session,
-)
+from tests.helpers.verifiers import list_rewards, make_router, play, run_session
 
 # The folder of the file.
 FILES = {
@@ -76,21 +71,6 @@ def test_a_name_of_another_module_is_refused(tmp_path):
     import_file(folders[0] / "reward.py")
     with pytest.raises(UserFunctionError, match=r"two/chain\.py instead of .*three/chain\.py"):
         import_file(folders[1] / "reward.py")
-
-
-def test_a_file_may_have_any_name_and_be_reached_by_any_path(tmp_path, monkeypatch):
-    folder = write_files(tmp_path / "a folder.with dots")
-    name = "2nd reward.v2.py"
-    lines = ["import chain", "def reward(episode):", "    return len(chain.VALUE)"]
-    (folder / name).write_text("\n".join(lines))
-    (tmp_path / "link.py").symlink_to(folder / name)
-    monkeypatch.chdir(tmp_path)
-    modules = set()
-    for path in (f"{folder.name}/{name}", str(folder / name), "link.py"):
-        function = user_functions.load_function(f"{path}:reward", "env.reward")
-        assert function(None) == len("helpers of chain")
-        modules.add(function.__module__)
-    assert len(modules) == 1
 
 
 VERIFIERS = """
@@ -167,15 +147,7 @@ def test_a_worker_gets_a_loss_with_the_siblings_of_its_file(tmp_path, monkeypatc
     assert list(inspect.signature(unpickled).parameters) == list(user_functions.LOSS)
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("import absent", "my.py:1: ModuleNotFoundError: No module named 'absent'. Correct it"),
-        ("import uses_absent", "uses_absent.py:1 in <module>: ModuleNotFoundError"),
-    ],
-)
-def test_an_import_that_fails_is_an_error_with_its_line(tmp_path, source, expected):
-    folder = write_files(tmp_path / "my folder", my=source, uses_absent="import absent")
-    with pytest.raises(UserFunctionError) as error:
+def test_an_import_that_fails_is_an_error_with_its_line(tmp_path):
+    folder = write_files(tmp_path / "my folder", my="import lost", lost="import absent")
+    with pytest.raises(UserFunctionError, match=r"lost\.py:1 in <module>: ModuleNotFoundError"):
         user_functions.load_function(f"{folder}/my.py:f", "env.reward")
-    assert expected in str(error.value)

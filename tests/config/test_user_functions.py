@@ -15,13 +15,10 @@ from kit.config.recipe import Recipe, freeze
 from kit.config.user_functions import ADVANTAGE, LOSS_MODE
 from kit.data.episode import Episode
 from kit.data.selection import select_trainable
-from kit.errors import RunError, Stop, UserFunctionError
+from kit.errors import RunError, UserFunctionError
 from kit.runs import trial
 from tests.helpers.recipes import ROOT, load
 
-BROKEN = """
-import not_there_at_all
-"""
 GOOD = """
 import torch
 
@@ -43,8 +40,6 @@ def first(tasks, size, batch, seed, pass_rates):
 
 def none(episodes):
     return []
-
-NOT_A_FUNCTION = 3
 """
 
 
@@ -81,13 +76,10 @@ def make_recipe(tiny_recipe):
     [
         ("env.reward", "nowhere.py:f", "env.reward=nowhere.py:f: no file nowhere.py"),
         ("env.reward", "verdict", "env.reward=verdict is not a function"),
-        ("env.reward", "good.py:longer", "has no function longer. It has shorter, flat"),
-        ("env.reward", "good.py:NOT_A_FUNCTION", "has no function NOT_A_FUNCTION"),
+        ("env.reward", "good.py:longer", "has no function longer"),
         ("env.reward", {"function": "good.py:shorter", "per_word": 1}, "per_word"),
         ("env.filters", ["good.py:first"], "cannot be called with (episodes)"),
-        ("env.sampler", "good.py:none", "called with (tasks, size, batch, seed, pass_rates)"),
         ("env.reward", "broken.py:f", "broken.py:2: ModuleNotFoundError"),
-        ("env.reward", "script.py:f", "script.py:2: SystemExit: 2"),
         (ADVANTAGE, "good.py:greedy_baseline", "'answer_key'"),
         (LOSS_MODE, "good.py:flat", "cannot be called with (old_log_prob, log_prob"),
     ],
@@ -96,8 +88,7 @@ def test_an_invalid_function_is_an_error_before_anything_starts(
     make_recipe, tmp_path, monkeypatch, key, value, message
 ):
     (tmp_path / "good.py").write_text(GOOD)
-    (tmp_path / "broken.py").write_text(BROKEN)
-    (tmp_path / "script.py").write_text("import sys\nsys.exit(2)")
+    (tmp_path / "broken.py").write_text("\nimport not_there_at_all\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserFunctionError, match=re.escape(message)):
         make_recipe({key: value})
@@ -152,13 +143,6 @@ def test_verls_filter_groups_comes_after_the_filters_of_the_recipe(
         assert select_trainable(episodes, 2, filters)[0] == kept
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_data_shuffle_decides_whether_rows_are_shuffled(workspace, shuffle):
-    inputs = load(workspace, f"data.shuffle={shuffle}", "data.seed=3").inputs
-    batch = inputs.source.batch(1, len(inputs.train), 0, {})
-    assert (batch == inputs.train) is not shuffle
-
-
 def test_the_recipe_decides_which_models_are_needed(make_recipe):
     teacher = {user_functions.TEACHER: "models/t"}
     assert make_recipe(teacher).teacher == ""
@@ -176,10 +160,7 @@ def test_the_recipe_decides_which_models_are_needed(make_recipe):
 
 FUNCTIONS_WITH_MISTAKES = """
 import torch
-from kit.errors import UserFunctionError, RunError, Stop
-
-def reward_of_text(episode):
-    return "1"
+from kit.errors import RunError
 
 def reward_of_truth(episode):
     return episode.reward > 0.5
@@ -190,47 +171,22 @@ def reward_of_nan(episode):
 def raises(episode):
     return 1 / 0
 
-def refuses(episode):
-    raise UserFunctionError("env.reward: refuses: as it says")
-
 def ends(episode):
     raise RunError("no judge at http://x; start it")
-
-def stops(episode):
-    raise Stop("lost")
 
 def forgets(episodes):
     [e for e in episodes]
 
-def invents(episodes, count=1):
-    return [*episodes, *[object()] * count]
-
 def few(tasks, size, batch, seed, pass_rates):
     return tasks[: size - 1]
-
-def others(tasks, size, batch, seed, pass_rates):
-    return ["a"] * size
 
 def per_answer(token_level_rewards, response_mask):
     advantages = token_level_rewards.sum(dim=1)
     return advantages, advantages
 
-def whole_numbers(response_mask):
-    return response_mask, response_mask
-
-def one(token_level_rewards):
-    return token_level_rewards
-
-def late(token_level_rewards, values):
-    helper = lambda: {}["of"]
-    return helper()
-
 def per_token(old_log_prob, log_prob, advantages, response_mask,
     loss_agg_mode, config, rollout_is_weights=None):
     return -advantages * log_prob, {}
-
-def constant(old_log_prob, log_prob, **others):
-    return old_log_prob.sum(), {}
 
 def in_place(old_log_prob, log_prob, advantages, response_mask,
     loss_agg_mode, config, rollout_is_weights=None):
@@ -240,20 +196,13 @@ def in_place(old_log_prob, log_prob, advantages, response_mask,
     return loss, {}
 """
 MISTAKES = [  # (key, function, a part of the message)
-    ("env.reward", "reward_of_text", "returned '1'. Return a finite number"),
     ("env.reward", "reward_of_truth", "returned True"),
     ("env.reward", "reward_of_nan", "returned nan"),
-    ("env.reward", "raises", "bad.py:15: ZeroDivisionError: division by zero"),
+    ("env.reward", "raises", "bad.py:12: ZeroDivisionError: division by zero"),
     ("env.filters", "forgets", "returned None. Return a list of some of the episodes"),
-    ("env.filters", "invents", "of the episodes that it got"),
     ("env.sampler", "few", "Return a list of 8 (its argument `size`) of the tasks"),
-    ("env.sampler", "others", "of the tasks that it got"),
     (ADVANTAGE, "per_answer", "returned (torch.float32 of shape [4]"),
-    (ADVANTAGE, "whole_numbers", "returned (torch.int64 of shape"),
-    (ADVANTAGE, "one", "Return (advantages, returns)"),
-    (ADVANTAGE, "late", "bad.py:49: KeyError: 'of'"),
     (LOSS_MODE, "per_token", "returned (torch.float32 of shape [4, 5]"),
-    (LOSS_MODE, "constant", "its loss has no gradient"),
     (LOSS_MODE, "in_place", "its loss has no gradient"),
 ]
 
@@ -283,8 +232,5 @@ def test_a_mistake_during_a_run_is_reported_in_the_same_way(bad_file):
     with pytest.raises(UserFunctionError, match=r"^env\.reward=bad\.py:raises failed"):
         user_functions.load_function("bad.py:raises", "env.reward")(episode())
     # exceptions of the kit are passed on unchanged
-    for function, kind in (("refuses", UserFunctionError), ("ends", RunError), ("stops", Stop)):
-        with pytest.raises(
-            kind, match=r"^(env\.reward: refuses: as it says|no judge at http://x; start it|lost)$"
-        ):
-            user_functions.load_function(f"bad.py:{function}", "env.reward")(episode())
+    with pytest.raises(RunError, match=r"^no judge at http://x; start it$"):
+        user_functions.load_function("bad.py:ends", "env.reward")(episode())

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import math
 import os
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from transformers import Qwen2Config
 
-from kit.config import resources
 from kit.config.keys import KEYS, flatten, is_kit_key, is_used, matches_any, to_plain
 from kit.config.load import MODEL_ENGINES, base_configs, load_config
-from kit.config.numbers import NUMBERS, find_rule
+from kit.config.numbers import find_rule
 from kit.config.sections import read_sections
-from kit.runs import prepare
 from tests.helpers.recipes import CPU, RECIPE
 
 FILES = [str(CPU), str(RECIPE)]
@@ -31,29 +24,22 @@ def read(key: str, *arguments: str, files=()):
     return to_plain(OmegaConf.select(config, key))
 
 
-@pytest.mark.parametrize("key", [NAME, "env.verifier", "gym.servers.s.url", f"{MODEL}.path"])
-@pytest.mark.parametrize("text", ["2026_11_26", "007", "yes", "a #b", "@x", "a: b"])
+@pytest.mark.parametrize("key", [NAME, "env.verifier", f"{MODEL}.path"])
+@pytest.mark.parametrize("text", ["2026_11_26", "007", "yes", "a #b"])
 def test_a_text_of_the_command_line_stays_as_typed(key, text):
-    value = read(key, f"{key}={text}")
-    assert value == (f"http://{text}" if key == "gym.servers.s.url" else text)
+    assert read(key, f"{key}={text}") == text
 
 
 @pytest.mark.parametrize(
     ("change", "value"),
     [
-        ("trainer.total_training_steps=1e3", 1000),
-        ("trainer.total_training_steps=null", None),
-        ("actor_rollout_ref.actor.optim.lr=1e-6", 1e-6),
         ("actor_rollout_ref.actor.optim.betas=[0.9, 0.95]", [0.9, 0.95]),
         ("algorithm.rollout_correction.rollout_is_threshold=0.8_2", "0.8_2"),  # YAML: 0.82
         ("data.train_batch_size=${actor_rollout_ref.rollout.n}", 8),
-        ("env.verifier=null", None),
         ("env.train_files=[2026_11_26, {path: ~/b, weight: 0.5}]", None),
         (f"{MODEL}.target_modules=[q_proj, v_proj]", ["q_proj", "v_proj"]),
         ("gym.concurrency={a: 3, default: auto}", {"a": 3, "default": "auto"}),
-        ("trainer.logger=[wandb]", ["wandb"]),
         ("trainer.logger=wandb", ["wandb"]),  # as in verl
-        ("trainer.logger=null", []),
         ("gym.servers=null", {}),
         (rf"{NAME}=a\${{b}}", "a${b}"),
         (f"{MODEL}.path=~/a/b", os.path.expanduser("~/a/b")),
@@ -76,12 +62,6 @@ def test_a_date_and_a_range_in_a_file_are_texts(tmp_path):
     assert (read(NAME, files=[path]), read(key, files=[path])) == ("2026_11_26", "0.5_2")
 
 
-def test_a_recipe_of_the_home_folder_is_found(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "recipe.yaml").write_text("trainer: {save_freq: 3}")
-    assert read("trainer.save_freq", files=["~/recipe.yaml"]) == 3
-
-
 def test_every_number_of_the_configuration_has_a_rule_and_a_valid_default():
     for engine in MODEL_ENGINES:
         base = base_configs(engine)[1]
@@ -94,25 +74,15 @@ def test_every_number_of_the_configuration_has_a_rule_and_a_valid_default():
             assert not is_used(key) or not rule or rule.is_valid(value), key
 
 
-@example(value="0")
-@given(value=st.one_of(st.integers(), st.floats(), st.text(), st.none(), st.booleans()))
-def test_any_value_is_refused_or_stays_valid_once_it_is_normalized(value):
-    for rule in NUMBERS.values():
-        if rule.is_valid(value):
-            normalized = rule.normalize(value)
-            assert rule.is_valid(normalized)
-            assert not isinstance(normalized, float) or math.isfinite(normalized)
-            assert not rule.is_whole or not isinstance(normalized, float)
-
-
 def test_the_kits_sections_are_read_as_the_code_uses_them(monkeypatch):
     monkeypatch.setenv("SOME_PORT", "8123")
+    port = "${oc.decode:${oc.env:SOME_PORT}}"
     changes = [
         "env.val_max_rows=${data.train_batch_size}",
         "gym.timeout_s=7",
         "gym.concurrency=3",
-        "gym.policy_endpoint.port=${oc.env:SOME_PORT}",
-        "gym.servers.s.start={config: null, port: '${oc.env:SOME_PORT}'}",
+        f"gym.policy_endpoint.port={port}",
+        f"gym.servers.s.start={{config: null, port: '{port}'}}",
         "trainer.resource_pools.ref=2",
     ]
     gym, env, kit = dict(read_sections(load_config(FILES, changes)[0])).values()
@@ -121,41 +91,3 @@ def test_the_kits_sections_are_read_as_the_code_uses_them(monkeypatch):
     start = gym.servers["s"].start
     assert start and (start.config, start.port, start.env) == (None, 8123, None)
     assert kit.resource_pools.sizes() == {"ref": 2}
-
-
-# --- references that only the kit resolves -------------------------------------------------------
-
-
-@pytest.fixture
-def forget_resolvers():
-    """A function that removes the resolvers of the kit, as in a process of Ray."""
-    resolvers = {
-        "choose": resources.choose,
-        "cores": resources.cores,
-        "all_gpus": resources._all_gpus_of_root,
-    }
-    yield lambda: [OmegaConf.clear_resolver(name) for name in resolvers]
-    for name, resolver in resolvers.items():
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
-
-
-@pytest.mark.parametrize(
-    ("files", "sequences"),
-    [
-        (["math"], None),
-        (["math_cpu", "cpu"], 64),
-        # kernels of a GPU do not depend on the size of a batch, so a GPU would only be slow
-        (["math_cpu", "cpu", "deterministic"], 1),
-    ],
-)
-def test_workers_resolve_their_settings_without_the_resolvers_of_the_kit(
-    forget_resolvers, files, sequences
-):
-    """verl's workers get config.actor_rollout_ref with its interpolations."""
-    config, _ = load_config(files, [])
-    prepare.set_sizes(config, Qwen2Config())
-    settings = copy.deepcopy(config.actor_rollout_ref)
-    forget_resolvers()
-    OmegaConf.resolve(settings)
-    if sequences:
-        assert settings.rollout.max_num_seqs == sequences

@@ -96,7 +96,6 @@ ACTOR = "actor_rollout_ref.actor"
     ("overrides", "changes", "message"),
     [
         ([], ["model_engine=torchtitan"], "is not one of dp, megatron"),
-        (["megatron", "cpu"], [], "model_engine=megatron needs GPUs"),
         (["megatron"], [f"{ACTOR}.strategy=fsdp2"], "strategy=fsdp2 does not work with"),
         (
             ["megatron", "ppo"],
@@ -113,11 +112,6 @@ ACTOR = "actor_rollout_ref.actor"
             "sglang needs actor_rollout_ref.rollout.name",
         ),
         (["fp8", "cpu"], [], "quantization=fp8 on a CPU"),
-        (
-            [],
-            ["actor_rollout_ref.model.override_config.quantization_config.load_in_4bit=true"],
-            "QLoRA",
-        ),
         (
             ["drafts"],
             [f"{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=eagle"],

@@ -6,10 +6,10 @@ feature scores these (extras/policy_programs/program_scores.py).
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from kit.config.python_files import skip_package_init
 from kit.data.ground_truths import Json, is_empty, make_error, read_expected_answers
 
 PROGRAM_SOURCES = ("codecontests", "apps", "codeforces", "taco")  # verl runs the response
@@ -55,10 +55,12 @@ def runs_response(data_source: object, settings: Mapping[str, object]) -> bool:
 def load_verl_scorer() -> Callable[..., object]:
     """Import verl's scorers and return `compute_score`.
 
-    Does not run `import verl`, which imports torch and Ray: 10 s and 0.5 GB for each process.
+    Does not run `import verl`, which imports torch and Ray: 10 s and 0.5 GB for each process. Both
+    packages stay empty in this process.
     """
-    skip_package_init("verl")
-    skip_package_init("verl.utils")
+    for name in ("verl", "verl.utils"):
+        spec = importlib.util.find_spec(name)
+        sys.modules[name] = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     importlib.import_module("verl.utils.reward_score")
     return compute_score
 
