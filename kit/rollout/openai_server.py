@@ -19,7 +19,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiohttp import web
 
@@ -28,6 +28,9 @@ from kit.data.episode import LOG_PROBS, PROMPT_IDS, SAMPLED_IDS, TOKEN_FIELDS, P
 from kit.rollout.openai_history import Histories, Prompt, parse_offered
 from kit.rollout.openai_requests import CONTEXT_CODE, ChatRequest, RequestError, read_request
 from kit.rollout.sampling import RolloutContext, SampledResponse, sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_BODY_BYTES = 2**28
 # A request has the text of its conversation, and the ids up to each of its turns.
@@ -100,7 +103,7 @@ async def complete_chat(
         return error_reply(400, "the JSON of the request has too many levels. Remove some.")
     except GymError as error:
         return error_reply(422, str(error), code=error.reason, kind="server_error")
-    return Reply(200, make_completion(prompt, sampled, response, context))
+    return Reply(200, make_completion(request, prompt, sampled, response, context))
 
 
 def find_room(prompt: Prompt, request: ChatRequest, context: RolloutContext) -> int:
@@ -133,7 +136,11 @@ def find_room(prompt: Prompt, request: ChatRequest, context: RolloutContext) -> 
 
 
 def make_completion(
-    prompt: Prompt, sampled: SampledResponse, response: ParsedResponse, context: RolloutContext
+    request: ChatRequest,
+    prompt: Prompt,
+    sampled: SampledResponse,
+    response: ParsedResponse,
+    context: RolloutContext,
 ) -> Json:
     """Return a chat completion of OpenAI's API, with Gym's fields for token ids and log-probs."""
     if sampled.ids[-1] not in context.stop_ids:
@@ -142,10 +149,14 @@ def make_completion(
         finish_reason = "tool_calls"
     else:
         finish_reason = "stop"
+    log_probs = None
+    # Gym's model server sets both fields, but reads the log-probs of the message.
+    if request.logprobs and not request.return_tokens_as_token_ids:
+        log_probs = {"content": list_log_probs(sampled, context.tokenizer), "refusal": None}
     choice = {
         "index": 0,
         "finish_reason": finish_reason,
-        "logprobs": None,  # Gym reads those of the message
+        "logprobs": log_probs,
         "message": make_message(prompt, sampled, response),
     }
     return {
@@ -183,6 +194,16 @@ def make_message(prompt: Prompt, sampled: SampledResponse, response: ParsedRespo
     return message | token_fields
 
 
+def list_log_probs(sampled: SampledResponse, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
+    """Return the log-probs of a response in the form of OpenAI's API."""
+    entries = []
+    for token_id, log_prob in zip(sampled.ids, sampled.log_probs, strict=True):
+        token = str(tokenizer.decode([token_id]))
+        entry = {"token": token, "logprob": log_prob, "bytes": list(token.encode())}
+        entries.append({**entry, "top_logprobs": []})
+    return entries
+
+
 # --- streams -------------------------------------------------------------------------------------
 
 
@@ -207,7 +228,7 @@ def make_chunks(completion: Json, include_usage: bool) -> Iterator[Json]:
         part = {
             "index": 0,
             "delta": delta,
-            "logprobs": None,
+            "logprobs": choice["logprobs"] if number == 0 else None,
             "finish_reason": choice["finish_reason"] if is_last else None,
         }
         yield {**shared, "choices": [part]}

@@ -32,7 +32,10 @@ FAMILIES = {
     "gemma3_text": "",  # with a sliding window that is shorter than the rows
     "mixtral": "",  # experts
     "gpt_neox": "",  # no num_key_value_heads, which verl reads
+    "granitemoehybrid": NEIGHBORS,  # Mamba, attention and experts
+    "lfm2": NEIGHBORS,  # short convolutions
     "mamba2": NEIGHBORS,
+    "qwen3_next": NEIGHBORS,  # gated delta nets
     "gpt_oss": "(eager attention). Packed, NotImplementedError",  # sinks
 }
 ROUNDING = 1e-5
