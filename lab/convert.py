@@ -231,6 +231,8 @@ def read_table(data: str, subset: str | None, split: str) -> Iterator[tuple[str,
 
     is_online = not huggingface_hub.constants.HF_HUB_OFFLINE
     try:
+        if is_online:  # fails after 5 s without a network; load_dataset would try for half a minute
+            huggingface_hub.HfApi().dataset_info(data, timeout=5)
         table = datasets.load_dataset(data, subset, split=split, streaming=is_online)
         for number, entry in enumerate(table, 1):
             yield f"{data}:{number}", entry

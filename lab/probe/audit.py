@@ -21,6 +21,7 @@ from lab.probe import truths
 from lab.probe.responses import RIGHT, Case, make_probes
 
 CONCURRENT = 8  # responses
+SENT_TWICE = ("empty", "another answer", "negated", "the truth")  # kinds
 NO_ANSWER = "x"  # a wrong answer where no other one is known
 
 
@@ -55,7 +56,7 @@ class RowAudit:
     """All results of a row.
 
     replies: to the truth in all forms and to all probes. scale: of the truth's form, or that of the
-    verifier if no truth is accepted.
+    verifier if no truth is accepted. changed: two rewards of one response, if they differ.
     """
 
     task: Task
@@ -63,6 +64,7 @@ class RowAudit:
     scale: RewardScale = UNKNOWN
     replies: list[Reply] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
+    changed: str = ""
 
     @property
     def is_broken(self) -> bool:
@@ -122,6 +124,8 @@ async def audit_verifier(rows: Sequence[RowAudit], sender: Sender) -> None:
             f"({replies[0].reason}): {replies[0].error} Correct the verifier or its rows, then "
             "probe again."
         )
+    if await sender.router.kind(rows[0].task.server) == "verify":  # a game may begin otherwise
+        await asyncio.gather(*(send_again(row, sender) for row in reversed(rows)))
 
 
 async def audit_row(row: RowAudit, sender: Sender) -> None:
@@ -164,6 +168,17 @@ async def find_form(row: RowAudit, sender: Sender) -> None:
             best = scale.full
             row.scale = scale
             row.case = replace(case, truth=answer, form=form)
+
+
+async def send_again(row: RowAudit, sender: Sender) -> None:
+    """Send some responses of a row again, in the opposite order, until a reward differs."""
+    for first in [each.reply for each in row.outcomes if each.kind in SENT_TWICE][::-1]:
+        second = await sender.send(row.task, first.text)
+        if first.reward is None or second.reward is None:
+            continue
+        if not are_equal([first.reward, second.reward]):
+            row.changed = f"{first.reward:.4g}, then {second.reward:.4g}"
+            return
 
 
 class Weakness(NamedTuple):

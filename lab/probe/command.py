@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
         found = find_weaknesses(rows, args.threshold, args.ignore)
         console.print(report.build_report(name, rows, found), highlight=False)
         weaknesses += found
-        broken += sum(row.is_broken for row in rows)
+        broken += sum(row.is_broken or bool(row.changed) for row in rows)
     kinds = count_nouns(len(weaknesses), "kind")
     say(f"\n{kinds} of weakness in {count_nouns(len(audits), 'verifier')}")
     if weaknesses or broken:

@@ -65,6 +65,10 @@ def describe(rows: Sequence[RowAudit]) -> Iterator[str]:
     if broken:
         broken_rows = count_nouns(broken, "row")
         yield f"    no form of the truth earns more than a wrong answer, for {broken_rows}"
+    changed = [row.changed for row in rows if row.changed]
+    if changed:
+        changed_rows = count_nouns(len(changed), "row")
+        yield f"    one response got two rewards ({changed[0]}), for {changed_rows}"
     unknown = sum(not row.case.answers for row in rows)
     if unknown:
         rows_without = count_nouns(unknown, "row")

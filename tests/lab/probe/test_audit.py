@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -12,6 +13,7 @@ from lab.probe.audit import find_weaknesses
 from tests.helpers.recipes import CPU, RECIPE, tiny, write_rows
 
 SOURCE = """
+import os
 import re
 
 def number(text):
@@ -30,6 +32,11 @@ def contains(data_source, solution_str, ground_truth, extra_info):
 
 def unreachable(data_source, solution_str, ground_truth, extra_info):
     return float(solution_str == f"<<{ground_truth}>>")
+
+def alternates(data_source, solution_str, ground_truth, extra_info):
+    with open("calls.txt", "a") as calls:
+        calls.write("x")
+    return float(accepts(ground_truth, solution_str)) + os.path.getsize("calls.txt") / 1e6
 
 TRIAL = ("So the answer is 7.", "7")  # wrong answers of the check before the probe
 
@@ -120,12 +127,18 @@ def test_a_verifier_that_searches_for_the_answer_is_fooled(probe):
     assert "deserves nothing" in console
 
 
-def test_a_verifier_that_no_response_can_satisfy_is_broken(probe):
+@pytest.mark.parametrize(
+    ("verifier", "line"),
+    [
+        ("unreachable", r"no form of the truth earns more than a wrong answer, for 3 rows"),
+        ("alternates", r"one response got two rewards \(.+, then .+\), for 3 rows"),
+    ],
+)
+def test_a_broken_verifier_is_found(probe, verifier, line):
     """--ignore does not remove that."""
     ignored = ("--ignore", "leak", "--ignore", "wrong", "--ignore", "right")
-    status, weaknesses, console = probe("unreachable", *ignored)
-    assert (status, weaknesses) == (3, [])
-    assert "no form of the truth earns more than a wrong answer, for 3 rows" in console
+    status, weaknesses, console = probe(verifier, *ignored)
+    assert (status, weaknesses) == (3, []) and re.search(line, console)
 
 
 def test_a_failure_is_no_finding(probe):
