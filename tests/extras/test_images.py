@@ -82,7 +82,7 @@ def test_an_unreadable_image_is_an_error_that_names_the_row(processor, workspace
         unreadable = {  # {source: the reason in the message}
             f"{url}/gone": "404",
             f"{url}/moved": "302",
-            f"{url}/ok_long": "at most 10,000 bytes",
+            f"{url}/ok_long": "over 10000 bytes",
             "http://elsewhere/x.png": "elsewhere is not in env.image_hosts",
             "none.png": "No such file",
             "data:image/png;base64,@@": "cannot be read",
