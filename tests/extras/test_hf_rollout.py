@@ -52,6 +52,7 @@ def hf(stack):
     kill_workers(workers)
 
 
+@pytest.mark.soak
 def test_greedy_responses_of_transformers_and_vllm_are_equal(stack, hf):
     with stack.trainer("greedy") as trainer:
         of_vllm = trainer.rollout(trainer.inputs.train, "greedy", validate=True)
@@ -106,6 +107,7 @@ def test_greedy_tokens_are_the_most_likely_and_top_k_1_leaves_one():
     assert torch.equal(tokens, scores.argmax(-1)) and log_probs.abs().max() == 0
 
 
+@pytest.mark.soak
 def test_each_response_of_a_batch_has_its_own_limit(stack, hf):
     """Each ends at its max_tokens or at a stop token, whichever is first."""
     server = hf[1].server_handles[0]
