@@ -28,14 +28,14 @@ from gym_client import Gym, GymError, message_response
 from kit.config import adapters
 from kit.config.recipe_text import read_saved
 from kit.data.episode import Episode
-from kit.errors import ConfigError, RunError, UserFunctionError
+from kit.errors import ConfigError, RunError, UserFunctionError, remove_control_characters
 from kit.gym import network, servers
 from kit.gym.network import GymStartError, discover_servers
 from kit.gym.server_process import ProcessSpec
 from kit.rollout import openai_server
 from kit.rollout.sampling import SampleStore
 from kit.runs import checkpoints, files
-from kit.runs.console import LogFormatter
+from kit.runs.console import LogFormatter, say
 from lab import price
 from lab.run_folder import RunFolder
 from tests.helpers.http import ROW, VERIFY_ROUTES, ScriptedServer, after
@@ -109,14 +109,17 @@ def test_a_config_that_is_no_recipe_is_an_error_of_one_line(tmp_path, text):
     assert len(str(caught.value)) < 500
 
 
-def test_no_message_has_a_command_for_the_terminal():
+def test_no_message_has_a_command_for_the_terminal(capsys):
     text = "\x1b]52;c;cm0gLXJm\x07 \x9b31m"
     simple = (ConfigError, UserFunctionError, RunError, GymStartError)
     errors = [*(kind(text) for kind in simple), GymError("x", text), JudgeError("x", text)]
     shown = [str(error) for error in errors]
     record = logging.LogRecord("kit", logging.WARNING, "", 0, "%s", (text,), None)
     shown.append(LogFormatter().format(record))
+    say(text)
+    shown.append(capsys.readouterr().out)
     assert not set("".join(shown)) & {"\x1b", "\x07", "\x9b"}
+    assert remove_control_characters("a\r\x08\n\tb") == "a\n\tb"
 
 
 # --- a claim about what the kit knows -------------------------------------------------------------

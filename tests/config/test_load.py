@@ -150,12 +150,6 @@ def test_a_public_policy_endpoint_needs_a_key(workspace, monkeypatch):
         load(workspace, "gym.policy_endpoint.port=12345")
 
 
-def test_the_summary_warns_of_a_truncated_sampling_distribution(workspace):
-    for change, has_warning in (("top_p=0.9", True), ("temperature=0.9", False)):
-        text = summary.summarize(*load(workspace, f"actor_rollout_ref.rollout.{change}"))
-        assert ("rollout_correction is biased" in text) == has_warning
-
-
 def test_another_reward_does_not_inherit_settings(workspace):
     """The reward function of dapo has the setting `limit`.
 
