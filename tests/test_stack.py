@@ -11,7 +11,6 @@ import env
 import inference
 import training
 from kit.rollout.sampling import build_sampling_params, repeat_per_group
-from lab import convert
 from tests.helpers.models import ACTIONS, END
 from tests.helpers.recipes import GYM_PYTHON, make_counter_row, row
 
@@ -189,6 +188,8 @@ def test_a_real_game_is_played_to_its_end(session, multi_turn_servers):
 
 def test_an_agent_of_gym_samples_from_the_policy_endpoint(session, multi_turn_servers):
     """nemo-gym's simple_agent, vllm_model and workplace_assistant return the ids vLLM sampled."""
+    from lab import convert
+
     row = next(convert.read_examples("workplace_assistant", str(GYM_PYTHON)))
     episodes = play(session, multi_turn_servers, row, "office", 16, "directory")
     assert [e.status for e in episodes] == ["ok"] * 16, episodes[0].error

@@ -19,7 +19,6 @@ from verl.utils.metric import Metric
 from verl.workers.utils.padding import left_right_2_no_padding
 
 import training
-from extras import sft
 from kit.config.recipe import Recipe
 from kit.data.episode import TurnSpan
 from kit.data.selection import select_trainable
@@ -475,6 +474,8 @@ def test_utilization_is_a_metric_only_on_gpus(recipe):
 
 
 def test_sft_takes_one_step_on_the_tokens_of_the_response(recipe):
+    from extras import sft
+
     episodes = seven_episodes()
     episodes[0].response_mask = [1, 0, 1]
     actor = RecordingGroup({"loss": [0.5]})
