@@ -31,7 +31,6 @@ from kit.config.load import load_config, read_yaml
 from kit.config.sections import ServerStart
 from kit.data.ground_truths import find_ground_truth
 from kit.gym import network
-from lab.report import metric_docs, report_page
 from tests.helpers.http import StubJudge
 from tests.helpers.pages import (
     EXAMPLES,
@@ -58,6 +57,8 @@ PLACEHOLDERS = {"X", "RECIPE", "files", "more.yaml"}
 
 
 def test_the_reference_page_is_up_to_date():
+    from lab.report import metric_docs
+
     path = ROOT / "docs" / "reference.md"
     assert path.read_text() == metric_docs.render_reference(), (
         "run python -m lab.report.metric_docs > docs/reference.md"
@@ -242,6 +243,8 @@ def run_bash_block(text: str, folder: Path, monkeypatch) -> None:
         elif words[:2] == ["python", "algorithm.py"]:
             dry_run(words[2:], folder, monkeypatch)
         elif words[:3] == ["python", "-m", "lab.report.report_page"]:
+            from lab.report import report_page
+
             report_page.main(words[3:])
         elif words[:4] == ["python", "-m", "pytest", "-q"]:
             run_tests(folder / words[4], folder, monkeypatch)

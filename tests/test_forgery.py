@@ -11,13 +11,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import env
 import inference
-import training
 from gym_client import RESERVED, Gym
-from kit.data.episode import Episode, TurnSpan
+from kit.data.episode import Episode
 from kit.rollout.sampling import request_group
 from tests.helpers.http import ScriptedServer
 from tests.helpers.rollouts import (
@@ -136,23 +134,3 @@ def test_an_observation_that_cannot_fit_is_not_tokenized():
     with pytest.raises(inference.GymError, match="25601 characters observed") as error:
         inference.build_prompt(Episode("x:1", "g", "server", []), task, session, context)
     assert error.value.reason == "prompt_too_long"
-
-
-def test_no_part_of_a_reward_is_at_an_observed_token_or_at_padding():
-    """The reward of an episode is at its last token, that of a turn at its last sampled token."""
-    two_turns = Episode(
-        "r",
-        "g",
-        "s",
-        [5, 6],
-        [7, 7, 9, 7],
-        [1, 1, 0, 1],
-        [-0.5] * 4,
-        turns=[TurnSpan(0, 2, 1), TurnSpan(3, 4, 1)],
-    )
-    two_turns.reward = 1.0
-    two_turns.turn_rewards = [0.25, 0.75]
-    one_turn = Episode("r", "g", "s", [5], [7], [1], [-0.5], turns=[TurnSpan(0, 1, 1)], reward=0.5)
-    batch = training.build_batch([two_turns, one_turn], 0, 1.0)
-    expected = torch.tensor([[0, 0.25, 0, 0.75], [0.5, 0, 0, 0]])
-    assert torch.equal(batch.batch["token_level_scores"], expected)

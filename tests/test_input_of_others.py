@@ -22,22 +22,18 @@ from omegaconf import OmegaConf
 import env
 import gym_client
 import inference
-from extras.judges.judge_proxy import JudgeError
-from extras.policy_programs.sandbox import sandbox_command
 from gym_client import Gym, GymError, message_response
 from kit.config import adapters
 from kit.config.recipe_text import read_saved
 from kit.data.episode import Episode
-from kit.errors import ConfigError, RunError, UserFunctionError
+from kit.errors import ConfigError, RunError, UserFunctionError, remove_control_characters
 from kit.gym import network, servers
 from kit.gym.network import GymStartError, discover_servers
 from kit.gym.server_process import ProcessSpec
 from kit.rollout import openai_server
 from kit.rollout.sampling import SampleStore
 from kit.runs import checkpoints, files
-from kit.runs.console import LogFormatter
-from lab import price
-from lab.run_folder import RunFolder
+from kit.runs.console import LogFormatter, say
 from tests.helpers.http import ROW, VERIFY_ROUTES, ScriptedServer, after
 from tests.helpers.rollouts import (
     RecordingClient,
@@ -91,6 +87,9 @@ def test_no_value_of_an_adapter_is_resolved(tmp_path, field):
 
 
 def test_nothing_in_the_config_of_a_run_folder_is_resolved(tmp_path):
+    from lab import price
+    from lab.run_folder import RunFolder
+
     path = tmp_path / "config.yaml"
     path.write_text(f"trainer: {{default_local_dir: '{VARIABLE}', experiment_name: '{VARIABLE}'}}")
     assert read_saved(path)["trainer"]["experiment_name"] == VARIABLE
@@ -109,14 +108,19 @@ def test_a_config_that_is_no_recipe_is_an_error_of_one_line(tmp_path, text):
     assert len(str(caught.value)) < 500
 
 
-def test_no_message_has_a_command_for_the_terminal():
+def test_no_message_has_a_command_for_the_terminal(capsys):
+    from extras.judges.judge_proxy import JudgeError
+
     text = "\x1b]52;c;cm0gLXJm\x07 \x9b31m"
     simple = (ConfigError, UserFunctionError, RunError, GymStartError)
     errors = [*(kind(text) for kind in simple), GymError("x", text), JudgeError("x", text)]
     shown = [str(error) for error in errors]
     record = logging.LogRecord("kit", logging.WARNING, "", 0, "%s", (text,), None)
     shown.append(LogFormatter().format(record))
+    say(text)
+    shown.append(capsys.readouterr().out)
     assert not set("".join(shown)) & {"\x1b", "\x07", "\x9b"}
+    assert remove_control_characters("a\r\x08\n\tb") == "a\n\tb"
 
 
 # --- a claim about what the kit knows -------------------------------------------------------------
@@ -368,6 +372,8 @@ def test_a_process_of_others_sees_the_variables_of_a_list(monkeypatch):
 
 
 def test_a_sandbox_has_only_packages_the_kit_and_what_is_named(tmp_path, monkeypatch):
+    from extras.policy_programs.sandbox import sandbox_command
+
     monkeypatch.chdir(tmp_path)
     command = sandbox_command(["true"], [tmp_path / "mine.py"])
     binds = [command[i + 1] for i, word in enumerate(command) if word.startswith("--ro-bind")]

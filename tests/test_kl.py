@@ -127,3 +127,5 @@ def test_kl_in_the_reward_is_subtracted_on_sampled_tokens_only(kind, target):
     change = np.clip(kl / target - 1, -0.2, 0.2) * 10 / 100
     assert controller.value == pytest.approx(0.5 * (1 + change)) != 0.5
     assert training.make_kl_controller(recipe, 0.0).value == 0.25  # a new run starts with kl_coef
+    recipe.algorithm.kl_ctrl.type = "fixed"
+    assert training.make_kl_controller(recipe, 0.5).value == 0.25

@@ -10,9 +10,7 @@ import torch
 import env
 import inference
 import training
-from kit.errors import RunError
 from kit.rollout.sampling import build_sampling_params, repeat_per_group
-from lab import convert
 from tests.helpers.models import ACTIONS, END
 from tests.helpers.recipes import GYM_PYTHON, make_counter_row, row
 
@@ -91,18 +89,6 @@ def test_vllm_has_the_weights_of_the_trainer_after_a_sync(session):
     assert stale > 1000 * AGREE  # without a sync, the difference is large
     session.servers.update_weights(1)
     assert compute_disagreement(session, sample(session)) < AGREE
-
-
-def test_a_server_with_old_weights_ends_the_run(session):
-    """If a sync does not reach a server, the server still reports the previous step."""
-    session.servers.update_weights(2)
-    assert {e.status for e in sample(session, n=1)} == {"ok"}
-    session.servers.context.policy_version = 3  # as after a sync that did not arrive
-    with pytest.raises(
-        RunError, match="samples from the weights of step 2, the trainer's are of step 3"
-    ):
-        sample(session, n=1)
-    session.servers.context.policy_version = 2
 
 
 def test_an_empty_answer_is_verified_like_any_other(session):
@@ -202,6 +188,8 @@ def test_a_real_game_is_played_to_its_end(session, multi_turn_servers):
 
 def test_an_agent_of_gym_samples_from_the_policy_endpoint(session, multi_turn_servers):
     """nemo-gym's simple_agent, vllm_model and workplace_assistant return the ids vLLM sampled."""
+    from lab import convert
+
     row = next(convert.read_examples("workplace_assistant", str(GYM_PYTHON)))
     episodes = play(session, multi_turn_servers, row, "office", 16, "directory")
     assert [e.status for e in episodes] == ["ok"] * 16, episodes[0].error

@@ -160,16 +160,6 @@ def test_turn_gae_is_the_formula_of_the_paper(gamma, lam):
     np.testing.assert_allclose(returns, expected_returns, atol=1e-9)
 
 
-def test_turn_rewards_are_at_their_turns_and_the_rest_is_at_the_last_token():
-    e = episode(
-        reward=0.7, length=7, turns=[TurnSpan(0, 2, 1), TurnSpan(4, 6, 3)], turn_rewards=[0.5, 0.25]
-    )
-    e.response_mask = [1, 1, 0, 0, 1, 1, 0]
-    scores = training.build_batch([e], 0, 1.0).batch["token_level_scores"][0]
-    assert scores.tolist() == pytest.approx([0, 0.5, 0, 0, 0, 0.25, -0.05])
-    assert training.build_batch([e], 0, 1.0).batch["turn"].tolist() == [[0, 0, -1, -1, 1, 1, -1]]
-
-
 def test_values_of_observed_tokens_count_for_the_turn_before():
     """[B, R] is [2, 6]. Tokens before the first turn count for the first turn."""
     turn = torch.tensor([[0, 0, -1, 1, -1, -1], [-1, 0, 1, 2, -1, -1]])

@@ -19,7 +19,6 @@ from verl.utils.metric import Metric
 from verl.workers.utils.padding import left_right_2_no_padding
 
 import training
-from extras import sft
 from kit.config.recipe import Recipe
 from kit.data.episode import TurnSpan
 from kit.data.selection import select_trainable
@@ -41,8 +40,6 @@ from tests.helpers.workers import (
     seven_episodes,
     two_rank_recipe,
 )
-
-KL_CTRL = "algorithm.kl_ctrl"
 
 
 @pytest.fixture(scope="module")
@@ -274,46 +271,6 @@ def test_a_learned_reward_is_the_heads_output_at_the_last_token(recipe):
 # --- advantages ----------------------------------------------------------------------------------
 
 
-def test_only_the_adaptive_kl_coefficient_is_taken_from_a_checkpoint(recipe):
-    changes = [f"{KL_CTRL}.type=adaptive", f"{KL_CTRL}.horizon=100", f"{KL_CTRL}.kl_coef=0.2"]
-    recipe = changed(recipe, *changes)
-    assert training.make_kl_controller(recipe, 0.5).value == 0.5
-    assert training.make_kl_controller(recipe, 0.0).value == 0.2
-    fixed = changed(recipe, f"{KL_CTRL}.type=fixed")
-    assert training.make_kl_controller(fixed, 0.5).value == 0.2
-
-
-def compute_batch(recipe, *changes, groups="aabb", rewards=(1.0, 0.0, 0.5, 0.25)) -> Any:
-    """A batch of responses with two tokens, with its advantages."""
-    pairs = zip(groups, rewards, strict=True)
-    episodes = [make_episode([5], [7, 8], reward=reward, group=group) for group, reward in pairs]
-    batch = make_batch(episodes)
-    batch.batch["token_level_rewards"] = 2 * batch.batch["token_level_scores"]
-    batch.batch["values"] = torch.tensor([[0.1, 0.4]] * len(episodes))
-    training.compute_advantages(batch, changed(recipe, *changes))
-    return batch.batch
-
-
-def test_gae_discounts_by_gamma_and_averages_by_lambda(recipe):
-    changes = ["algorithm.adv_estimator=gae", "algorithm.gamma=0.9", "algorithm.lam=0.5"]
-    batch = compute_batch(recipe, *changes)
-    expected = []
-    for reward in (2.0, 0.0, 1.0, 0.5):
-        last = reward - 0.4
-        first = 0.9 * 0.4 - 0.1 + 0.9 * 0.5 * last
-        expected.append([first + 0.1, last + 0.4])
-    assert is_close(batch["returns"], expected)
-
-
-@pytest.mark.parametrize("by_std", [True, False])
-def test_grpo_compares_the_responses_of_a_group(recipe, by_std):
-    batch = compute_batch(recipe, f"algorithm.norm_adv_by_std_in_grpo={str(by_std).lower()}")
-    centered = np.array([1.0, -1.0, 0.25, -0.25])
-    std = np.array([2**0.5, 2**0.5, 0.125**0.5, 0.125**0.5])
-    expected = centered / (std + 1e-6) if by_std else centered
-    assert is_close(batch["advantages"], np.repeat(expected[:, None], 2, axis=1))
-
-
 @pytest.mark.parametrize("has_weights", [True, False])
 def test_a_custom_estimator_gets_the_arguments_that_it_names(recipe, monkeypatch, has_weights):
     arguments = {}
@@ -517,6 +474,8 @@ def test_utilization_is_a_metric_only_on_gpus(recipe):
 
 
 def test_sft_takes_one_step_on_the_tokens_of_the_response(recipe):
+    from extras import sft
+
     episodes = seven_episodes()
     episodes[0].response_mask = [1, 0, 1]
     actor = RecordingGroup({"loss": [0.5]})

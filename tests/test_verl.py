@@ -30,7 +30,6 @@ from verl.workers.utils.losses import sft_loss, value_loss
 
 import algorithm
 import training
-from extras.sft import update_sft
 from kit.config.load import load_config
 from kit.config.recipe import Recipe
 from kit.config.user_functions import register_in_verl
@@ -479,6 +478,8 @@ def test_a_step_of_each_recipe_equals_plain_torch(
 
 def test_a_step_of_sft_equals_plain_torch(moved_actor, workspace, tmp_path):
     """The loss is the mean cross entropy of the response tokens that have a mask of 1."""
+    from extras.sft import update_sft
+
     actor = moved_actor
     recipe, _ = load_recipe(workspace, *SGD)
     workers = training.Workers(actor, None, None)

@@ -11,8 +11,6 @@ from kit.config.load import load_config
 from kit.config.redaction import HIDDEN, redacted, without_settings
 from kit.runs import cli
 from kit.runs.run import Run
-from lab.report import report_page
-from lab.run_folder import RunFolder
 from tests.helpers.recipes import CPU, RECIPE, load, tiny
 
 
@@ -44,6 +42,9 @@ def test_values_of_environment_variables_are_written_as_interpolations(workspace
 def test_the_value_of_a_variable_with_a_secret_name_is_never_written(
     workspace, tmp_path, monkeypatch, name
 ):
+    from lab.report import report_page
+    from lab.run_folder import RunFolder
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(name, "planted8")  # the shortest value that counts as a secret
     change = "gym.servers.reasoning_gym.start.config.url=http://planted8.example/v1"

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extras import sft
 from kit.config.load import ACTOR, load_config
 from kit.config.recipe import freeze
 from kit.config.training_effect import find_long_warmups, warn_of_lost_updates
@@ -56,6 +55,8 @@ def test_the_start_counts_the_steps_of_the_rows(workspace, command):
         if command == "train":
             load(workspace, *changes)
         else:
+            from extras import sft
+
             chats = write_chats(workspace)
             sft.prepare(*load_config([str(CPU), str(RECIPE)], tiny(workspace, *changes, *chats)))
 

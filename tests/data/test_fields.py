@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import env
-from extras import sft
 from kit.config.entries import Entry
 from kit.data import fields
 from kit.data.tasks import TaskLoader
 from kit.data.verl_rows import parse_row
 from kit.rollout import openai_server
 from kit.rollout.openai_requests import read_request
-from lab import convert
 from tests.data.test_tasks import Letters
 from tests.helpers.recipes import write_rows
 from tests.helpers.rollouts import chatml_tokenizer, context_of, one_turn_each
@@ -76,6 +74,8 @@ def test_a_field_that_would_change_the_prompt_is_refused(row, message):
     ],
 )
 def test_a_field_that_is_not_used_is_named_once_for_a_file(tmp_path, capsys, row, unused):
+    from lab import convert
+
     path = write_rows(tmp_path / "rows.jsonl", [{**row, "n": n} for n in range(3)])
     lines = []
     TaskLoader(Letters(), {"s": "s"}, 999, report=lines.append).load_files([Entry(str(path))])
@@ -99,6 +99,8 @@ def test_the_fields_of_a_request_that_are_not_used_are_logged_once(caplog):
 
 
 def test_a_row_of_images_or_without_an_answer_is_no_chat_of_sft():
+    from extras import sft
+
     chat = {"messages": [USER, {"role": "assistant", "content": "2"}]}
     with pytest.raises(env.UnsupportedRowError, match=r"^x:1: verl's images are not supported"):
         sft.tokenize({**chat, "images": ["a.png"]}, None, "x:1")

@@ -22,7 +22,6 @@ from kit.data.metrics import (
     update_pass_rates,
     warn_about_failures,
 )
-from lab.report.metric_docs import find_metric
 from tests.helpers.recipes import row
 
 
@@ -113,6 +112,8 @@ def test_a_pass_rate_is_the_mean_of_the_old_rate_and_the_new_one():
 
 def test_an_evaluation_also_reports_scores_with_failures():
     """Four responses are right, and the verifier fails for four others."""
+    from lab.report.metric_docs import find_metric
+
     episodes = [episode("s", str(i), 1.0) for i in range(4)]
     episodes += [episode("s", str(i), None) for i in range(4, 8)]
     episodes.append(episode("x", "9", 0.25, row={"data_source": "t"}))
@@ -164,6 +165,8 @@ SOURCES = {  # a row -> the name under which it is scored, on the server "score"
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_row_of_verl_is_scored_under_its_data_source(name):
+    from lab.report.metric_docs import find_metric
+
     expected = name.partition(",")[0]
     assert name_test_set(SOURCES[name], "score") == expected
     assert read_test_set(f"val-core/{expected}/reward/mean@4") == expected

@@ -12,7 +12,6 @@ from datasets import Dataset, Features, Image, List, Value
 
 import env
 from kit.data.verl_rows import TASK_ID, parse_row, read_rows
-from lab import convert
 from tests.helpers.models import COLORS, data_url, png
 from tests.helpers.recipes import load, row, write_rows
 
@@ -121,6 +120,8 @@ def test_an_image_of_verl_is_shown_at_its_place(image, url):
 
 
 def test_a_text_prompt_may_have_images_or_be_about_them():
+    from lab import convert
+
     expected = ask([text_part("See "), image_part("1"), text_part(" or "), image_part("2")])
     assert read_input(make_row("See <image> or <image>", images=["1", "2"])) == expected
     for images in (None, []):
@@ -146,6 +147,8 @@ def test_images_that_do_not_fit_the_prompt_are_an_error(prompt, images, message)
 
 
 def test_a_table_of_datasets_with_images_is_read(tmp_path):
+    from lab import convert
+
     features = Features(
         {
             "prompt": List({"role": Value("string"), "content": Value("string")}),
@@ -180,6 +183,8 @@ CREATE = {"calc_reward": {"create_kwargs": {"ground_truth": "4"}}}
 def test_a_row_of_verls_tool_agent_is_refused_with_the_way_to_do_it(
     tmp_path, capsys, fields, reason
 ):
+    from lab import convert
+
     message = f"x:1: {reason}: verl's agent loops and their tools do not run here. Remove this"
     with pytest.raises(env.UnsupportedRowError, match=f"^{re.escape(message)}"):
         parse_row(make_row(**fields), "x:1")
@@ -201,6 +206,8 @@ def test_a_row_of_verls_tool_agent_is_refused_with_the_way_to_do_it(
     ids=str,
 )
 def test_a_row_of_a_single_turn_loads_unchanged(fields):
+    from lab import convert
+
     verl_row = make_row(**fields)
     gym_row = parse_row(verl_row, "x:1")
     assert gym_row == {"responses_create_params": {"input": "2?"}, "data_source": "x", **fields}

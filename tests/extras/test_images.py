@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from omegaconf import OmegaConf
 
 import env
 import training
 from extras import images, sft
+from extras.images import ImageProcessor, make_processor
 from gym_client import GymError
 from kit.config.entries import Entry
 from kit.config.load import load_config
+from kit.config.model_files import load_model_files
 from kit.data.episode import Episode, TurnSpan
 from kit.data.processor import TextProcessor
 from kit.data.tasks import TaskLoader
@@ -30,7 +33,6 @@ from tests.helpers.models import (
     IMAGE_CHAT_TEMPLATE,
     data_url,
     image_row,
-    load_image_processor,
     png,
 )
 from tests.helpers.recipes import (
@@ -46,6 +48,18 @@ from tests.helpers.recipes import (
     write_rows,
 )
 from tests.helpers.rollouts import context_of
+
+
+def load_image_processor(model: Path) -> ImageProcessor:
+    """The processor of a model. It may fetch images from this machine."""
+    keys = {"path": str(model), "trust_remote_code": False, "custom_chat_template": None}
+    config = OmegaConf.create(
+        {"actor_rollout_ref": {"model": keys}, "env": {"image_hosts": ["127.0.0.1"]}}
+    )
+    files = load_model_files(config)
+    processor = make_processor(config, files.hf_config, files.tokenizer)
+    assert processor
+    return processor
 
 
 @pytest.fixture(scope="module")

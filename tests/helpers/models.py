@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from PIL import Image
 
-from extras.images import ImageProcessor, make_processor
-from kit.config.model_files import load_model_files
 from tests.helpers.recipes import row
 
 ACTIONS = {
@@ -241,15 +238,3 @@ def image_row(source: str, text: str = "which", answer: str = "r") -> dict:
     result = row(text, answer)
     result["responses_create_params"]["input"] = [{"role": "user", "content": parts}]
     return result
-
-
-def load_image_processor(model: Path) -> ImageProcessor:
-    """The processor of a model. It may fetch images from this machine."""
-    keys = {"path": str(model), "trust_remote_code": False, "custom_chat_template": None}
-    config = OmegaConf.create(
-        {"actor_rollout_ref": {"model": keys}, "env": {"image_hosts": ["127.0.0.1"]}}
-    )
-    files = load_model_files(config)
-    processor = make_processor(config, files.hf_config, files.tokenizer)
-    assert processor
-    return processor

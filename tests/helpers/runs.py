@@ -21,7 +21,6 @@ import torch
 from omegaconf import OmegaConf
 
 import gym_client
-from extras.supervisor import process_monitor
 from kit.config.load import load_config
 from kit.config.redaction import redacted
 from kit.data.episode import Episode, append_tokens
@@ -134,6 +133,8 @@ class LiveRun:
 
     def end(self, status: int, patience: float = 120.0) -> float:
         """Wait for the end -> seconds. Assert the exit status, and that the run leaves nothing."""
+        from extras.supervisor import process_monitor
+
         begin = time.monotonic()
         ports = self.ports()
         try:

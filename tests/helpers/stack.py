@@ -17,7 +17,6 @@ from kit.config.recipe import Recipe
 from kit.rollout.inputs import RunInputs
 from kit.rollout.sampling import make_rollout_context
 from kit.runs.checkpoints import LoopState
-from lab.report.metric_docs import find_metric
 from tests.helpers.recipes import GYM_PYTHON, ROOT, load, metrics_of
 
 SHOP = f"{{path: {ROOT / 'templates' / 'verifier'}, python: {GYM_PYTHON}}}"
@@ -81,6 +80,7 @@ class Stack:
         from algorithm import Trainer
         from kit.config import user_functions
         from kit.runs.run import Run
+        from lab.report.metric_docs import find_metric
 
         recipe, inputs = load(
             self.workspace, f"trainer.experiment_name={name}", *SESSION, *changes, overlays=overlays

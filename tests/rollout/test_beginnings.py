@@ -12,7 +12,6 @@ from kit.config.entries import Entry
 from kit.data.tasks import TaskLoader
 from kit.rollout import openai_server
 from kit.rollout.chat import parse_response
-from lab import convert
 from tests.data.test_tasks import Letters
 from tests.helpers.public_templates import load
 from tests.helpers.recipes import write_rows
@@ -76,6 +75,8 @@ def test_a_thought_that_the_row_begins_is_read_as_a_thought(text, response, thou
     ],
 )
 def test_a_prompt_that_no_response_can_follow_is_refused(tmp_path, capsys, last):
+    from lab import convert
+
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": [USER, last]}])
     message = "rows.jsonl:1: the prompt ends with a thought or a call of the assistant"
     assert not convert.check(str(path)) and message in capsys.readouterr().out

@@ -10,7 +10,6 @@ import asyncio
 import pytest
 
 import env
-from extras import sft
 from gym_client import GymError
 from kit.data.processor import TextProcessor
 from kit.errors import RunError
@@ -126,6 +125,8 @@ def test_a_part_fails_if_and_only_if_the_template_lacks_it(source, failures):
     ],
 )
 def test_a_part_that_fails_is_refused_in_all_entrances(source, messages):
+    from extras import sft
+
     template = make_template(source)
     with pytest.raises(env.DataError, match="the chat template fails for"):
         template.encode_prompt(messages, [], "x:1")
@@ -232,6 +233,8 @@ def test_a_template_with_todays_date_is_found():
 
 
 def test_control_tokens_in_outputs_are_text_in_all_entrances():
+    from extras import sft
+
     template = make_template(CHATML)
     tokenizer = template.tokenizer
     eos = tokenizer.eos_token_id

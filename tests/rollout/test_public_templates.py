@@ -16,7 +16,6 @@ import pytest
 
 import env
 import gym_client
-from extras import sft
 from kit.config import checks
 from kit.data.episode import Episode
 from kit.data.processor import TextProcessor
@@ -281,6 +280,8 @@ def test_an_episode_with_tools_has_the_templates_tokens(public):
 
 def assert_chat_is_the_episode(episode, messages, task, template) -> None:
     """`sft` trains on the tokens that RL samples, and on no others."""
+    from extras import sft
+
     row = {"messages": messages, "tools": task.tools}
     example = sft.tokenize(row, template, "x:1")
     assert example.prompt_ids == episode.prompt_ids

@@ -11,7 +11,6 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from extras.judges import judge_processes, judge_settings
 from kit.config.keys import to_plain
 from kit.config.load import load_config
 
@@ -62,6 +61,8 @@ def parse_judge_arguments(judge):
     from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from extras.judges import judge_processes
+
     command = judge_processes.vllm_process_spec(judge).command
     return make_arg_parser(FlexibleArgumentParser()).parse_args(command[3:])
 
@@ -73,6 +74,8 @@ def policy():
 
 @pytest.fixture(scope="module")
 def judge():
+    from extras.judges import judge_processes, judge_settings
+
     settings = {"j": {"start": {"model": "a/b"}}}
     judge = judge_settings.build_judges(settings, 60.0, cpu_dtype="float32")["j"]
     judge.key = KEY

@@ -19,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 from kit.errors import ConfigError, RunError
 from kit.runs import checkpoints, identity
 from kit.runs.run import Run
-from lab import run_card
 from tests.helpers.recipes import load, make_partial, row, write_rows
 
 
@@ -304,6 +303,8 @@ def start(workspace) -> tuple:
 
 
 def test_a_resume_names_edited_rows_and_functions(workspace, here):
+    from lab import run_card
+
     recipe, before = start(workspace)
     with Run(recipe, None, before):
         workers = SimpleNamespace(actor=Group(), critic=None)

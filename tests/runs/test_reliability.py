@@ -201,11 +201,6 @@ LOST_PROCESSES = {
         signal.SIGKILL,
         r"the driver \(pid \d+\) died, so the run ended\. ",
     ),
-    "driver killed": (
-        r"algorithm\.py ",
-        signal.SIGKILL,
-        r"the driver \(pid \d+\) died, so the run ended\. ",
-    ),
 }
 
 
@@ -218,7 +213,7 @@ def test_a_lost_process_ends_the_run_with_its_name(workspace, case):
     with LiveRun(workspace, case.replace(" ", "_").replace("'", ""), *two) as run:
         run.until_step(3)
         run.processes(title)[0].send_signal(signum)
-        seconds = run.end(-signum if case == "driver killed" else 1)
+        seconds = run.end(1)
         run.until(lambda: "error: " in run.output, 20.0, ended=True)  # the reaper's line
     last = run.output.splitlines()[-1]
     paths = (run.folder / "checkpoints").glob("global_*")

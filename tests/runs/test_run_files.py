@@ -17,9 +17,8 @@ from omegaconf import OmegaConf
 import algorithm
 import training
 from kit.data.json_lines import read_metrics, read_objects
-from kit.errors import RunError, remove_control_characters
+from kit.errors import RunError
 from kit.runs import checkpoints, cli, export, finite_check
-from kit.runs.console import say
 from kit.runs.launch import Started
 from kit.runs.run import Run
 from tests.helpers.recipes import ROOT, load
@@ -286,11 +285,3 @@ def test_two_runs_cannot_save_into_one_folder(workspace, tmp_path, monkeypatch):
                 pytest.fail("two runs that save to the same folder")
     with Run(second):
         pass
-
-
-def test_control_characters_from_a_server_do_not_reach_the_terminal(capsys):
-    escapes = "\x1b]0;title\x07\x1b[2J\x9b31m\r\x08"
-    assert remove_control_characters(f"a{escapes}\n\tb") == "a]0;title[2J31m\n\tb"
-    say(f"a server answered {escapes}")
-    output = capsys.readouterr().out
-    assert "a server answered" in output and "\x1b" not in output and "\x9b" not in output

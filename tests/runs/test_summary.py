@@ -25,8 +25,8 @@ def test_the_summary_warns_of_a_server_that_runs_the_models_code(workspace):
 def test_the_summary_warns_of_a_parameter_that_changes_only_the_engines_probabilities(
     workspace, change
 ):
-    """The same parameters turn off the check of these probabilities."""
-    recipe, inputs = load(workspace)
+    """The same parameters turn off the check of these probabilities. The temperature is not one."""
+    recipe, inputs = load(workspace, "actor_rollout_ref.rollout.temperature=0.9")
     assert requires_same_probs(recipe)
     assert "the rollout engine's log-probs" not in summary.summarize(recipe, inputs)
     recipe = changed(recipe, f"actor_rollout_ref.rollout.{change}")
