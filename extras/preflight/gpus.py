@@ -66,7 +66,7 @@ def main() -> None:
         reason = str(error).strip().splitlines()[0]
         sys.exit(
             f"error: CUDA {torch.version.cuda} does not start: {reason} Check `nvidia-smi`: it "
-            f"must list the GPUs and a driver of 580 or newer."
+            "must list the GPUs and a driver of 580 or newer."
         )
     print(torch.cuda.device_count())
 

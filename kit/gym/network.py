@@ -5,7 +5,7 @@ Only the driver uses this module. Episodes use gym_client.py, with sessions and 
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import random
 import re
 import socket
@@ -64,9 +64,13 @@ def find_free_port(host: str = HOST) -> int:
     Raises OSError if there is none, or if `host` is not an address of this machine (check_address).
     """
     for port in ports:
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind((host, port))
+        try:
+            with socket.socket() as probe:
+                probe.bind((host, port))
             return port
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
     raise OSError(f"no free port on {host}")
 
 

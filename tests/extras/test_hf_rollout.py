@@ -19,8 +19,6 @@ from kit.runs.workers import start_workers
 from tests.helpers.recipes import load
 from tests.helpers.stack import AGREE, SESSION, kill_workers
 
-LEARNING_RATE = "actor_rollout_ref.actor.optim.lr=0.01"
-
 
 @contextlib.contextmanager
 def trainer_with_servers(stack, name, workers, manager, *changes):

@@ -23,7 +23,6 @@ from kit.rollout.worker_patches import POSITION, make_train_batch
 # of torch: these steps have no gradient
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
 LR = 0.25
-OPTIM = "actor_rollout_ref.actor.optim"
 SCHEDULES: dict[str, dict[str, Any]] = {
     "constant, warm-up by ratio": {"lr_warmup_steps": -1, "lr_warmup_steps_ratio": 0.5},
     "constant, longer warm-up than run": {"lr_warmup_steps": 50},
