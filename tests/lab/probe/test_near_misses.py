@@ -30,6 +30,10 @@ class FakeSender:
     def __init__(self, verify):
         self.verify = verify
         self.context = SimpleNamespace(scales={})
+        self.router = self
+
+    async def kind(self, _server):
+        return "verify"
 
     async def send(self, task, text):
         reward = self.verify(text, task.row["answer"])
