@@ -57,8 +57,6 @@ except ModuleNotFoundError as error:  # another Python than this project's
     raise SystemExit(f"error: {error}. Run `source .venv/bin/activate` first.") from None
 
 import env
-from kit.config.recipe import Recipe
-from kit.config.schedule import POSITION
 from kit.data.episode import Episode
 from kit.data.fingerprint import name_rates, place_rates
 from kit.data.metrics import (
@@ -72,14 +70,16 @@ from kit.data.metrics import (
 )
 from kit.data.rollout_files import assign_record_indices
 from kit.data.selection import check_failures, select_trainable, take_groups
+from kit.engine.inputs import RunInputs
+from kit.engine.sampling import make_rollout_args
 from kit.errors import NonFiniteStep, SkippedStep
-from kit.rollout.inputs import RunInputs
-from kit.rollout.sampling import make_rollout_args
-from kit.runs import checkpoints, cli
-from kit.runs.checkpoints import LoopState
-from kit.runs.console import say
-from kit.runs.replay import ReplayServers, set_old_log_probs
-from kit.runs.run import Run
+from kit.recipe.recipe import Recipe
+from kit.recipe.schedule import POSITION
+from kit.run import checkpoints, cli
+from kit.run.checkpoints import LoopState
+from kit.run.console import say
+from kit.run.replay import ReplayServers, set_old_log_probs
+from kit.run.run import Run
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -330,7 +330,7 @@ class Trainer:
 
     def compare_engines(self, batch: DataProto) -> None:
         """At the first step, raise RunError if the rollout engine and the trainer differ."""
-        from kit.runs import finite_check
+        from kit.run import finite_check
 
         if self.is_compared or isinstance(self.servers, ReplayServers):
             return
@@ -345,7 +345,7 @@ class Trainer:
 
     def raise_if_nonfinite(self, batch: DataProto, is_updated: bool = False) -> None:
         """Raise NonFiniteStep for NaN, infinity, or samples from other weights."""
-        from kit.runs import finite_check
+        from kit.run import finite_check
 
         if reason := finite_check.find_reason_to_skip(batch, self.metrics, self.recipe):
             raise NonFiniteStep(reason, batch, is_updated)
@@ -422,7 +422,7 @@ def train(plan: cli.Plan) -> Iterator[Trainer]:
 
 def start_trainer(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trainer:
     """Start all processes, load a checkpoint to resume from, send its weights to vLLM."""
-    from kit.runs import launch
+    from kit.run import launch
 
     if plan.replay:  # the learning-rate schedule still has the length of the recorded run
         run.end_at(plan.replay.recording.last)

@@ -624,7 +624,7 @@ def read_text(item: Json, key: str, row_id: str) -> str:
 
 
 class Processor(Protocol):
-    """What encode_messages needs of kit/data/processor.py."""
+    """What encode_messages needs of kit/chat/processor.py."""
 
     reads_images: bool
 
@@ -642,7 +642,7 @@ def encode_messages(
 ) -> list[int]:
     """Encode chat messages and tools to prompt ids [P].
 
-    row_id: for error messages. processor: of kit/data/processor.py, needed for images only.
+    row_id: for error messages. processor: of kit/chat/processor.py, needed for images only.
     template_arguments: of the chat template: data.apply_chat_template_kwargs and the row's. If the
     last message is of the assistant, the response continues it. Raises DataError if the chat
     template fails.

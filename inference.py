@@ -14,7 +14,7 @@ reward.
 
 The kind of the Gym server (`Gym.kind`) decides who runs the turns. For `verify` and `step` servers
 it is `run_turns`. An `agent` or `environment` server runs the turns itself, and samples from the
-endpoint of kit/rollout/openai_server.py. Its Response has the token ids (`episode_from_response`),
+endpoint of kit/engine/openai_server.py. Its Response has the token ids (`episode_from_response`),
 which must be those that the endpoint sampled.
 """
 
@@ -38,10 +38,11 @@ import env
 import gym_client
 from env import Json, Task
 from gym_client import RUNS_EPISODES, Gym, GymError, ServerDownError, Session
-from kit.config.recipe import Recipe
+from kit.chat import responses as chat
+from kit.chat.parsed_response import ParsedResponse
+from kit.chat.template import TURNS
 from kit.data.episode import (
     Episode,
-    ParsedResponse,
     append_tokens,
     from_output_items,
     from_turn_items,
@@ -49,11 +50,7 @@ from kit.data.episode import (
     set_sampled,
 )
 from kit.data.reward_scale import find_scale
-from kit.errors import RunError
-from kit.features import EpisodeWorkers, EventLoop
-from kit.rollout import chat
-from kit.rollout.chat_template import TURNS
-from kit.rollout.sampling import (
+from kit.engine.sampling import (
     MAX_CHARS_PER_TOKEN,
     EpisodeRequest,
     RolloutContext,
@@ -62,6 +59,9 @@ from kit.rollout.sampling import (
     request_group,
     sample,
 )
+from kit.errors import RunError
+from kit.features import EpisodeWorkers, EventLoop
+from kit.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 llm_server.print = logger.debug  # type: ignore[attr-defined]  # verl prints servers' addresses
@@ -148,7 +148,7 @@ async def sample_turn(
     max_tokens = context.max_response_length - len(episode.response_ids)
     sampled = await sample(context, sampling, turn_id, prompt_ids, max_tokens, **image_inputs)
     add_time(episode, "generate", begin)
-    response = await chat.parse_response(context, sampled.ids, task.tools, ids)
+    response = await chat.parse_response(context.template, sampled.ids, task.tools, ids)
     episode.output += response.items
     episode.responses.append(response)
     append_tokens(episode, sampled.ids, sampled.log_probs, sampled.policy_versions)

@@ -11,7 +11,7 @@ In the order of a step of algorithm.py:
 
 To change the advantage, edit the first section, or name a custom function in the recipe. To change
 the loss, name a custom function in the recipe: the loss runs in the workers. templates/ has
-examples. The other sections move tensors to the workers and back. kit/runs/workers.py starts them.
+examples. The other sections move tensors to the workers and back. kit/run/workers.py starts them.
 
 Shapes: B episodes, P tokens in the longest prompt, R in the longest response. Prompts are padded on
 the left and responses on the right, so a row of `input_ids` [B, P+R] is one unbroken sequence. Only
@@ -47,16 +47,16 @@ from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-from kit.config.recipe import Recipe
-from kit.config.user_functions import (
+from kit.data import token_rewards
+from kit.data.episode import Episode
+from kit.engine.inputs import RunInputs
+from kit.errors import RunError, SkippedStep
+from kit.recipe.recipe import Recipe
+from kit.recipe.user_functions import (
     is_user_function,
     make_loss_config,
     select_arguments,
 )
-from kit.data import token_rewards
-from kit.data.episode import Episode
-from kit.errors import RunError, SkippedStep
-from kit.rollout.inputs import RunInputs
 
 REWARD_MODEL = "reward_model"  # the reward component of a reward model
 COMPONENTS = "reward_components"  # array of the batch: [B] of {name: value}
@@ -116,7 +116,7 @@ def compute_advantages(batch: DataProto, recipe: Recipe) -> None:
 
     The estimator gets the batch's `token_level_rewards`, with those of masked tokens on trained
     ones, and without the rounding errors of equal rewards (kit/data/token_rewards.py). A custom
-    function gets the arguments that it names (kit/config/user_functions.py: ESTIMATOR). Raises
+    function gets the arguments that it names (kit/recipe/user_functions.py: ESTIMATOR). Raises
     SkippedStep if the estimator cannot work because only one token is trained: it whitens.
     """
     settings = recipe.algorithm

@@ -110,7 +110,7 @@ def prepare(folder: Path, seed: int) -> Path:
 @contextlib.contextmanager
 def start_separate_workers(stack: Stack, recipes: list[str], changes: list[str]) -> Iterator[Any]:
     """Start the workers that a recipe needs, in addition to the session's."""
-    from kit.runs.workers import start_workers
+    from kit.run.workers import start_workers
 
     config, _ = load(stack.workspace, *SESSION, *changes, overlays=recipes)
     workers = start_workers(config)

@@ -43,14 +43,14 @@ import gym_client
 import inference
 import training
 from env import Task
-from kit.config.load import load_config
-from kit.config.recipe import Recipe, freeze
+from kit.chat.processor import TextProcessor
+from kit.chat.template import ChatTemplate
 from kit.data import metrics, rollout_files, selection
-from kit.data.processor import TextProcessor
-from kit.rollout.chat_template import ChatTemplate
-from kit.rollout.sampling import RolloutContext, make_rollout_context, repeat_per_group
-from kit.runs.cli import silence_libraries
-from kit.runs.run import Run
+from kit.engine.sampling import RolloutContext, make_rollout_context, repeat_per_group
+from kit.recipe.load import load_config
+from kit.recipe.recipe import Recipe, freeze
+from kit.run.cli import silence_libraries
+from kit.run.run import Run
 from tests.helpers.rollouts import make_tokenizer
 
 STAGES = ("rollout", "write", "keep", "to_batch", "pack")

@@ -40,7 +40,7 @@ import yaml
 from measure import ROOT, gpus, machine, read_metrics, run, stages
 
 FOLDER = ROOT / "runs" / "gpu_check"
-ROUTE_TESTS = "tests/rollout/test_vllm_routes.py"  # need a device, at least a simulated one
+ROUTE_TESTS = "tests/engine/test_vllm_routes.py"  # need a device, at least a simulated one
 ROWS = 1100  # so that each recipe has a whole batch
 # Recipes that are also checked without flash-attn. Torch computes its part, also for a critic.
 WITHOUT_FLASH_ATTENTION = ("math", "ppo", "reward_model", "turn_gae")
@@ -182,7 +182,7 @@ def choose_rows(name: str, files: list[str], folder: Path) -> str:
     """Return the entries of env.train_files for a recipe: a file for each of its servers."""
     from omegaconf import OmegaConf
 
-    from kit.config.load import load_config
+    from kit.recipe.load import load_config
 
     if name == "sft":
         return f"{folder}/chat.jsonl"
@@ -250,7 +250,7 @@ def parse_engine_arguments(config: Any) -> None:
 
 def check_recipe(name: str, files: list[str], folder: Path, count: int) -> str:
     """Make a dry run, and let vLLM parse the engine arguments. Returns "" or the first error."""
-    from kit.runs import cli
+    from kit.run import cli
 
     command = "sft" if name == "sft" else "train"
     try:

@@ -55,7 +55,7 @@ RESULTS = ROOT / "runs" / "mutate"
 ROOT_MODULES = ("algorithm", "inference", "training", "env", "gym_client")
 PROJECT = (*ROOT_MODULES, "kit", "extras", "lab", "templates", "tests")
 # verl imports these modules, and they patch verl. A process can import them only once.
-KEPT = ("kit.cpu.platform", "kit.rollout.verl_patches")
+KEPT = ("kit.cpu.platform", "kit.engine.verl_patches")
 SLOW_TEST_S = 8.0  # slower tests are not used
 REQUIRED = 0.85  # fraction of the mutants of a required file that must be caught
 FAST = "not slow and not docs and not soak"  # the tests that are used

@@ -30,8 +30,8 @@ import psutil
 from aiohttp import web
 from measure import ROLES, machine, read_metrics, role, run
 
-from kit.gym.network import find_free_port
-from kit.gym.servers import running_servers
+from kit.verify.network import find_free_port
+from kit.verify.servers import running_servers
 from tests.helpers import models, recipes
 
 FAULTS = ("reset", "500", "503", "half", "html", "nan", "late")

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from kit.config.load import MODEL, ROLLOUT, base_configs
-from kit.config.model_files import expert_count
-from kit.config.recipe import Recipe
 from kit.features import Feature
+from kit.recipe.load import MODEL, ROLLOUT, base_configs
+from kit.recipe.model_files import expert_count
+from kit.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

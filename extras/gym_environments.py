@@ -1,6 +1,7 @@
 """Make an environment for one Gym server that requires more packages than `make gym` installs.
 
-    python -m kit.gym.servers install NAME    or in a recipe: gym.servers.NAME.start.install: true
+    python -m kit.verify.servers install NAME
+    gym.servers.NAME.start.install: true      (in a recipe)
 
 The environment is .venv-gym-servers/NAME, next to .venv-gym, which has nemo-gym. It has the
 packages of that one (uv uses hard links) and a link to its nemo-gym. It also has the packages that
@@ -22,9 +23,9 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from kit.config.keys import make_command
-from kit.gym import process_specs
-from kit.gym.network import GymStartError
+from kit.recipe.keys import make_command
+from kit.verify import process_specs
+from kit.verify.network import GymStartError
 
 TIMEOUT_S = 3600.0  # for one call of uv, which may download gigabytes
 

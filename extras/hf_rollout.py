@@ -34,7 +34,7 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry,
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from env import Json
-from kit.config.model_files import stop_token_ids
+from kit.recipe.model_files import stop_token_ids
 
 GATHER_S = 0.02  # how long to wait for more requests before a batch begins
 BATCH_SETTINGS = ("temperature", "top_k", "top_p", "ignore_eos")  # the same for a whole batch

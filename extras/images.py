@@ -27,12 +27,12 @@ from omegaconf import DictConfig
 
 import env
 from env import DataError
-from kit.config.load import FSDP, MODEL, ROLLOUT
-from kit.config.resources import gpus_per_node
-from kit.config.user_functions import estimator_arguments
-from kit.data.processor import TextProcessor
+from kit.chat.processor import TextProcessor
 from kit.errors import ConfigError
-from kit.gym import network
+from kit.recipe.load import FSDP, MODEL, ROLLOUT
+from kit.recipe.resources import gpus_per_node
+from kit.recipe.user_functions import estimator_arguments
+from kit.verify import network
 
 USES_MROPE = {  # by model_type: whether positions have three dimensions (mRoPE)
     "llava": False,

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from kit.config.load import ACTOR, MODEL
-from kit.config.parallel_sizes import check_heads
-from kit.config.recipe import Recipe
 from kit.features import Feature
+from kit.recipe.load import ACTOR, MODEL
+from kit.recipe.parallel_sizes import check_heads
+from kit.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

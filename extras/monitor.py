@@ -20,16 +20,16 @@ from omegaconf import DictConfig
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kit.config.keys import ROOT
-from kit.config.load import ROLLOUT
 from kit.features import Feature
-from kit.gym.network import HOST as LOCAL
-from kit.runs import files
-from kit.runs.console import say
+from kit.recipe.keys import ROOT
+from kit.recipe.load import ROLLOUT
+from kit.run import files
+from kit.run.console import say
+from kit.verify.network import HOST as LOCAL
 
 if TYPE_CHECKING:
-    from kit.runs.launch import Launch
-    from kit.runs.run import Run
+    from kit.run.launch import Launch
+    from kit.run.run import Run
 
 # {beginning of a metric's name: Prometheus' name and the label that has the rest}. Other metrics
 # keep their names, with _ for each /.

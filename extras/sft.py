@@ -33,24 +33,24 @@ from omegaconf import DictConfig
 import env
 from env import Json
 from gym_client import GymError
-from kit.config.entries import parse_entry
-from kit.config.recipe import Recipe
-from kit.config.schedule import POSITION
-from kit.config.training_effect import check_schedule
+from kit.chat.template import ChatTemplate, RenderError
 from kit.data import fields
 from kit.data.episode import Episode
 from kit.data.fingerprint import name_row
 from kit.data.row_files import parse_object, read_raw_rows, report_progress
 from kit.data.tasks import find_entry_files, limit_rows
+from kit.engine.inputs import RunInputs
 from kit.errors import ConfigError
 from kit.features import OnFeatures, ignore_features
-from kit.rollout.chat_template import ChatTemplate, RenderError
-from kit.rollout.inputs import RunInputs
-from kit.runs import checkpoints
-from kit.runs.checkpoints import LoopState
-from kit.runs.console import format_value, say
-from kit.runs.prepare import Prepared, check_enough_rows, check_recipe, set_steps
-from kit.runs.run import Run
+from kit.recipe.entries import parse_entry
+from kit.recipe.recipe import Recipe
+from kit.recipe.schedule import POSITION
+from kit.recipe.training_effect import check_schedule
+from kit.run import checkpoints
+from kit.run.checkpoints import LoopState
+from kit.run.console import format_value, say
+from kit.run.prepare import Prepared, check_enough_rows, check_recipe, set_steps
+from kit.run.run import Run
 
 if TYPE_CHECKING:  # verl takes 7 s to import
     from tensordict import TensorDict
@@ -197,7 +197,7 @@ def is_trained(item: Json, row_id: str) -> bool:
 def prepare(
     config: DictConfig, defaults: DictConfig, on_features: OnFeatures = ignore_features
 ) -> Prepared:
-    """Check a recipe and load its conversations, as kit.runs.prepare.prepare does for tasks.
+    """Check a recipe and load its conversations, as kit.run.prepare.prepare does for tasks.
 
     An entry of env.train_files or env.val_files is a path, or {path, weight}. Rows over the
     recipe's lengths are dropped. Raises env.DataError, and ConfigError, also if fewer rows are left
@@ -250,7 +250,7 @@ def load_examples(recipe: Recipe, inputs: RunInputs, entries: Sequence[Any]) -> 
 
 def run_command(recipe: Recipe, run: Run, inputs: RunInputs) -> None:
     """Train to trainer.total_training_steps, from the checkpoint that `run` resumes from."""
-    from kit.runs import launch
+    from kit.run import launch
 
     with contextlib.ExitStack() as stack:
         workers = launch.start(run, inputs, stack, samples=False).workers
@@ -288,7 +288,7 @@ class Trainer:
     def step(self) -> None:
         """One optimizer step, and the checkpoint and the evaluation that are due after it."""
         import training
-        from kit.runs import finite_check
+        from kit.run import finite_check
 
         run = self.run
         data = self.recipe.data

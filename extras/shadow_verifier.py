@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING
 
 import gym_client
 from gym_client import VerifyResult
-from kit.config.keys import to_plain
 from kit.errors import ConfigError, RunError, UserFunctionError
 from kit.features import Feature
+from kit.recipe.keys import to_plain
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from env import Task
     from gym_client import Gym
-    from kit.config.recipe import Recipe
     from kit.data.episode import Episode
-    from kit.gym.python_verifiers.settings import VerifierSpec
-    from kit.rollout.inputs import RunInputs
+    from kit.engine.inputs import RunInputs
+    from kit.recipe.recipe import Recipe
+    from kit.verify.python_verifiers.settings import VerifierSpec
 
 KEY = "env.shadow_verifier"
 POOL = "shadow_verifier"  # its name among the verifiers of the run
@@ -50,7 +50,7 @@ class ShadowVerifier(Feature):
 
     def __init__(self, config: DictConfig, command: str):
         super().__init__(config, command)
-        from kit.gym.python_verifiers.settings import read_spec
+        from kit.verify.python_verifiers.settings import read_spec
 
         value = to_plain(config.env.shadow_verifier)
         self.name = POOL
@@ -76,9 +76,9 @@ class ShadowVerifier(Feature):
         """Call the Python verifier for a row of each data source. Raises UserFunctionError."""
         if self.spec is None or not inputs.tasks:
             return
-        from kit.gym.python_verifiers.pool import Pool
-        from kit.runs.event_loops import make_runner
-        from kit.runs.verifier_trial import try_verifier
+        from kit.run.event_loops import make_runner
+        from kit.run.verifier_trial import try_verifier
+        from kit.verify.python_verifiers.pool import Pool
 
         tasks: Sequence[Task] = [
             dataclasses.replace(task, server=self.name) for task in inputs.tasks

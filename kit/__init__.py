@@ -2,14 +2,15 @@
 
     errors     the exceptions
     features   the methods of optional features, and the table by which the rest finds them
-    config/    load recipes over verl's configuration, check them, load custom functions
+    recipe/    load YAML over verl's configuration, check it, load custom functions
+    chat/      chat templates, thoughts, tool calls: messages to token ids, and back
     data/      rows, the episode record and its file format, selection, metrics
-    gym/       start and stop Gym servers, route rows to verifiers, limit concurrency
-    rollout/   chat formats, the client of the rollout engine, the OpenAI-compatible policy endpoint
-    runs/      command line, preparation, launch, run folder, console, checkpoints, signals
+    verify/    start and stop Gym servers and Python verifiers, route rows, limit concurrency
+    engine/    the client of the rollout engine, its patches, the OpenAI-compatible policy endpoint
+    run/       command line, preparation, launch, run folder, console, checkpoints, signals
     cpu/       everything that only a machine without GPU needs
 
 A package imports only from those above it, and from env.py and gym_client.py. training.py and
-inference.py stand between rollout/ and runs/ and do not import each other. Nothing imports a module
+inference.py stand between engine/ and run/ and do not import each other. Nothing imports a module
 of cpu/, or of the folders extras/ and lab/, by name, except features and verl's keys.
 """

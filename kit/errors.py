@@ -19,6 +19,7 @@ An episode ends with a GymError (gym_client.py): a status, never a reward.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,6 +37,14 @@ def remove_control_characters(text: str) -> str:
     'red: [31m, bell: '
     """
     return CONTROL_CHARACTERS.sub("", text)
+
+
+def find_first_difference(some: Sequence[object], others: Sequence[object]) -> int:
+    """Find the first index at which two lists of ids, or two texts, differ."""
+    for index, (one, other) in enumerate(zip(some, others, strict=False)):
+        if one != other:
+            return index
+    return min(len(some), len(others))
 
 
 class QuotingError(Exception):

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
     from gym_client import Gym
     from inference import OnDone, Servers
-    from kit.config.recipe import Recipe
     from kit.data.episode import Episode
-    from kit.gym.python_verifiers.settings import VerifierSpec
-    from kit.rollout.inputs import RunInputs
-    from kit.rollout.sampling import EpisodeRequest, RolloutContext, Sampling
-    from kit.runs.launch import Launch
+    from kit.engine.inputs import RunInputs
+    from kit.engine.sampling import EpisodeRequest, RolloutContext, Sampling
+    from kit.recipe.recipe import Recipe
+    from kit.run.launch import Launch
+    from kit.verify.python_verifiers.settings import VerifierSpec
 
 Result = TypeVar("Result")
 
@@ -86,7 +86,7 @@ class Feature:
         """Return more lines of a dry run."""
         return ()
 
-    # --- while the run starts (kit/runs/launch.py) ---
+    # --- while the run starts (kit/run/launch.py) ---
 
     def before_gym(self, launch: Launch) -> None:
         """Start processes that the Gym servers need, or plan those to start with them."""

@@ -23,8 +23,6 @@ from typing import Any
 
 import env
 from env import DataError, Json, UnsupportedRowError
-from kit.config import user_functions
-from kit.config.keys import make_command
 from kit.data import fields
 from kit.data.ground_truths import find_ground_truth
 from kit.data.row_files import (
@@ -39,7 +37,9 @@ from kit.data.row_files import (
 from kit.data.tasks import list_references
 from kit.data.verl_rows import GYM_ROW, from_verl, parse_row, read_rows
 from kit.errors import UserFunctionError
-from kit.gym import process_specs
+from kit.recipe import user_functions
+from kit.recipe.keys import make_command
+from kit.verify import process_specs
 
 
 def report(line: str) -> None:

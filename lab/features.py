@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from kit.config.recipe import Recipe
 from kit.features import Feature
+from kit.recipe.recipe import Recipe
 
 
 class Report(Feature):

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from kit.config import resources
 from kit.data.metrics import ALL_TOKENS, ZERO_VARIANCE
 from kit.errors import ConfigError
-from kit.runs.console import say
+from kit.recipe import resources
+from kit.run.console import say
 from lab.run_folder import SAVE, STEP, RunFolder
 
 MIN_STEPS = 3

@@ -20,14 +20,14 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from env import Json
-from kit.config.keys import ROOT, diff, find_changes, flatten, is_below, is_kit_key, to_plain
-from kit.config.recipe import Recipe
-from kit.config.redaction import HIDDEN, MIN_SECRET_LENGTH, redacted
 from kit.data.json_lines import read_objects
 from kit.data.metrics import describe_score
-from kit.gym import process_specs
-from kit.runs import files
-from kit.runs.checkpoints import EXPORTED
+from kit.recipe.keys import ROOT, diff, find_changes, flatten, is_below, is_kit_key, to_plain
+from kit.recipe.recipe import Recipe
+from kit.recipe.redaction import HIDDEN, MIN_SECRET_LENGTH, redacted
+from kit.run import files
+from kit.run.checkpoints import EXPORTED
+from kit.verify import process_specs
 from lab.run_folder import RunFolder
 
 MARKDOWN = re.compile(r"([\\`*_\[\]#|~])")

@@ -21,7 +21,6 @@ import numpy as np
 import pandas as pd
 
 from env import Json, drop_nulls
-from kit.config.recipe_text import read_saved
 from kit.data.episode import SAMPLED_IDS
 from kit.data.fingerprint import Fingerprint, hash_contents, hash_json, hash_problem
 from kit.data.ground_truths import find_ground_truth, is_empty
@@ -29,7 +28,8 @@ from kit.data.json_lines import read_steps
 from kit.data.metrics import ALL_TOKENS, FAILED_AS_0, HIGH, LOW, name_test_set
 from kit.data.rollout_files import read_records, read_scale
 from kit.errors import ConfigError
-from kit.runs import checkpoints, files, identity
+from kit.recipe.recipe_text import read_saved
+from kit.run import checkpoints, files, identity
 
 # Limits on the rollout files that are read. 64 MiB takes 3 s. The last step and the last
 # evaluation are always read, whatever their size.

@@ -3,7 +3,7 @@
     algorithm: {adv_estimator: templates/advantages.py:turn_grpo}
 
 To use your own: copy a function to your file, change it, and name it in the recipe. Choose its
-parameters by name from the list in kit/config/user_functions.py. It returns (advantages, returns),
+parameters by name from the list in kit/recipe/user_functions.py. It returns (advantages, returns),
 both [B, R].
 
 Shapes: B episodes, R response tokens, K turns. turn [B, R] is the number of the policy's turn that

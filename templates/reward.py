@@ -4,7 +4,7 @@
 
 To use your own: copy this file, change it, and name your copy in the recipe. Other keys next to
 `function` become arguments. env.train_files name the rows, for example [data/gsm8k/train.parquet].
-The function runs in a separate process (kit/gym/python_verifiers/__init__.py has the details).
+The function runs in a separate process (kit/verify/python_verifiers/__init__.py has the details).
 To change rewards after the verification, see templates/rewards.py.
 """
 

@@ -4,7 +4,7 @@
 
 To use your own: copy this file, change it, and name your copy in the recipe. `rows` is called for
 each batch (kit/data/generated_rows.py). A `Guess` is made for each episode
-(kit/gym/python_verifiers/__init__.py). Seed all randomness with the arguments of `rows`, or with
+(kit/verify/python_verifiers/__init__.py). Seed all randomness with the arguments of `rows`, or with
 the row. Then a resumed run is the same run.
 """
 

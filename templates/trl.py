@@ -14,8 +14,8 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-from kit.config.python_files import import_callable
 from kit.errors import UserFunctionError
+from kit.recipe.python_files import import_callable
 
 
 async def compute_score(

@@ -116,7 +116,7 @@ def timeout_s(item: pytest.Item) -> float:
     """Return how many seconds a test may take, with its fixtures.
 
     pyproject.toml sets pytest-timeout's method `thread`. The method `signal` would use SIGALRM,
-    which kit/runs/stages.py needs. After a timeout, pytest's process ends. Then
+    which kit/run/stages.py needs. After a timeout, pytest's process ends. Then
     extras/supervisor/reaper.py kills the processes that a run started.
     """
     if item.get_closest_marker("soak"):
@@ -208,7 +208,7 @@ def stack(workspace) -> Iterator[Stack]:
 @pytest.fixture(scope="session")
 def values(stack):
     """Workers of a critic and a reward model. fresh_critic/ has the critic's initial weights."""
-    from kit.runs.workers import optional_roles, start_roles
+    from kit.run.workers import optional_roles, start_roles
 
     changes = [
         "algorithm.adv_estimator=gae",

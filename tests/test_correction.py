@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 from verl import DataProto
 
 import training
-from kit.config.load import load_config
 from kit.data.episode import Episode
+from kit.recipe.load import load_config
 from tests.helpers.recipes import RECIPE, make_partial
 
 

@@ -26,11 +26,11 @@ import pytest
 from omegaconf import OmegaConf
 
 import gym_client
-from kit.config.keys import flatten
-from kit.config.load import load_config, read_yaml
-from kit.config.sections import ServerStart
 from kit.data.ground_truths import find_ground_truth
-from kit.gym import network
+from kit.recipe.keys import flatten
+from kit.recipe.load import load_config, read_yaml
+from kit.recipe.sections import ServerStart
+from kit.verify import network
 from tests.helpers.http import StubJudge
 from tests.helpers.pages import (
     EXAMPLES,

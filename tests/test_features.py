@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
-from kit.config.load import load_config
 from kit.features import ENTRIES, Feature
+from kit.recipe.load import load_config
 
 CLASSES = [entry for entry in ENTRIES if entry.class_name]
 

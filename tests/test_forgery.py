@@ -16,7 +16,7 @@ import env
 import inference
 from gym_client import RESERVED, Gym
 from kit.data.episode import Episode
-from kit.rollout.sampling import request_group
+from kit.engine.sampling import request_group
 from tests.helpers.http import ScriptedServer
 from tests.helpers.rollouts import (
     CHATML,

@@ -24,8 +24,8 @@ import gym_client
 import inference
 from gym_client import GymError
 from kit.data.episode import append_tokens
+from kit.engine.sampling import sample
 from kit.errors import RunError
-from kit.rollout.sampling import sample
 from tests.helpers.rollouts import (
     CHATML,
     STOP,

@@ -23,17 +23,17 @@ import env
 import gym_client
 import inference
 from gym_client import Gym, GymError, message_response
-from kit.config import adapters
-from kit.config.recipe_text import read_saved
 from kit.data.episode import Episode
+from kit.engine import openai_server
+from kit.engine.sampling import SampleStore
 from kit.errors import ConfigError, RunError, UserFunctionError, remove_control_characters
-from kit.gym import network, servers
-from kit.gym.network import GymStartError, discover_servers
-from kit.gym.server_process import ProcessSpec
-from kit.rollout import openai_server
-from kit.rollout.sampling import SampleStore
-from kit.runs import checkpoints, files
-from kit.runs.console import LogFormatter, say
+from kit.recipe import adapters
+from kit.recipe.recipe_text import read_saved
+from kit.run import checkpoints, files
+from kit.run.console import LogFormatter, say
+from kit.verify import network, servers
+from kit.verify.network import GymStartError, discover_servers
+from kit.verify.server_process import ProcessSpec
 from tests.helpers.http import ROW, VERIFY_ROUTES, ScriptedServer, after
 from tests.helpers.rollouts import (
     RecordingClient,

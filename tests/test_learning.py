@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas
 import pytest
 
-from kit.config import user_functions
-from kit.runs.workers import optional_roles, start_roles
+from kit.recipe import user_functions
+from kit.run.workers import optional_roles, start_roles
 from tests.helpers.models import make_pretrained
 from tests.helpers.recipes import metrics_of, write_rows
 from tests.helpers.stack import (

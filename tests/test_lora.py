@@ -21,11 +21,11 @@ from verl.utils.fsdp_utils import get_fsdp_wrap_policy
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-from kit.config.adapters import VERL_ALPHA, check_lora, describe_adapter
 from kit.data.rollout_files import read_records
+from kit.engine.worker_patches import fix_initial_adapter, list_trainable
 from kit.errors import ConfigError
-from kit.rollout.worker_patches import fix_initial_adapter, list_trainable
-from kit.runs import export
+from kit.recipe.adapters import VERL_ALPHA, check_lora, describe_adapter
+from kit.run import export
 from tests.helpers.models import make_model
 from tests.helpers.recipes import metrics_of
 from tests.helpers.runs import LiveRun

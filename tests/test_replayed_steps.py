@@ -9,7 +9,7 @@ import contextlib
 
 import pytest
 
-from kit.runs import replay
+from kit.run import replay
 from tests.helpers.recipes import metrics_of
 from tests.helpers.runs import UNEQUAL, assert_same_checkpoints
 from tests.helpers.stack import NO_EVALUATION

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from kit.gym.network import find_free_port
+from kit.verify.network import find_free_port
 from tests.helpers.recipes import CLEAN_ENV, command, metrics_of, run, tiny
 from tests.helpers.runs import UNEQUAL, LiveRun
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kit.errors import NonFiniteStep, RunError, SkippedStep
-from kit.runs import finite_check
+from kit.run import finite_check
 from tests.helpers.recipes import metrics_of
 from tests.helpers.stack import NO_EVALUATION
 

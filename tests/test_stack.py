@@ -10,7 +10,7 @@ import torch
 import env
 import inference
 import training
-from kit.rollout.sampling import build_sampling_params, repeat_per_group
+from kit.engine.sampling import build_sampling_params, repeat_per_group
 from tests.helpers.models import ACTIONS, END
 from tests.helpers.recipes import GYM_PYTHON, make_counter_row, row
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import training
-from kit.runs.workers import optional_roles, start_roles, start_workers
+from kit.run.workers import optional_roles, start_roles, start_workers
 from tests.helpers.pages import GUIDES, read_shown_files
 from tests.helpers.stack import AGREE, NO_EVALUATION, kill_workers, with_values
 

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kit.config.python_files import import_file
 from kit.data.verl_rows import parse_row
 from kit.errors import UserFunctionError
-from kit.gym.python_verifiers.calls import describe_failure
-from kit.gym.python_verifiers.session import make_arguments
+from kit.recipe.python_files import import_file
+from kit.verify.python_verifiers.calls import describe_failure
+from kit.verify.python_verifiers.session import make_arguments
 from templates.trl import compute_score
 from tests.helpers.recipes import ROOT
 

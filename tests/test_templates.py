@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 
 import env
 import training
-from kit.config.load import load_config
 from kit.data.episode import Episode, TurnSpan
 from kit.errors import UserFunctionError
+from kit.recipe.load import load_config
 from templates import filters, samplers
 from templates.reward import compute_score
 from templates.rewards import components, lower_partial, overlong, weighted

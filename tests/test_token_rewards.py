@@ -19,11 +19,11 @@ from verl.trainer.ppo import core_algos
 
 import algorithm
 import training
-from kit.config.recipe import freeze
-from kit.config.user_functions import ADVANTAGE, load_function
 from kit.data import token_rewards
 from kit.data.episode import Episode, TurnSpan
 from kit.errors import RunError, SkippedStep
+from kit.recipe.recipe import freeze
+from kit.recipe.user_functions import ADVANTAGE, load_function
 from tests.helpers.cases import make_case, tiny_recipe
 from tests.helpers.recipes import make_partial
 from tests.helpers.trainer import make_plan

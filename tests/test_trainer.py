@@ -16,10 +16,10 @@ import torch
 
 import algorithm
 import training
-from kit.config.schedule import POSITION
 from kit.errors import ConfigError, NonFiniteStep, RunError, SkippedStep
-from kit.runs import checkpoints
-from kit.runs.checkpoints import LoopState
+from kit.recipe.schedule import POSITION
+from kit.run import checkpoints
+from kit.run.checkpoints import LoopState
 from tests.helpers.recipes import row, write_rows
 from tests.helpers.trainer import (
     ACTOR,

@@ -19,9 +19,9 @@ from verl.utils.metric import Metric
 from verl.workers.utils.padding import left_right_2_no_padding
 
 import training
-from kit.config.recipe import Recipe
 from kit.data.episode import TurnSpan
 from kit.data.selection import select_trainable
+from kit.recipe.recipe import Recipe
 from tests.helpers.recipes import ALGORITHM
 from tests.helpers.workers import (
     ACTOR,

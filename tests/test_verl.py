@@ -30,14 +30,14 @@ from verl.workers.utils.losses import sft_loss, value_loss
 
 import algorithm
 import training
-from kit.config.load import load_config
-from kit.config.recipe import Recipe
-from kit.config.user_functions import register_in_verl
 from kit.data.episode import Episode, TurnSpan
 from kit.data.selection import select_trainable, take_groups
-from kit.runs import prepare
-from kit.runs.checkpoints import LoopState
-from kit.runs.workers import start_workers
+from kit.recipe.load import load_config
+from kit.recipe.recipe import Recipe
+from kit.recipe.user_functions import register_in_verl
+from kit.run import prepare
+from kit.run.checkpoints import LoopState
+from kit.run.workers import start_workers
 from tests.helpers import plain_torch
 from tests.helpers.cases import MODES
 from tests.helpers.plain_torch import Data, compute_log_probs
@@ -548,7 +548,7 @@ class Update(NamedTuple):
 def run_split_update(workers, recipe, mode, tokens, episodes, folder) -> Update:
     """Run an update with micro-batches of `tokens` tokens, and then restore the weights."""
     recipe = changed(recipe, f"{ACTOR}.loss_agg_mode={mode}")
-    if mode == "seq-mean-token-sum-norm":  # as kit/runs/prepare.py
+    if mode == "seq-mean-token-sum-norm":  # as kit/run/prepare.py
         length = recipe.data.max_response_length
         recipe = changed(recipe, f"{ACTOR}.loss_scale_factor={length}")
     settings = OmegaConf.to_container(recipe.actor, resolve=True)

@@ -1,6 +1,6 @@
 # annealed.py
 from algorithm import train
-from kit.runs.cli import plan
+from kit.run.cli import plan
 
 with train(plan(["math_cpu", "cpu"], ["trainer.experiment_name=annealed"])) as trainer:
     import training  # not before `plan`, which sets the environment that verl reads

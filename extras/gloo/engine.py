@@ -18,7 +18,7 @@ import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from kit.rollout import stores
+from kit.engine import stores
 
 TIMEOUT = timedelta(minutes=30)  # torch's default
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from env import Json
-from kit.config.keys import to_plain
 from kit.features import Feature
-from kit.gym import process_specs
-from kit.gym.network import GymStartError
-from kit.gym.server_process import MODELS, RESOURCES, ProcessSpec, build_settings
+from kit.recipe.keys import to_plain
+from kit.verify import process_specs
+from kit.verify.network import GymStartError
+from kit.verify.server_process import MODELS, RESOURCES, ProcessSpec, build_settings
 
 if TYPE_CHECKING:
-    from kit.runs.launch import Launch
+    from kit.run.launch import Launch
 
 # settings that switch a verifier's judge off if they are false
 SWITCHES = ("should_use_judge", "use_judge", "enable_llm_judge")

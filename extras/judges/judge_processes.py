@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 
 from env import Json
 from extras.judges.judge_settings import Judge
-from kit.config.keys import ROOT
-from kit.gym import network
-from kit.gym.server_process import MODELS, ProcessSpec
+from kit.recipe.keys import ROOT
+from kit.verify import network
+from kit.verify.server_process import MODELS, ProcessSpec
 
 # of vLLM, and to download its model
 VLLM_VARIABLES = re.compile(r"(?:VLLM|NCCL|TORCH|HF)_\w+|HUGGING_FACE_HUB_TOKEN|\w+_(?i:proxy)")
@@ -62,7 +62,7 @@ def vllm_process_spec(judge: Judge) -> ProcessSpec:
         "port": port,
         # No web page can call the server, and it answers only the routes that Gym uses.
         "allowed_origins": "[]",
-        "middleware": "kit.rollout.vllm_routes.JudgeRoutes",
+        "middleware": "kit.engine.vllm_routes.JudgeRoutes",
     }
     if judge.cpu_dtype:
         options |= {"dtype": judge.cpu_dtype, "enforce_eager": True, "kv_cache_memory_bytes": 2**30}

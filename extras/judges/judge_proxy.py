@@ -36,9 +36,9 @@ from env import Json
 from extras.judges.judge_processes import model_server_spec, vllm_process_spec
 from extras.judges.judge_settings import Judge
 from kit.errors import QuotingError
-from kit.gym import network
-from kit.gym.process_specs import PYTHON
-from kit.gym.server_process import ProcessSpec
+from kit.verify import network
+from kit.verify.process_specs import PYTHON
+from kit.verify.server_process import ProcessSpec
 
 RETRYABLE_STATUS = {408, 409, 425, 429, 500, 502, 503, 504, 520, 529}
 ROUTES = ("chat/completions", "responses")

@@ -29,9 +29,9 @@ from pydantic import (
 )
 
 from env import Json
-from kit.config.model_files import is_missing_folder
-from kit.gym import network
-from kit.gym.process_specs import is_valid_name
+from kit.recipe.model_files import is_missing_folder
+from kit.verify import network
+from kit.verify.process_specs import is_valid_name
 
 PAGE = 'See docs/guides/judges.md, "Configure judges".'
 DEFAULT_TIMEOUT_SHARE = 0.8  # of gym.timeout_s, for a judge without timeout_s

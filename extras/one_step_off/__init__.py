@@ -3,7 +3,7 @@
     step k: collect batch k, started a step ago | start batch k+1 | update | update_weights | ...
 
 The servers stay awake. `update_weights` interrupts the responses in progress. vLLM aborts their
-requests and loads the new weights. Then kit/rollout/client.py requests the rest of each response:
+requests and loads the new weights. Then kit/engine/client.py requests the rest of each response:
 the tokens sampled so far become the end of its prompt. So the weights that sample a token are at
 most one step older than the weights that it updates. `Episode.policy_versions` records the former,
 and `rollout/staleness/*` counts the steps. configs/ahead.yaml corrects for staleness with
@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kit.config.load import ROLLOUT
 from kit.features import Feature
+from kit.recipe.load import ROLLOUT
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -11,7 +11,7 @@ from typing import Any
 import inference
 from inference import OnDone, ignore_episode
 from kit.data.episode import Episode
-from kit.rollout.sampling import EpisodeRequest, Sampling
+from kit.engine.sampling import EpisodeRequest, Sampling
 
 
 class BackgroundLoop:

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from kit.gym.python_verifiers.calls import CallResult, Json, VerifierError, describe_failure
-from kit.gym.python_verifiers.process import replace_by_null
-from kit.gym.python_verifiers.process_tree import kill_descendants
+from kit.verify.python_verifiers.calls import CallResult, Json, VerifierError, describe_failure
+from kit.verify.python_verifiers.process import replace_by_null
+from kit.verify.python_verifiers.process_tree import kill_descendants
 
 FAILURES = ("raised", "memory", "bad_answer")
 MAX_RESULT_BYTES = 2**16

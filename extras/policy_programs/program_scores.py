@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from extras.policy_programs.isolation import run_isolated
-from kit.gym.python_verifiers.calls import CallResult, score
-from kit.gym.python_verifiers.verl_scorer import PROGRAM_SOURCES, call_verl, runs_response
+from kit.verify.python_verifiers.calls import CallResult, score
+from kit.verify.python_verifiers.verl_scorer import PROGRAM_SOURCES, call_verl, runs_response
 
 MAX_SCORED_TESTS = 10  # as in verl
 TEST_LISTS = ("inputs", "outputs", "assert_case")  # an entry for each test

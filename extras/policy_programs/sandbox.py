@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kit.config.keys import ROOT
+from kit.recipe.keys import ROOT
 
 NAMES = ("bwrap",)  # of env.verifier_pool.sandbox
 TRIAL_TIMEOUT_S = 20.0

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from extras.preflight import attention, memory, node
-from kit.config.recipe import Recipe
+from kit.engine.inputs import RunInputs
 from kit.features import Feature
-from kit.rollout.inputs import RunInputs
+from kit.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

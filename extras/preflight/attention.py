@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from extras.preflight import gpus
 from kit import features
-from kit.config.load import ACTOR, FSDP
+from kit.recipe.load import ACTOR, FSDP
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -96,7 +96,7 @@ def choose(config: DictConfig, hf_config: PretrainedConfig, command: str) -> Non
 def has_short_window(hf_config: PretrainedConfig, longest: int) -> bool:
     """Whether a token sees less than an episode of `longest` tokens, which the substitute lacks.
 
-    The rows of the trial of models (kit/rollout/packing_trial.py) are too short to show that. It
+    The rows of the trial of models (kit/engine/packing_trial.py) are too short to show that. It
     finds everything else that the substitute cannot compute.
     """
     text_config = hf_config.get_text_config()

@@ -21,9 +21,9 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from extras.preflight import gpus
-from kit.config.load import ACTOR, FSDP, ROLLOUT
-from kit.config.model_files import expert_count
-from kit.config.recipe import Recipe
+from kit.recipe.load import ACTOR, FSDP, ROLLOUT
+from kit.recipe.model_files import expert_count
+from kit.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from extras.preflight import memory
 from extras.preflight.memory import GIB
-from kit.config.recipe import Recipe
+from kit.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

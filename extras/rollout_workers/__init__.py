@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from kit.features import EpisodeWorkers, Feature
 
 if TYPE_CHECKING:
-    from kit.rollout.sampling import RolloutContext
-    from kit.runs.launch import Launch
+    from kit.engine.sampling import RolloutContext
+    from kit.run.launch import Launch
 
 
 class RolloutWorkers(Feature):

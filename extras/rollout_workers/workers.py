@@ -16,15 +16,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import inference
 from gym_client import GymError
 from inference import OnDone
-from kit.config.recipe import Recipe
-from kit.config.resources import cores
 from kit.data.episode import Episode
+from kit.engine.client import Client
+from kit.engine.inputs import RunInputs
+from kit.engine.sampling import EpisodeRequest, RolloutContext, Sampling, make_rollout_context
 from kit.errors import RunError
-from kit.gym.python_verifiers.pool import make_pools
-from kit.gym.verifiers import make_verifiers
-from kit.rollout.client import Client
-from kit.rollout.inputs import RunInputs
-from kit.rollout.sampling import EpisodeRequest, RolloutContext, Sampling, make_rollout_context
+from kit.recipe.recipe import Recipe
+from kit.recipe.resources import cores
+from kit.verify.python_verifiers.pool import make_pools
+from kit.verify.verifiers import make_verifiers
 
 MAX_CALLS = 10_000  # concurrent calls of one actor; a call is a group of episodes
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kit.features import Feature
 
 if TYPE_CHECKING:
-    from kit.runs.launch import Launch
+    from kit.run.launch import Launch
 
 
 class Supervisor(Feature):

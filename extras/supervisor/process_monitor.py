@@ -23,8 +23,8 @@ from pathlib import Path
 
 import psutil
 
-from kit.runs import log_files
-from kit.runs.processes import kill_processes, list_descendants
+from kit.run import log_files
+from kit.run.processes import kill_processes, list_descendants
 
 CHECK_INTERVAL_S = 2.0
 # An engine counts as dead after this many checks without it. If it failed with an error, vLLM logs

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from extras.supervisor.process_monitor import remove_leftovers
-from kit.runs.processes import kill_processes
+from kit.run.processes import kill_processes
 
 STDIN = 0
 POLL_S = 0.5

@@ -32,7 +32,7 @@ from verl.utils.model import extract_multi_modal_inputs
 from verl.workers.engine.base import EngineRegistry
 
 from kit.cpu.packed_layout import MAX_GRID_KEYS, Grid, Layout, find_unique_prompts, lay_out
-from kit.rollout.packing_trial import monkey_patch_engine
+from kit.engine.packing_trial import monkey_patch_engine
 
 Context = Any  # of a torch.autograd.Function; torch has no type for what it holds
 Inputs = dict[str, Any]  # of a model, or values that verl keeps for its output

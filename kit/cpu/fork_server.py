@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-    from kit.runs.launch import Launch
+    from kit.run.launch import Launch
 
 NUMBER_BYTES = 16  # of a number that is sent over the socket
 MAX_DESCRIPTORS = 253  # in one message over a Unix socket (Linux: SCM_MAX_FD)
@@ -374,7 +374,7 @@ if __name__ == "__main__":
         sys.exit(request_fork(parameters[0], parameters[1:]))
 else:
     from kit.features import Feature
-    from kit.runs import isolation
+    from kit.run import isolation
 
     class Preload(Feature):
         """Workers that are forks of one process."""

@@ -20,7 +20,7 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
 )
 
 from kit.cpu import vllm_patches
-from kit.rollout import verl_patches
+from kit.engine import verl_patches
 
 vllm_patches.monkey_patch_vllm()
 

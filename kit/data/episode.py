@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import gym_client
 from gym_client import GymError, Json
+from kit.chat.parsed_response import ParsedResponse, write_call
 from kit.data.reward_scale import UNKNOWN, RewardScale
+from kit.errors import find_first_difference
 
 # Gym's names for the token ids and log-probs. The last output item of each model call has them.
 PROMPT_IDS = "prompt_token_ids"
@@ -46,31 +46,6 @@ class RecordIndex(NamedTuple):
 
     task: int  # `_ng_task_index` of the file: the index of the row
     rollout: int  # `_ng_rollout_index`: the index among the episodes of the row
-
-
-class ParsedResponse(NamedTuple):
-    """One response of the policy, parsed once (kit/rollout/chat.py). All readers take from it."""
-
-    reasoning: str
-    text: str  # of the answer, without its calls
-    calls: list[Json]  # function_call items
-    written: str  # the answer with its calls, as the policy wrote them
-    raw: str  # the whole response with its thought, without special tokens
-
-    @classmethod
-    def of_text(cls, text: str) -> ParsedResponse:
-        """Make a response without a thought and calls."""
-        return cls("", text, [], text, text)
-
-    @property
-    def items(self) -> list[Json]:
-        """Return the response as Responses items. Without calls it has a message, maybe empty."""
-        items: list[Json] = []
-        if self.reasoning:
-            items.append(gym_client.reasoning(self.reasoning))
-        if self.text or not self.calls:
-            items.append(gym_client.message(self.text))
-        return items + self.calls
 
 
 PolicyVersions = list[PolicyVersion]
@@ -217,11 +192,6 @@ def from_turn_items(items: Sequence[Json]) -> ParsedResponse:
     return ParsedResponse("", text, calls, written, written)
 
 
-def write_call(call: Json) -> str:
-    """Write a function_call item as JSON text."""
-    return json.dumps({"name": call["name"], "arguments": call["arguments"]})
-
-
 def set_sampled(
     episode: Episode,
     turn: TurnSpan,
@@ -234,14 +204,6 @@ def set_sampled(
         raise GymError("bad_ids", f"the turn of the tokens from {turn.start} on has {counts}")
     episode.log_probs[turn.start : turn.end] = log_probs
     episode.policy_versions += policy_versions
-
-
-def find_first_difference(some: Sequence[object], others: Sequence[object]) -> int:
-    """Find the first index at which two lists of ids, or two texts, differ."""
-    for index, (one, other) in enumerate(zip(some, others, strict=False)):
-        if one != other:
-            return index
-    return min(len(some), len(others))
 
 
 @contextlib.contextmanager

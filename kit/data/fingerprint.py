@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from env import Json, Task, drop_nulls
-from kit.config.keys import ROOT
-from kit.config.python_files import KIT_FILES
-from kit.config.user_functions import is_user_function
 from kit.data.ground_truths import find_ground_truth, is_empty
+from kit.recipe.keys import ROOT
+from kit.recipe.python_files import KIT_FILES
+from kit.recipe.user_functions import is_user_function
 
 ROUTES = ("agent_ref", "task_source")  # fields of a row that name its server
 # of the folder of a model or a server

@@ -26,11 +26,11 @@ from omegaconf import DictConfig, OmegaConf
 
 import env
 from env import DataError, Task
-from kit.config import user_functions
-from kit.config.entries import Entry
 from kit.data.tasks import TaskLoader, make_unique
 from kit.data.verl_rows import parse_row
 from kit.errors import ConfigError, UserFunctionError
+from kit.recipe import user_functions
+from kit.recipe.entries import Entry
 
 LIMIT_KEYS = {"env.train_files": "env.max_rows", "env.val_files": "env.val_max_rows"}
 

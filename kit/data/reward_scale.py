@@ -2,7 +2,7 @@
 
 A verifier may pay 0 and 1, -1 and 0, or up to 100, and 0.7 + 0.2 + 0.1 is 0.9999999999999999. So
 no other module compares a reward with a number. The scale of a verifier is what it pays for the
-ground truth and for a wrong answer in the same form, before the run (kit/runs/verifier_trial.py).
+ground truth and for a wrong answer in the same form, before the run (kit/run/verifier_trial.py).
 Each episode has it, also in the rollouts files.
 """
 

@@ -14,11 +14,11 @@ from typing import NamedTuple, Protocol
 
 import env
 from env import DataError, Json, Task
-from kit.config.entries import Entry
 from kit.data import fields
 from kit.data.fingerprint import name_row
 from kit.data.row_files import find_files, ignore, report_progress
 from kit.data.verl_rows import TASK_ID, read_rows
+from kit.recipe.entries import Entry
 
 
 class LoadedTasks(NamedTuple):
@@ -63,7 +63,7 @@ def make_unique(name: str, used: set[str]) -> str:
 
 
 class PromptEncoder(Protocol):
-    """kit.rollout.chat_template.ChatTemplate, as far as rows need it."""
+    """kit.chat.template.ChatTemplate, as far as rows need it."""
 
     def with_arguments(self, arguments: Mapping[str, object], row_id: str) -> PromptEncoder:
         """Return the template with a row's own arguments. Raises DataError."""

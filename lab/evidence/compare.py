@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kit.errors import ConfigError
-from kit.runs import files
-from kit.runs.console import count_nouns, say
+from kit.run import files
+from kit.run.console import count_nouns, say
 from lab.evidence import intervals
 from lab.evidence.curves import (
     SCORES,

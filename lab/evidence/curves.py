@@ -12,7 +12,7 @@ import numpy as np
 
 from kit.data.fingerprint import Fingerprint
 from kit.errors import ConfigError
-from kit.runs import checkpoints, identity
+from kit.run import checkpoints, identity
 from lab.evidence.intervals import Scores
 from lab.run_folder import MODEL_PATH, Evaluation, RunFolder, is_run
 

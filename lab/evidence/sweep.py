@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kit.config.keys import ROOT
 from kit.errors import ConfigError
-from kit.runs import checkpoints, cli, identity
-from kit.runs.console import say
+from kit.recipe.keys import ROOT
+from kit.run import checkpoints, cli, identity
+from kit.run.console import say
 from lab.evidence import compare, curves
 from lab.run_folder import RunFolder
 

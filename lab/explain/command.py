@@ -25,9 +25,9 @@ from env import Json
 from kit.data.episode import Episode
 from kit.data.importance import measure_shift
 from kit.errors import ConfigError, NonFiniteStep, SkippedStep
-from kit.runs import checkpoints, files
-from kit.runs.cli import plan
-from kit.runs.console import say
+from kit.run import checkpoints, files
+from kit.run.cli import plan
+from kit.run.console import say
 from lab.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> None:
             f"{', '.join(planned.replay.changes)}"
         )
     from algorithm import start_trainer
-    from kit.runs.run import Run
+    from kit.run.run import Run
 
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(Run(planned.recipe, planned.resume_from, planned.fingerprint))

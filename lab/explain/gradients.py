@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import training
-from kit.config.recipe import Recipe
+from kit.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from verl import DataProto

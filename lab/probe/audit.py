@@ -11,12 +11,12 @@ from typing import NamedTuple
 import gym_client
 from env import Task
 from gym_client import GymError, ServerDownError
+from kit.chat import responses as chat
 from kit.data.reward_scale import UNKNOWN, RewardScale, are_equal, find_scale
+from kit.engine.sampling import RolloutContext
 from kit.errors import RunError
-from kit.gym.verifiers import VerifierRouter
-from kit.rollout import chat
-from kit.rollout.sampling import RolloutContext
-from kit.runs.verifier_trial import rank
+from kit.run.verifier_trial import rank
+from kit.verify.verifiers import VerifierRouter
 from lab.probe import truths
 from lab.probe.responses import RIGHT, Case, make_probes
 
@@ -99,7 +99,7 @@ class Sender:
         template = self.context.template
         written = template.write_response(task.prompt_ids, text)
         ids = [*template.encode_text(written), self.stop_id]
-        parsed = await chat.parse_response(self.context, ids, task.tools, task.prompt_ids)
+        parsed = await chat.parse_response(self.context.template, ids, task.tools, task.prompt_ids)
         response = gym_client.response(parsed.items)
         async with self.router.session(task.server, task.row) as session:
             if session.kind == "step":

@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 from env import Task
 from gym_client import RUNS_EPISODES
+from kit.engine.sampling import make_rollout_context
 from kit.errors import ConfigError
 from kit.features import EventLoop
-from kit.gym.python_verifiers.pool import make_pools
-from kit.gym.servers import GymServers
-from kit.gym.verifiers import make_verifiers
-from kit.rollout.sampling import make_rollout_context
-from kit.runs import isolation
-from kit.runs.cli import plan
-from kit.runs.console import console, count_nouns, say
-from kit.runs.event_loops import make_runner
+from kit.run import isolation
+from kit.run.cli import plan
+from kit.run.console import console, count_nouns, say
+from kit.run.event_loops import make_runner
+from kit.verify.python_verifiers.pool import make_pools
+from kit.verify.servers import GymServers
+from kit.verify.verifiers import make_verifiers
 from lab.probe import report, truths
 from lab.probe.audit import RowAudit, Sender, audit_verifier, find_weaknesses
 from lab.probe.responses import Case
 
 if TYPE_CHECKING:
-    from kit.config.recipe import Recipe
-    from kit.rollout.inputs import RunInputs
+    from kit.engine.inputs import RunInputs
+    from kit.recipe.recipe import Recipe
 
 WEAK = 3  # exit status
 MAX_OTHERS = 12  # truths of other rows
@@ -131,8 +131,8 @@ def running_verifiers(recipe: Recipe, inputs: RunInputs) -> Iterator[tuple[Sende
     Neither Ray nor a rollout engine starts. Raises ConfigError if the policy is a judge, and
     GymStartError.
     """
-    from kit.runs.launch import Launch, enter  # imports Ray
-    from kit.runs.run import Run
+    from kit.run.launch import Launch, enter  # imports Ray
+    from kit.run.run import Run
 
     run = Run(recipe)  # never entered: it only names things
     run.folder = run.folder / "probe"

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kit.errors import remove_control_characters
-from kit.runs.console import count_nouns
+from kit.run.console import count_nouns
 from lab.probe import truths
 from lab.probe.audit import RowAudit, Weakness
 from lab.probe.responses import LEAK, RIGHT, WRONG

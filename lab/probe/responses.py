@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kit.runs import verifier_trial
+from kit.run import verifier_trial
 from lab.probe import answers, truths
 
 WRONG = "wrong"  # deserves nothing: a wrong answer, or none

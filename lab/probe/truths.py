@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from env import Json, Task
 from kit.data.ground_truths import GROUND_TRUTH_KEYS, find_ground_truth, read_expected_answers
-from kit.runs import verifier_trial
+from kit.run import verifier_trial
 
 # Where rows of Gym have a truth, besides the places of kit/data/ground_truths.py.
 OTHER_KEYS = ("expected_output", "target", "ideal", "reference_response", "outputs")

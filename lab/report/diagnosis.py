@@ -14,7 +14,7 @@ import pandas as pd
 
 from kit.data.metrics import describe_interval
 from kit.data.reward_scale import are_equal
-from kit.runs.console import count_nouns
+from kit.run.console import count_nouns
 from lab.report.metric_docs import find_status
 from lab.run_folder import RunFolder, is_accuracy
 

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import orjson
 import yaml
 
-from kit.config.keys import flatten
-from kit.config.redaction import without_settings
 from kit.data.episode import gc_paused
 from kit.data.metrics import HIGH, LOW, name_interval
 from kit.errors import ConfigError, RunError
-from kit.runs import files
+from kit.recipe.keys import flatten
+from kit.recipe.redaction import without_settings
+from kit.run import files
 from lab.report import diagnosis, episode_view
 from lab.report.metric_docs import find_metric
 from lab.run_folder import RunFolder

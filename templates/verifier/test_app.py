@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gym_client import Gym, GymError, VerifyResult, message_response
-from kit.gym.servers import running_servers
+from kit.verify.servers import running_servers
 
 FOLDER = Path(__file__).resolve().parent
 rows = runpy.run_path(str(FOLDER / "rows.py"))["rows"]

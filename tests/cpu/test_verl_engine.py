@@ -32,9 +32,9 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import value_loss
 
 import training
-from kit.config.recipe import Recipe
 from kit.data.episode import Episode
-from kit.runs.workers import make_value_model_config
+from kit.recipe.recipe import Recipe
+from kit.run.workers import make_value_model_config
 from tests.helpers.architectures import VARIABLES
 from tests.helpers.recipes import load
 from tests.helpers.workers import ACTOR, make_episode

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import env
-from kit.config.entries import Entry
 from kit.data import fields
 from kit.data.tasks import TaskLoader
 from kit.data.verl_rows import parse_row
-from kit.rollout import openai_server
-from kit.rollout.openai_requests import read_request
+from kit.engine import openai_server
+from kit.engine.openai_requests import read_request
+from kit.recipe.entries import Entry
 from tests.data.test_tasks import Letters
 from tests.helpers.recipes import write_rows
 from tests.helpers.rollouts import chatml_tokenizer, context_of, one_turn_each

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 
 import env
-from kit.config.entries import Entry
 from kit.data.episode import Episode, TurnSpan, append_tokens
 from kit.data.generated_rows import FunctionRows, RowSource
 from kit.data.metrics import update_pass_rates
 from kit.data.rollout_files import assign_record_indices, load_replay
 from kit.data.tasks import TaskLoader
 from kit.errors import ConfigError, UserFunctionError
-from kit.runs import summary
-from kit.runs.run import Run
+from kit.recipe.entries import Entry
+from kit.run import summary
+from kit.run.run import Run
 from tests.helpers.recipes import load
 
 TASK_FUNCTIONS = """

@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 
 import env
-from kit.config.entries import Entry, parse_entry
 from kit.data.row_files import find_files
 from kit.data.tasks import TaskLoader, limit_rows
 from kit.errors import ConfigError
-from kit.runs import summary
+from kit.recipe.entries import Entry, parse_entry
+from kit.run import summary
 from tests.helpers.recipes import load, row, write_rows
 
 LIMIT = 20  # prompt tokens

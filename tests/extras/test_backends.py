@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from kit.config import checks
-from kit.config.keys import diff
-from kit.config.load import load_config
+from kit.chat import responses as chat
+from kit.chat import tool_calls
 from kit.errors import ConfigError
-from kit.rollout import chat
-from kit.runs import prepare, summary
+from kit.recipe.keys import diff
+from kit.recipe.load import load_config
+from kit.run import prepare, summary
 from tests.helpers.models import make_mixture
 from tests.helpers.recipes import GYM_PYTHON, command, metrics_of, run, tiny
 from tests.helpers.rollouts import CHATML, STOPS, bytes_tokenizer, call, context_of
@@ -136,12 +136,12 @@ def test_verl_parses_tool_calls_if_vllm_is_not_installed(monkeypatch):
 
     def parse(text: str):
         ids = tokenizer.encode(text, add_special_tokens=False)
-        return asyncio.run(chat.parse_response(context_of(None, tokenizer), ids, tools))
+        return asyncio.run(chat.parse_response(context_of(None, tokenizer).template, ids, tools))
 
     broken = "<tool_call>{broken</tool_call>"
     assert (parse(broken).text, parse(broken).calls) == (broken, [])
     assert [c["name"] for c in parse("<think>so</think>" + call()).calls] == ["look_up"]
-    formats = checks.list_tool_formats()
-    checks.check_tool_format("qwen3_coder", formats)
+    formats = tool_calls.list_tool_formats()
+    tool_calls.check_tool_format("qwen3_coder", formats)
     with pytest.raises(ConfigError, match="format=mistral: there is no such tool parser"):
-        checks.check_tool_format("mistral", formats)
+        tool_calls.check_tool_format("mistral", formats)

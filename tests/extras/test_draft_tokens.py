@@ -11,8 +11,8 @@ import pytest
 import ray
 
 import inference
-from kit.rollout.client import Client
-from kit.rollout.sampling import make_rollout_context
+from kit.engine.client import Client
+from kit.engine.sampling import make_rollout_context
 from tests.helpers.recipes import load
 from tests.helpers.stack import AGREE, SESSION
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from extras import gym_environments
-from kit.gym import process_specs
-from kit.gym.network import GymStartError
+from kit.verify import process_specs
+from kit.verify.network import GymStartError
 from tests.helpers.recipes import GYM_PYTHON, ROOT
 
 SITE_PACKAGES = next(ROOT.glob(".venv-gym/lib/python3*/site-packages"))

@@ -13,9 +13,9 @@ import ray
 import torch
 
 import inference
-from kit.rollout.client import Client
-from kit.rollout.sampling import make_rollout_context
-from kit.runs.workers import start_workers
+from kit.engine.client import Client
+from kit.engine.sampling import make_rollout_context
+from kit.run.workers import start_workers
 from tests.helpers.recipes import load
 from tests.helpers.stack import AGREE, SESSION, kill_workers
 

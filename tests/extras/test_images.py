@@ -17,16 +17,16 @@ import training
 from extras import images, sft
 from extras.images import ImageProcessor, make_processor
 from gym_client import GymError
-from kit.config.entries import Entry
-from kit.config.load import load_config
-from kit.config.model_files import load_model_files
+from kit.chat.processor import TextProcessor
+from kit.chat.template import ChatTemplate
 from kit.data.episode import Episode, TurnSpan
-from kit.data.processor import TextProcessor
 from kit.data.tasks import TaskLoader
+from kit.engine import openai_server
 from kit.errors import ConfigError
-from kit.rollout import openai_server
-from kit.rollout.chat_template import ChatTemplate
-from kit.runs import prepare, summary
+from kit.recipe.entries import Entry
+from kit.recipe.load import load_config
+from kit.recipe.model_files import load_model_files
+from kit.run import prepare, summary
 from tests.helpers.http import served
 from tests.helpers.models import (
     COLORS,

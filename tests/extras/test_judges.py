@@ -20,9 +20,9 @@ from extras.judges.judge_processes import reserve_gpus, vllm_process_spec
 from extras.judges.judge_proxy import JudgeProxy
 from extras.judges.judge_settings import build_judges, find_problems
 from gym_client import Gym, GymError, message_response
-from kit.config.load import load_config
-from kit.config.redaction import redacted
-from kit.gym import servers as gym_servers
+from kit.recipe.load import load_config
+from kit.recipe.redaction import redacted
+from kit.verify import servers as gym_servers
 from tests.helpers.http import JUDGE_CONFIG, StubJudge, completion
 from tests.helpers.models import ACTIONS, make_model
 from tests.helpers.recipes import GYM_PYTHON, ROOT

@@ -8,7 +8,7 @@ import pytest
 
 from extras import math_answers
 from gym_client import Gym, GymError, message_response
-from kit.gym.servers import running_servers
+from kit.verify.servers import running_servers
 from tests.helpers import math_samples
 from tests.helpers.recipes import GYM_PYTHON, ROOT
 from tests.helpers.verifiers import list_rewards, make_router, play

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from extras.one_step_off.servers import BackgroundLoop, Servers
+from kit.engine import sampling
+from kit.engine.client import Client
 from kit.errors import Stop
-from kit.rollout import sampling
-from kit.rollout.client import Client
-from kit.runs import checkpoints
-from kit.runs.console import Display
-from kit.runs.stages import Stages
+from kit.run import checkpoints
+from kit.run.console import Display
+from kit.run.stages import Stages
 from tests.helpers.stack import AGREE, PATIENCE, UNTRAINED
 
 LONG_RESPONSES = [

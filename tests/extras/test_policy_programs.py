@@ -25,7 +25,7 @@ from extras.policy_programs import sandbox
 from extras.policy_programs.program_scores import score_program
 from gym_client import GymError
 from kit.errors import ConfigError
-from kit.gym.python_verifiers.settings import read_spec
+from kit.verify.python_verifiers.settings import read_spec
 from tests.helpers.http import JsonHandler
 from tests.helpers.recipes import load, write_rows
 from tests.helpers.recipes import row as make_row

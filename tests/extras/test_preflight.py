@@ -24,7 +24,7 @@ from transformers import (
 from extras import preflight
 from extras.preflight import attention, gpus, memory, node
 from extras.preflight.memory import GIB
-from kit.config.load import load_config
+from kit.recipe.load import load_config
 from tests.helpers import nodes
 from tests.helpers.nodes import make_recipe, qwen
 from tests.helpers.recipes import ROOT
@@ -286,7 +286,7 @@ def test_torch_replaces_flash_attn_for_all_models(smi, no_packages):
     ).verl
     models = (config.actor_rollout_ref.model, config.critic.model)
     assert [model.override_config.attn_implementation for model in models] == ["torch_varlen"] * 2
-    assert list_modules(config) == ["kit.rollout.verl_patches", "extras.without_flash_attn"]
+    assert list_modules(config) == ["kit.engine.verl_patches", "extras.without_flash_attn"]
     assert not list(attention.check_model(config, qwen("1.5B"), "train"))
     (line,) = attention.describe(config, "train")
     assert line.startswith("attention   torch_varlen: flash-attn is not installed")
@@ -330,7 +330,7 @@ def test_another_node_may_have_flash_attn(no_packages, monkeypatch, tmp_path):
     config = make_recipe("1.5B", "algorithm.adv_estimator=gae", ulysses).verl
     assert get_attention(config) is None
     assert not list(attention.check_model(config, qwen("1.5B"), "train"))
-    assert list_modules(config) == ["kit.rollout.verl_patches"]
+    assert list_modules(config) == ["kit.engine.verl_patches"]
     named = make_recipe("1.5B", f"+{ATTENTION}.attn_implementation=torch_varlen").verl
     assert "extras.without_flash_attn" in list_modules(named)
 

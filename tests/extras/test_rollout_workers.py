@@ -12,14 +12,14 @@ import ray
 import env
 import inference
 from extras.rollout_workers.workers import RolloutWorkers, split_limits
-from kit.errors import RunError
-from kit.gym.network import find_free_port
-from kit.rollout.sampling import (
+from kit.engine.sampling import (
     Sampling,
     build_sampling_params,
     make_rollout_context,
     repeat_per_group,
 )
+from kit.errors import RunError
+from kit.verify.network import find_free_port
 from tests.helpers.recipes import load
 from tests.helpers.stack import SESSION
 

@@ -9,11 +9,11 @@ import pytest
 
 import env
 from extras import sft
-from kit.config.load import load_config
-from kit.data.processor import TextProcessor
-from kit.rollout.chat_template import ChatTemplate
-from kit.runs.launch import Started
-from kit.runs.run import Run
+from kit.chat.processor import TextProcessor
+from kit.chat.template import ChatTemplate
+from kit.recipe.load import load_config
+from kit.run.launch import Started
+from kit.run.run import Run
 from tests.helpers.recipes import CPU, RECIPE, metrics_of, tiny, write_chats, write_rows
 from tests.helpers.stack import SESSION
 
@@ -121,7 +121,7 @@ def test_the_command_learns_and_exports_the_model(stack, monkeypatch, capsys):
         *load_config([str(CPU), str(RECIPE), "sft"], tiny(stack.workspace, *SESSION, *changes))
     )
     stack.workers.actor.load_checkpoint(str(stack.fresh))
-    monkeypatch.setattr("kit.runs.launch.start", lambda *_, **__: Started(stack.workers, None))
+    monkeypatch.setattr("kit.run.launch.start", lambda *_, **__: Started(stack.workers, None))
     with Run(recipe) as run:
         sft.run_command(recipe, run, inputs)
     metrics = metrics_of(run.folder)

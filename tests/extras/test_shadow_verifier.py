@@ -13,12 +13,13 @@ import gym_client
 import inference
 from env import Task
 from extras.shadow_verifier import ShadowVerifier, score
-from kit.config.load import base_configs
-from kit.data.episode import Episode, ParsedResponse, TurnSpan
+from kit.chat.parsed_response import ParsedResponse
+from kit.data.episode import Episode, TurnSpan
 from kit.data.metrics import compute_rollout_metrics, compute_validation_metrics
 from kit.errors import RunError
-from kit.gym.python_verifiers.pool import make_pools
-from kit.gym.verifiers import VerifierRouter
+from kit.recipe.load import base_configs
+from kit.verify.python_verifiers.pool import make_pools
+from kit.verify.verifiers import VerifierRouter
 from tests.helpers.verifiers import make_recipe
 
 SOURCE = """

@@ -17,7 +17,7 @@ import pytest
 
 from extras.supervisor import process_monitor
 from extras.supervisor.process_monitor import ProcessMonitor
-from kit.runs import isolation
+from kit.run import isolation
 from tests.helpers.recipes import CLEAN_ENV, ROOT
 
 LEAVE_SHARED_MEMORY = """
@@ -95,7 +95,7 @@ DRIVER = """
 import os, subprocess, sys
 from pathlib import Path
 from extras.supervisor.process_monitor import ProcessMonitor
-from kit.runs import isolation
+from kit.run import isolation
 from tests.helpers.recipes import CLEAN_ENV, ROOT
 
 monitor = ProcessMonitor(Path("."), print)

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 
-from kit.config.load import load_config
-from kit.config.recipe import freeze
 from kit.errors import RunError
-from kit.runs.run import Run
+from kit.recipe.load import load_config
+from kit.recipe.recipe import freeze
+from kit.run.run import Run
 
 
 def test_a_tracker_that_refuses_to_start_is_one_line(

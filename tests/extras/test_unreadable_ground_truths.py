@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from extras.math_answers import verify_math
 from extras.policy_programs.program_scores import score_program
 from gym_client import GymError
-from kit.gym.python_verifiers import verl_scorer
+from kit.verify.python_verifiers import verl_scorer
 from tests.helpers.recipes import ROOT
 from tests.helpers.verifiers import list_rewards, make_router, run_session
 

@@ -6,5 +6,5 @@ import os
 # configs/machines/cpu.yaml.
 os.environ |= {
     "VERL_PLATFORM": "cpu",
-    "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform,kit.rollout.verl_patches",
+    "VERL_USE_EXTERNAL_MODULES": "kit.cpu.platform,kit.engine.verl_patches",
 }

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kit.config.recipe import Recipe
+from kit.recipe.recipe import Recipe
 from tests.helpers.models import END, make_tokenizer
 
 VARIABLES = {

@@ -24,9 +24,9 @@ from verl.trainer.ppo import core_algos
 from verl.utils.config import omega_conf_to_dataclass
 
 import training
-from kit.config.load import load_config
 from kit.data.episode import Episode
 from kit.data.selection import select_trainable
+from kit.recipe.load import load_config
 from tests.helpers.recipes import CPU, RECIPE, make_partial
 
 EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}

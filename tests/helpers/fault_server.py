@@ -15,7 +15,7 @@ from aiohttp import web
 
 import env
 from gym_client import message
-from kit.rollout.sampling import EpisodeId, EpisodeRequest, SampleStore
+from kit.engine.sampling import EpisodeId, EpisodeRequest, SampleStore
 from tests.helpers.rollouts import TOOL, call, encode_turns, keep_samples
 
 FAILURE_RATE = 0.3

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gym_client import Gym, message_response
-from kit.data.episode import ParsedResponse
-from kit.gym.verifiers import VerifierRouter
+from kit.chat.parsed_response import ParsedResponse
+from kit.verify.verifiers import VerifierRouter
 
 SENTENCES = (  # of the reasoning before an answer
     "She sells $16 - 3 - 4 = 9$ eggs every day.",

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from kit.runs import cli
+from kit.run import cli
 from tests.helpers.models import make_model
 from tests.helpers.recipes import ROOT
 

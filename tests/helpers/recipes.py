@@ -13,9 +13,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kit.config.load import load_config
-from kit.config.recipe import Recipe
-from kit.runs import prepare
+from kit.recipe.load import load_config
+from kit.recipe.recipe import Recipe
+from kit.run import prepare
 
 # Environment variables of commands that tests start, without the variables set above.
 CLEAN_ENV = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}

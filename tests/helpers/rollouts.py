@@ -13,14 +13,14 @@ from transformers import PreTrainedTokenizerFast
 import env
 import gym_client
 import inference
-from kit.config.recipe import Recipe
 from kit.data.episode import PolicyVersion
-from kit.rollout.sampling import (
+from kit.engine.sampling import (
     RolloutContext,
     SampledResponse,
     SampleStore,
     repeat_per_group,
 )
+from kit.recipe.recipe import Recipe
 from tests.helpers.recipes import make_partial
 
 STOP = 1
@@ -119,7 +119,7 @@ def make_tokenizer(text: str) -> SimpleNamespace:
 
 def make_context(client, **changes) -> RolloutContext:
     tokenizer: Any = make_tokenizer("five")
-    return RolloutContext(client, tokenizer, {STOP}, 32, 12, None, 100, "hermes", 5.0, **changes)
+    return RolloutContext(client, tokenizer, {STOP}, 32, 12, None, 100, 5.0, **changes)
 
 
 def make_tasks(count: int) -> list[env.Task]:
@@ -310,17 +310,18 @@ class Game:
         )
 
 
-def context_of(client, tokenizer, **changes) -> RolloutContext:
+def context_of(client, tokenizer, tool_format="hermes", **changes) -> RolloutContext:
     settings = {
         "max_prompt_length": 4000,
         "max_response_length": 20000,
         "max_turns": None,
         "max_tool_chars": 4096,
-        "tool_format": "hermes",
         "timeout_s": 5.0,
         **changes,
     }
-    return RolloutContext(client, tokenizer, {tokenizer.eos_token_id}, **settings)
+    context = RolloutContext(client, tokenizer, {tokenizer.eos_token_id}, **settings)
+    context.template.tool_format = tool_format
+    return context
 
 
 def task_of(tokenizer, tools=True, prompt="Look it up.") -> env.Task:

@@ -21,12 +21,12 @@ import torch
 from omegaconf import OmegaConf
 
 import gym_client
-from kit.config.load import load_config
-from kit.config.redaction import redacted
 from kit.data.episode import Episode, append_tokens
 from kit.data.json_lines import read_metrics
 from kit.data.rollout_files import to_record, write_record
-from kit.runs import checkpoints
+from kit.recipe.load import load_config
+from kit.recipe.redaction import redacted
+from kit.run import checkpoints
 from tests.helpers.recipes import CLEAN_ENV, command, row, tiny
 
 SECRET = "sk-planted-" + uuid.uuid4().hex

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kit.config.recipe import Recipe
-from kit.rollout.inputs import RunInputs
-from kit.rollout.sampling import make_rollout_context
-from kit.runs.checkpoints import LoopState
+from kit.engine.inputs import RunInputs
+from kit.engine.sampling import make_rollout_context
+from kit.recipe.recipe import Recipe
+from kit.run.checkpoints import LoopState
 from tests.helpers.recipes import GYM_PYTHON, ROOT, load, metrics_of
 
 SHOP = f"{{path: {ROOT / 'templates' / 'verifier'}, python: {GYM_PYTHON}}}"
@@ -78,8 +78,8 @@ class Stack:
         import inference
         import training
         from algorithm import Trainer
-        from kit.config import user_functions
-        from kit.runs.run import Run
+        from kit.recipe import user_functions
+        from kit.run.run import Run
         from lab.report.metric_docs import find_metric
 
         recipe, inputs = load(
@@ -113,8 +113,8 @@ class Stack:
 @contextlib.contextmanager
 def with_verifiers(stack: Stack, *changes: str):
     """Yield a router of a recipe's Python verifiers and the stack's Gym servers."""
-    from kit.gym.python_verifiers.pool import make_pools
-    from kit.gym.verifiers import VerifierRouter
+    from kit.verify.python_verifiers.pool import make_pools
+    from kit.verify.verifiers import VerifierRouter
 
     recipe, inputs = load(stack.workspace, *SESSION, *changes)
     pools = make_pools(recipe, inputs.verifiers.specs, stack.workspace)
@@ -130,8 +130,8 @@ def with_verifiers(stack: Stack, *changes: str):
 def session(workspace: Path, *changes: str) -> Iterator[Stack]:
     """Start a Stack with the models and rows of a folder, and change to that folder."""
     import algorithm  # noqa: F401  (imported first, as in a run)
-    from kit.runs import launch
-    from kit.runs.run import Run
+    from kit.run import launch
+    from kit.run.run import Run
 
     os.chdir(workspace)
     # With this, the actor also holds a reference. Recipes with a KL term need one.

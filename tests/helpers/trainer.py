@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 import gym_client
 import training
 from kit.data.episode import Episode, append_tokens
-from kit.runs import checkpoints, cli, finite_check
-from kit.runs.checkpoints import LoopState
-from kit.runs.launch import Started
+from kit.run import checkpoints, cli, finite_check
+from kit.run.checkpoints import LoopState
+from kit.run.launch import Started
 from tests.helpers.recipes import load
 
 ACTOR = "actor_rollout_ref.actor"
@@ -119,7 +119,7 @@ class Recorder:
         self.monkeypatch.setattr(owner, name, call)
 
     def start(self, run, inputs, stack, samples=True):
-        """Replace kit.runs.launch.start."""
+        """Replace kit.run.launch.start."""
         self.started = (run, inputs, stack, samples)
         return Started(self.workers, self.servers if samples else None)
 
@@ -148,16 +148,16 @@ def replace_checkpoints(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(checkpoints, "save", save)
     monkeypatch.setattr(checkpoints, "load", load_state)
     monkeypatch.setattr(finite_check, "find_nonfinite_weights", lambda _: [])
-    monkeypatch.setattr("kit.runs.export.export", export)
+    monkeypatch.setattr("kit.run.export.export", export)
 
 
 def make_recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Replace everything outside the loop by doubles. Functions of workers have fixed results."""
     recorder = Recorder(monkeypatch)
-    monkeypatch.setattr("kit.runs.launch.start", recorder.start)
+    monkeypatch.setattr("kit.run.launch.start", recorder.start)
     # config.yaml and report.html take a second of each run, and no test of the loop reads them
-    monkeypatch.setattr("kit.runs.run_files.redacted", lambda _: OmegaConf.create())
-    monkeypatch.setattr("kit.runs.run_files.RunFiles.write_report", lambda _: None)
+    monkeypatch.setattr("kit.run.run_files.redacted", lambda _: OmegaConf.create())
+    monkeypatch.setattr("kit.run.run_files.RunFiles.write_report", lambda _: None)
     replace_checkpoints(recorder.calls, monkeypatch)
 
     def add_old_log_probs(_actor, batch, _config):

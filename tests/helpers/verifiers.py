@@ -15,15 +15,15 @@ from omegaconf import OmegaConf
 
 import gym_client
 from gym_client import GymError
-from kit.config.load import base_configs
-from kit.config.recipe import Recipe
-from kit.config.sections import read_sections
-from kit.config.user_functions import load_recipe_functions
-from kit.data.episode import ParsedResponse
+from kit.chat.parsed_response import ParsedResponse
 from kit.features import make_features
-from kit.gym.python_verifiers.pool import make_pools
-from kit.gym.python_verifiers.settings import read_verifiers
-from kit.gym.verifiers import VerifierRouter
+from kit.recipe.load import base_configs
+from kit.recipe.recipe import Recipe
+from kit.recipe.sections import read_sections
+from kit.recipe.user_functions import load_recipe_functions
+from kit.verify.python_verifiers.pool import make_pools
+from kit.verify.python_verifiers.settings import read_verifiers
+from kit.verify.verifiers import VerifierRouter
 
 FOLDER = Path(__file__).resolve().parents[1] / "gym" / "python_verifiers"
 EXAMPLE_SOURCE = (FOLDER / "example_verifiers.py").read_text()

@@ -19,11 +19,11 @@ from verl import DataProto
 from verl.utils import tensordict_utils as tu
 
 import training
-from kit.config.recipe import Recipe
-from kit.config.user_functions import estimator_arguments
 from kit.data.episode import Episode, TurnSpan
 from kit.errors import UserFunctionError
 from kit.features import make_features
+from kit.recipe.recipe import Recipe
+from kit.recipe.user_functions import estimator_arguments
 from tests.helpers.recipes import load
 
 ACTOR = "actor_rollout_ref.actor"

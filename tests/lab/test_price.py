@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from kit.config.load import load_config
-from kit.config.redaction import redacted
 from kit.data.metrics import ALL_TOKENS
 from kit.errors import ConfigError
+from kit.recipe.load import load_config
+from kit.recipe.redaction import redacted
 from lab import price
 from lab.run_folder import RunFolder
 

@@ -10,10 +10,10 @@ import yaml
 from huggingface_hub import ModelCard
 from omegaconf import OmegaConf
 
-from kit.config.load import load_config
-from kit.config.recipe import Recipe, freeze
-from kit.config.redaction import redacted
 from kit.data.metrics import HIGH, LOW
+from kit.recipe.load import load_config
+from kit.recipe.recipe import Recipe, freeze
+from kit.recipe.redaction import redacted
 from lab import run_card
 from lab.run_folder import RunFolder
 from tests.helpers.recipes import CPU, RECIPE, tiny, write_task
@@ -153,13 +153,13 @@ def test_an_export_of_an_export_names_the_first_model_and_its_license(tmp_path):
 def test_the_run_writes_the_card_into_its_export_and_an_error_does_not_end_it(
     tmp_path, capsys, monkeypatch
 ):
-    from kit.runs.run import Run
+    from kit.run.run import Run
 
     recipe = plant(tmp_path)
     (tmp_path / "runs/tiny/logs").mkdir()
     files = Run(recipe).files
     files.checkpoint = tmp_path / "runs/tiny/checkpoints/global_step_1"
-    monkeypatch.setattr("kit.runs.export.export", lambda *_: None)
+    monkeypatch.setattr("kit.run.export.export", lambda *_: None)
     files.export()
     assert (tmp_path / "runs/tiny/export/README.md").read_text().startswith("---\nbase_model: tied")
     (tmp_path / "runs/tiny/metrics.jsonl").write_text("")

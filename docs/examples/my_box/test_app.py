@@ -4,7 +4,7 @@ import asyncio
 from rows import row
 
 from gym_client import Gym, message_response
-from kit.gym.servers import running_servers
+from kit.verify.servers import running_servers
 
 CUP = '{"item": "cup"}'
 FORK = '{"item": "fork"}'

@@ -4,7 +4,7 @@ import asyncio
 import pytest
 
 from gym_client import Gym, GymError, message_response
-from kit.gym.servers import running_servers
+from kit.verify.servers import running_servers
 
 
 async def verify(urls, text, thing):

@@ -18,7 +18,7 @@ from kit.data.episode import Episode
 from kit.data.fingerprint import Fingerprint, hash_contents
 from kit.data.rollout_files import to_record, write_record
 from kit.errors import ConfigError
-from kit.runs import identity
+from kit.run import identity
 from lab.evidence import compare
 from lab.evidence.curves import pick_evaluations, read_seed
 from lab.run_folder import RunFolder

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from kit.config.keys import ROOT, flatten
-from kit.config.redaction import redacted
 from kit.data.fingerprint import Fingerprint
 from kit.errors import ConfigError
-from kit.runs import identity
+from kit.recipe.keys import ROOT, flatten
+from kit.recipe.redaction import redacted
+from kit.run import identity
 from lab.evidence import sweep
 from tests.lab.evidence import test_compare
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.runs import checkpoints, replay
+from kit.run import checkpoints, replay
 from lab.explain import command
 from lab.explain.gradients import call_workers, find_trainer
 from tests.helpers.recipes import metrics_of

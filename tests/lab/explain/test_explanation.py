@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.errors import ConfigError
-from kit.runs import checkpoints
+from kit.run import checkpoints
 from lab.explain import command
 from lab.explain.command import Explanation, list_bad_numbers, measure_signal
 from lab.explain.gradients import Gradient

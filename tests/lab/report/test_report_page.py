@@ -14,7 +14,7 @@ import pytest
 import gym_client
 from kit.data.episode import Episode, append_tokens
 from kit.data.rollout_files import to_record
-from kit.runs.run import Run
+from kit.run.run import Run
 from lab.report import diagnosis, episode_view, report_page
 from lab.run_folder import RunFolder
 from tests.helpers.models import make_model

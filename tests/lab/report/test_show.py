@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from kit.runs import cli, console
-from kit.runs.run import Run
+from kit.run import cli, console
+from kit.run.run import Run
 from lab.report import report_page, show
 from lab.run_folder import RunFolder
 from tests.helpers.models import make_model

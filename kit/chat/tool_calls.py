@@ -1,0 +1,187 @@
+"""Tool parsers: find the calls in a response, with vLLM's parser of the format or with verl's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import regex
+
+from env import Json
+from kit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParser
+
+MISTRAL_CALLS = "[TOOL_CALLS]"  # the list of calls follows
+MAX_CALLS = 32  # in one response that has a malformed one
+PARSE_TIMEOUT_S = 5.0  # for one search of a tool parser, in CPU seconds of this process
+SEARCHES = frozenset(
+    ("search", "match", "fullmatch", "findall", "finditer", "sub", "subn", "split")
+)
+
+KEY = "actor_rollout_ref.rollout.multi_turn.format"
+AUTO_FORMAT = "auto"  # multi_turn.format: the first parser that reads the template's own calls
+COMMON_FORMATS = ("hermes", "llama3_json", "qwen3_coder", "mistral", "glm45", "pythonic")
+
+
+class Call(NamedTuple):
+    """A tool call of a response."""
+
+    name: str
+    arguments: str  # JSON text
+    id: str = ""  # as the policy wrote it, or "" if it wrote none
+
+
+class ExtractedCalls(NamedTuple):
+    """The output of a tool parser."""
+
+    text: str | None  # outside of the calls
+    calls: Sequence[Call]
+
+
+def list_tool_formats() -> list[str]:
+    """List the tool parsers of vLLM, or of verl without it, the most common ones first."""
+    try:
+        from vllm.tool_parsers import ToolParserManager  # takes 7 s, and is needed later anyway
+    except ImportError:
+        from verl.experimental.agent_loop.tool_parser import ToolParser
+
+        parsers = list(ToolParser._registry)
+    else:
+        parsers = ToolParserManager.list_registered()
+    common = [name for name in COMMON_FORMATS if name in parsers]
+    return [*common, *sorted(set(parsers) - {*common})]
+
+
+def check_tool_format(name: str, formats: Sequence[str]) -> None:
+    """Check that a parser for the model's tool calls exists. Raises ConfigError."""
+    if name not in formats:
+        raise ConfigError(
+            f"{KEY}={name}: there is no such tool parser. Use {AUTO_FORMAT}, "
+            f"or one of: {', '.join(formats)}."
+        )
+
+
+async def extract_tool_calls(
+    tokenizer: PreTrainedTokenizerBase, tool_format: str, ids: list[int], tools: list[Json]
+) -> ExtractedCalls:
+    """Find the tool calls in the ids of a response with vLLM's parser, or verl's without vLLM."""
+    try:
+        import vllm.tool_parsers  # noqa: F401
+    except ImportError:
+        return await extract_tool_calls_by_verl(tokenizer, tool_format, ids, tools)
+    # Some formats mark their calls with special tokens.
+    text = str(tokenizer.decode(ids, skip_special_tokens=False))
+    return await asyncio.to_thread(extract_by_vllm, tokenizer, tool_format, text, tools)
+
+
+def extract_by_vllm(
+    tokenizer: PreTrainedTokenizerBase, tool_format: str, text: str, tools: list[Json]
+) -> ExtractedCalls:
+    """Find the tool calls in the text of a response with vLLM's parser of the format."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    body = {"messages": [], "model": "policy", "tools": tools}
+    request: Any = ChatCompletionRequest.model_validate(body)
+    parser_class = ToolParserManager.get_tool_parser(tool_format)
+    parser = parser_class(tokenizer, request.tools)  # type: ignore[arg-type]  # vLLM's own type
+    limit_search_time(parser)
+    found = read_calls(parser, text, request)
+    start = getattr(parser, "tool_call_start_token", "")
+    if found.calls or not start or not 1 < text.count(start) <= MAX_CALLS:
+        return found
+    before, *others = text.split(start)  # one malformed call hides the others from the parser
+    pieces = [read_calls(parser, start + other, request) for other in others]
+    texts = [before, *(piece.text or "" for piece in pieces)]
+    calls = list(itertools.chain.from_iterable(piece.calls for piece in pieces))
+    return ExtractedCalls("".join(texts), calls)
+
+
+def read_calls(parser: ToolParser, text: str, request: ChatCompletionRequest) -> ExtractedCalls:
+    """Read the tool calls of a text with a parser of vLLM."""
+    result = parser.extract_tool_calls(text, request)
+    if not result.tools_called:
+        return ExtractedCalls(result.content, [])
+    ids = find_written_ids(text, [call.id for call in result.tool_calls])
+    functions = [call.function for call in result.tool_calls]
+    calls = [Call(f.name, f.arguments, i) for f, i in zip(functions, ids, strict=True)]
+    return ExtractedCalls(result.content, calls)
+
+
+def find_written_ids(text: str, parsed_ids: Sequence[str]) -> list[str]:
+    """Find the ids that the policy wrote for its calls, or "" for each.
+
+    Kimi and Mistral write them, and the outputs must have the same ids. vLLM returns those of Kimi.
+    It makes new ones for Mistral, whose calls are a JSON list. parsed_ids: those of vLLM.
+    """
+    ids = [call_id for call_id in parsed_ids if call_id and call_id in text]
+    written = text.partition(MISTRAL_CALLS)[2].lstrip()
+    if not ids and written.startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            entries = json.JSONDecoder().raw_decode(written)[0]
+            found = [entry.get("id") for entry in entries if isinstance(entry, dict)]
+            ids = [call_id for call_id in found if isinstance(call_id, str)]
+    is_valid = all(re.fullmatch(r"[\w.:-]{1,64}", call_id) for call_id in ids)
+    if len(set(ids)) == len(parsed_ids) and is_valid:
+        return ids
+    return [""] * len(parsed_ids)
+
+
+async def extract_tool_calls_by_verl(
+    tokenizer: PreTrainedTokenizerBase, tool_format: str, ids: list[int], tools: list[Json]
+) -> ExtractedCalls:
+    """Find the tool calls in the ids of a response with verl's parser of the format."""
+    from verl.experimental.agent_loop.tool_parser import ToolParser
+    from verl.tools.schemas import OpenAIFunctionToolSchema
+
+    parser = ToolParser.get_tool_parser(tool_format, tokenizer)
+    schemas = [
+        OpenAIFunctionToolSchema.model_validate(to_verl_tool(tool["function"])) for tool in tools
+    ]
+    text, calls = await parser.extract_tool_calls(ids, schemas)
+    return ExtractedCalls(text, [Call(call.name, call.arguments) for call in calls])
+
+
+def to_verl_tool(function: Json) -> Json:
+    """Reduce a tool to what verl's schema accepts: the types of its parameters."""
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    schemas = {name: each for name, each in properties.items() if isinstance(each, dict)}
+    types = {name: {"type": schema.get("type") or "string"} for name, schema in schemas.items()}
+    parameters = {"type": "object", "properties": types}
+    verl_function = {"name": function["name"], "description": "", "parameters": parameters}
+    return {"type": "function", "function": verl_function}
+
+
+class TimedPattern:
+    """A compiled pattern whose searches raise TimeoutError after PARSE_TIMEOUT_S.
+
+    Some patterns of vLLM's parsers take time cubic in the length of the text. vLLM uses the package
+    `regex`, whose searches accept a timeout and let other threads run.
+    """
+
+    def __init__(self, pattern: regex.Pattern[str]):
+        self.pattern = pattern
+
+    def __getattr__(self, name: str) -> object:
+        value = getattr(self.pattern, name)
+        if name in SEARCHES:
+            return functools.partial(value, timeout=PARSE_TIMEOUT_S)
+        return value
+
+
+def limit_search_time(parser: ToolParser) -> None:
+    """Replace the patterns of a tool parser by patterns with a timeout."""
+    for name in dir(parser):
+        value = getattr(parser, name, None)
+        if isinstance(value, regex.Pattern):
+            setattr(parser, name, TimedPattern(value))

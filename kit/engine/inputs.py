@@ -1,0 +1,42 @@
+"""All that a run needs besides its configuration. kit/run/prepare.py loads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import env
+from kit.chat.processor import TextProcessor
+from kit.chat.template import ChatTemplate
+from kit.data.generated_rows import RowSource
+from kit.data.reward_scale import Scales
+from kit.verify.python_verifiers.settings import PythonVerifiers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+@dataclasses.dataclass
+class RunInputs:
+    """All that a run needs besides its configuration: tasks and the model's files."""
+
+    train: list[Any]  # env.Task, or examples for supervised training
+    validation: list[Any]
+    dropped: list[str]  # rows whose prompt is over data.max_prompt_length
+    tokenizer: PreTrainedTokenizerBase
+    processor: TextProcessor  # or the one of a model that reads images
+    template: ChatTemplate
+    stop_ids: set[int]  # ids that end a response
+    source: RowSource  # the tasks of each batch
+    model: PretrainedConfig  # of its text part
+    verifiers: PythonVerifiers
+    generated: list[env.Task] = dataclasses.field(default_factory=list)  # from functions, batch 1
+    trials: list[str] = dataclasses.field(default_factory=list)  # results of a verifier's trial
+    scales: Scales = dataclasses.field(default_factory=dict)
+    per_epoch: float = math.inf  # prompts for each row of files to be used once; inf without files
+
+    @property
+    def tasks(self) -> list[Any]:  # as `train`
+        """Every task that is known before the run."""
+        return [*self.train, *self.generated, *self.validation]

@@ -1,0 +1,322 @@
+"""Custom functions that a recipe names as `path.py:function`: load them and check their results.
+
+    key                        called as
+    env.reward                 function(episode) -> float
+    env.filters, a list        function(episodes) -> the episodes to train on, in this order
+    env.sampler                function(tasks, size, batch, seed, pass_rates) -> tasks
+    env.train_files            function(batch, size, seed, pass_rates) -> rows
+    algorithm.adv_estimator    function(some of ESTIMATOR) -> (advantages, returns)
+    policy_loss.loss_mode      function(LOSS) -> (loss, metrics)
+
+The path is relative to the current folder, or to the kit's. The file imports the files next to it
+(kit/recipe/python_files.py). The first four may have settings, which become keyword arguments:
+`{function: templates/filters.py:drop_ended, reasons: [length]}`. The last two are entered into
+verl's registries under the name in the recipe. The loss runs in the workers, which get it by pickle
+and do not import its file: it imports the files next to it at the top, not in a function.
+templates/ has functions to copy.
+
+An episode is a kit.data.episode.Episode. pass_rates is {row_id: fraction of responses with the full
+reward}. Each group counts twice as much as the group before. A function in env.train_files gets the
+rates by batch (kit/data/generated_rows.py).
+
+If a function raises or returns an invalid value, the run stops with the config key, the function's
+name and the line.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+import reprlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+import env
+import gym_client
+from kit.errors import ConfigError, RunError, UserFunctionError
+from kit.recipe.keys import ROOT
+from kit.recipe.python_files import (
+    describe_place,
+    find_user_file,
+    import_callable,
+    import_user_file,
+    list_neighbors,
+)
+from kit.recipe.sections import SPEC
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from verl.workers.config import ActorConfig
+
+TEACHER = "distillation.teacher_models.teacher_model.model_path"
+ADVANTAGE = "algorithm.adv_estimator"
+LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+# The arguments that an advantage estimator may have, by name. Tensors are [B, R], except:
+#   index [B]             the group of each episode. Groups then need at least two responses.
+#   reward_baselines [B]  rewards of greedy responses to the same prompts, sampled for this
+# With the argument `values` the run starts a critic, with `ref_log_prob` a reference model. `turn`
+# counts the policy's turns from 0. It is -1 on observed tokens.
+ESTIMATOR = (
+    "token_level_rewards",
+    "token_level_scores",
+    "response_mask",
+    "turn",
+    "index",
+    "values",
+    "old_log_probs",
+    "ref_log_prob",
+    "rollout_log_probs",
+    "rollout_is_weights",
+    "sum_pi_squared",
+    "reward_baselines",
+    "gamma",
+    "lam",
+    "config",
+)
+# verl's PolicyLossFn
+LOSS = (
+    "old_log_prob",
+    "log_prob",
+    "advantages",
+    "response_mask",
+    "loss_agg_mode",
+    "config",
+    "rollout_is_weights",
+)
+CALLS = {
+    "env.reward": ("episode",),
+    "env.filters": ("episodes",),
+    "env.sampler": ("tasks", "size", "batch", "seed", "pass_rates"),
+    "env.train_files": ("batch", "size", "seed", "pass_rates"),
+    "env.val_files": ("batch", "size", "seed", "pass_rates"),
+    "--map": ("entry",),  # of `python env.py from`
+    ADVANTAGE: ESTIMATOR,
+    LOSS_MODE: LOSS,
+}
+
+
+class RecipeFunctions(NamedTuple):
+    """The reward, filters and sampler of a recipe: custom functions, or the defaults."""
+
+    reward: Callable[[Any], float]  # episode -> the reward to train on
+    filters: list[Callable[[list[Any]], list[Any]]]  # episodes -> episodes
+    # (tasks, size, batch, seed, pass_rates) -> tasks. None: each row once an epoch
+    sampler: Callable[..., list[env.Task]] | None
+
+
+# --- which functions a recipe needs --------------------------------------------------------------
+
+
+def is_user_function(name: str) -> bool:
+    """Whether a name in the recipe is a custom function rather than one of verl's."""
+    return ".py:" in name
+
+
+def estimator_arguments(config: DictConfig) -> list[str]:
+    """The names of the advantage's arguments. Raises UserFunctionError."""
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    estimator = config.algorithm.adv_estimator
+    is_custom = is_user_function(estimator)
+    function = load_function(estimator, ADVANTAGE) if is_custom else get_adv_estimator_fn(estimator)
+    return list(inspect.signature(function).parameters)
+
+
+def select_arguments(
+    estimator: Callable[..., object], available: Mapping[str, object]
+) -> dict[str, object]:
+    """Select by name the arguments that an estimator has.
+
+    An estimator with **kwargs, as verl's have, gets all of them.
+    """
+    parameters = inspect.signature(estimator).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {name: value for name, value in available.items() if takes_all or name in parameters}
+
+
+def make_loss_config(settings: DictConfig, response_mask: Tensor) -> ActorConfig:
+    """Make the argument `config` of a policy loss, for a batch of one micro-batch.
+
+    settings: actor_rollout_ref.actor. response_mask: [B, R]. Source: verl 0.9.1,
+    workers/utils/losses.py, ppo_loss.
+    """
+    from verl.utils.config import omega_conf_to_dataclass
+
+    actor = omega_conf_to_dataclass(settings)
+    actor.global_batch_info.update(
+        dp_size=1,
+        batch_num_tokens=int(response_mask.sum()),
+        global_batch_size=len(response_mask),
+        loss_scale_factor=actor.loss_scale_factor,
+    )
+    return actor
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+def load_recipe_functions(config: DictConfig) -> RecipeFunctions:
+    """Load every function that a recipe names. Raises UserFunctionError.
+
+    The last filter is verl's algorithm.filter_groups, if it is enabled.
+    """
+    settings: Any = OmegaConf.to_container(config.env, resolve=True)
+    specs = settings["filters"]
+    filter_groups = config.algorithm.filter_groups
+    if filter_groups.enable:
+        function = f"{ROOT}/templates/filters.py:drop_uniform"
+        specs = [*specs, {"function": function, "metric": filter_groups.metric}]
+    for key in (ADVANTAGE, LOSS_MODE):
+        name = OmegaConf.select(config, key)
+        if is_user_function(name):
+            load_function(name, key)
+    reward = settings["reward"]
+    sampler = settings["sampler"]
+    return RecipeFunctions(
+        load_function(reward, "env.reward") if reward else reward_of_verifier,
+        [load_function(spec, "env.filters") for spec in specs],
+        load_function(sampler, "env.sampler") if sampler else None,
+    )
+
+
+def reward_of_verifier(episode: Any) -> float:  # kit.data.episode.Episode: a later part
+    """The default of env.reward: the verifier's reward."""
+    return float(episode.reward)
+
+
+def load_function(
+    spec: str | Mapping[str, object], key: str
+) -> Callable[..., Any]:  # the key decides what it returns
+    """Load the function that `spec` names for a key of the recipe, with its settings.
+
+    Raises UserFunctionError. A call of the loaded function raises it, too, if the call fails.
+    """
+    settings = dict(spec) if isinstance(spec, Mapping) else {"function": spec}
+    name = str(settings.pop("function", ""))
+    if not is_user_function(name):
+        raise UserFunctionError(f"{key}={spec} is not a function. Write {SPEC}.")
+    function = import_callable(name, key)
+    check_signature(function, key, name, settings)
+    return guard(function, key, name, str(find_user_file(name).resolve()), settings)
+
+
+def check_signature(
+    function: Callable[..., object], key: str, name: str, settings: Mapping[str, object]
+) -> None:
+    """Check that a function takes the arguments that its key passes. Raises UserFunctionError."""
+    signature = inspect.signature(function)
+    names = CALLS[key]
+    try:
+        if key == ADVANTAGE:
+            signature.bind(**select_arguments(function, dict.fromkeys(names)))
+        elif key == LOSS_MODE:
+            signature.bind(**dict.fromkeys(names))
+        else:
+            signature.bind(*names, **settings)
+    except TypeError as error:
+        raise UserFunctionError(
+            f"{key}={name} cannot be called with ({', '.join(names)}) and its settings: {error}. "
+            "See kit/recipe/user_functions.py for the call."
+        ) from None
+
+
+def register_in_verl(adv_estimator: str, loss_mode: str) -> None:
+    """Enter a recipe's custom advantage and loss into verl's registries in this process."""
+    import ray
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+
+    if is_user_function(adv_estimator):
+        ADV_ESTIMATOR_REGISTRY[adv_estimator] = load_function(adv_estimator, ADVANTAGE)
+    if is_user_function(loss_mode):
+        POLICY_LOSS_REGISTRY[loss_mode] = load_function(loss_mode, LOSS_MODE)
+        # the workers cannot import the file or the files next to it
+        module = import_user_file(loss_mode, LOSS_MODE)
+        for each in (module, *list_neighbors(module)):
+            ray.cloudpickle.register_pickle_by_value(each)
+
+
+# --- a call and its result -----------------------------------------------------------------------
+
+
+def guard(
+    function: Callable[..., Any],  # the key decides what it returns
+    key: str,
+    name: str,
+    file: str,
+    settings: Mapping[str, object],
+) -> Callable[..., object]:
+    """`function` with its settings. An exception or an invalid result becomes a UserFunctionError.
+
+    Errors of the kit pass unchanged. A loss is sent to the workers in this wrapper, so they import
+    this module.
+    """
+
+    @functools.wraps(function)  # keeps its name, for metrics, and its signature
+    def call(*args: object, **kwargs: object) -> object:
+        try:
+            result = function(*args, **kwargs, **settings)
+        except (ConfigError, UserFunctionError, RunError, env.DataError, gym_client.GymError):
+            raise
+        except Exception as error:  # whatever the function raises
+            place = describe_place(error, file) or f" failed at {file}:"
+            raise UserFunctionError(
+                f"{key}={name}{place} {type(error).__name__}: {error}. Correct it."
+            ) from error
+        expected = describe_expected(key, result, [*args, *kwargs.values()])
+        if expected:
+            raise UserFunctionError(f"{key}={name} returned {describe(result)}. Return {expected}.")
+        return float(result) if key == "env.reward" else result
+
+    return call
+
+
+def describe(value: object) -> str:
+    """A short text about a value: its type and shape, or the beginning of its text."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(describe, value))})"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype} of shape {list(value.shape)}"
+    return f"a list of {len(value)}" if isinstance(value, list) else reprlib.repr(value)
+
+
+def describe_expected(
+    key: str,
+    result: Any,  # of any type
+    arguments: Sequence[Any],  # as the key passes them
+) -> str:
+    """Describe the result that a function should have returned. Empty if `result` is valid."""
+    if key == "env.reward":
+        expected = "a finite number"
+        is_number = isinstance(result, numbers.Real) and not isinstance(result, bool)
+        is_valid = is_number and abs(result) <= sys.float_info.max
+    elif key == "--map":
+        expected = "a row, as a dict"
+        is_valid = isinstance(result, Mapping)
+    elif key == "env.filters":
+        expected = "a list of some of the episodes that it got, or of copies of them"
+        is_valid = isinstance(result, list)
+    elif key == LOSS_MODE:
+        expected = "(loss, metrics), a floating tensor of shape [] and a dict"
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        is_valid = is_pair and is_floating(result[0], ()) and isinstance(result[1], dict)
+    elif key == ADVANTAGE:
+        shape = next((tuple(t.shape) for t in arguments if getattr(t, "ndim", 0) == 2), ())
+        expected = f"(advantages, returns), floating tensors of shape [B, R] = {list(shape)}"
+        tensors = result if isinstance(result, tuple) else ()
+        is_valid = [is_floating(tensor, shape) for tensor in tensors] == [True, True]
+    else:
+        kind = "the tasks that it got" if key == "env.sampler" else "new rows"
+        expected = f"a list of {arguments[1]} (its argument `size`) of {kind}"
+        is_valid = isinstance(result, list) and len(result) == arguments[1]
+    return "" if is_valid else expected
+
+
+def is_floating(value: Any, shape: tuple[int, ...]) -> bool:  # of any type
+    """Whether a value is a floating tensor of this shape."""
+    import torch
+
+    return torch.is_tensor(value) and value.is_floating_point() and value.shape == shape

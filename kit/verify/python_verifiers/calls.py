@@ -1,0 +1,188 @@
+"""Load a Python verifier, call it, and check its return value. Runs in the verifier's process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import math
+import numbers
+import pickle
+import reprlib
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any, NamedTuple, Protocol
+
+from kit.data.ground_truths import Json
+from kit.errors import UserFunctionError
+from kit.recipe.python_files import describe_place, import_callable
+from kit.verify.python_verifiers.verl_scorer import load_verl_scorer
+
+SCORE_RESULT = "a finite number, or a dict with a finite number `score`"
+STEP_RESULT = "(observation, reward, done): text or None, a finite number, True or False"
+
+
+class VerifierError(Exception):
+    """The verifier cannot be used, or returned an invalid value. The message has the reason."""
+
+
+class Environment(Protocol):
+    """An instance of a user's class. The methods may be async, and may return anything."""
+
+    def reset(self, row: Json) -> object: ...
+    def step(self, text: str) -> object: ...
+
+
+class CallResult(NamedTuple):
+    """The result of one request."""
+
+    answer: Json
+    env_state: bytes = b""  # the environment, pickled, for the next step of its episode
+    seconds: float = 0.0  # that the driver waited for it
+
+
+# --- load ----------------------------------------------------------------------------------------
+
+
+def load_verifier(path: str, attribute: str, settings: Json) -> functools.partial[object]:
+    """Return the function or class with its settings.
+
+    path: of its file, empty for verl's scorer. Raises VerifierError.
+    """
+    try:
+        verifier = import_callable(f"{path}:{attribute}") if path else load_verl_scorer()
+    except UserFunctionError as error:
+        raise VerifierError(str(error)) from error
+    return functools.partial(verifier, **settings)
+
+
+# --- call ----------------------------------------------------------------------------------------
+
+
+def score(verifier: Callable[..., object], runner: asyncio.Runner, arguments: Json) -> CallResult:
+    """Call a function and return the JSON of a verification result. Raises VerifierError.
+
+    The other numbers of a dict are components of the reward. If JSON can express another value, it
+    is returned unchanged, otherwise as its repr.
+    """
+    value = await_result(verifier(**arguments), runner)
+    parts = dict(value) if isinstance(value, Mapping) else {"score": value}
+    reward = to_finite_number(parts.pop("score", None))
+    components: dict[str, float | None] = {}
+    details: Json = {}
+    for name, part in parts.items():
+        if to_number(part) is None:
+            details[str(name)] = to_json_value(part)
+        else:
+            components[str(name)] = to_finite_number(part)
+    if reward is None or None in components.values():
+        raise VerifierError(f"returned {reprlib.repr(value)}; it must return {SCORE_RESULT}.")
+    return CallResult({**details, "reward": reward, "reward_components": components})
+
+
+def reset(
+    make_environment: Callable[[], Environment], runner: asyncio.Runner, row: Json
+) -> CallResult:
+    """Make an environment, reset it, and return its first observation. Raises VerifierError."""
+    environment = make_environment()
+    observation = await_result(environment.reset(row), runner)
+    if not isinstance(observation, str | None):
+        raise VerifierError(
+            f"reset returned {reprlib.repr(observation)}; it must return text or None."
+        )
+    return CallResult({"observation": observation}, pickle_environment(environment))
+
+
+def step(
+    _: Callable[[], Environment], runner: asyncio.Runner, env_state: bytes, text: str
+) -> CallResult:
+    """Give the text of the policy to an environment. Raises VerifierError."""
+    environment: Environment = pickle.loads(env_state)
+    value = await_result(environment.step(text), runner)
+    answer = parse_step(value)
+    if answer is None:
+        raise VerifierError(f"step returned {reprlib.repr(value)}; it must return {STEP_RESULT}.")
+    return CallResult(answer, b"" if answer["done"] else pickle_environment(environment))
+
+
+def parse_step(value: object) -> Json | None:
+    """Return the JSON of a step's return value, None if it is invalid."""
+    if not isinstance(value, tuple) or len(value) != 3:
+        return None
+    observation, reward, done = value
+    reward = to_finite_number(reward)
+    done = to_scalar(done)
+    if not isinstance(observation, str | None) or reward is None or not isinstance(done, bool):
+        return None
+    return {"observation": observation, "reward": reward, "done": done}
+
+
+def await_result(value: object, runner: asyncio.Runner) -> object:
+    """Return the value, or the result of an async function."""
+    return runner.run(value) if inspect.iscoroutine(value) else value
+
+
+def pickle_environment(environment: Environment) -> bytes:
+    """Pickle an environment: its next step may run in another process. Raises VerifierError."""
+    try:
+        return pickle.dumps(environment)
+    except Exception as error:  # methods of the class may raise any exception
+        raise VerifierError(
+            f"an instance of {type(environment).__name__} cannot be pickled "
+            f"({type(error).__name__}: {error}), but its next step may run in another process. "
+            "Keep only numbers, text, lists and arrays in it. If that is not possible, keep the "
+            "actions, and play them again."
+        ) from error
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def to_finite_number(value: object) -> float | None:
+    """Return the finite number that a value is, else None. The limit is that of sanitize_json."""
+    number = to_number(value)
+    return number if number is not None and abs(number) < 1e308 else None
+
+
+def to_number(value: Any) -> float | None:  # any value of a user's function
+    """Return the number that a value is, where True is 1, or None if it is not one number.
+
+    Numbers are those of Python, Decimal, Fraction, and scalars and 0-d arrays of NumPy and torch.
+    """
+    if not isinstance(to_scalar(value), numbers.Real | Decimal):
+        return None
+    try:
+        return float(value)  # of a masked value of NumPy, the scalar would be 0
+    except (OverflowError, ValueError):  # ValueError: a signaling NaN
+        return math.nan
+
+
+def to_scalar(value: Any) -> object:  # any value of a user's function
+    """Return a scalar or 0-d array of NumPy or torch as Python's number, and others unchanged."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def to_json_value(value: object) -> object:
+    """Return the value if JSON can express it, otherwise its repr."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return reprlib.repr(value)
+    return value
+
+
+def describe_failure(error: BaseException, path: str) -> Json:
+    """Return the reason of a failed call, with the last line in a file of the user.
+
+    path: of the verifier's file.
+    """
+    if isinstance(error, VerifierError):
+        return {"failed": "bad_answer", "why": str(error)}
+    if isinstance(error, UserFunctionError):  # of a template, about a function of the user
+        return {"failed": "bad_answer", "why": f"failed: {error}"}
+    place = describe_place(error, path).strip() or "failed:"
+    reason = "memory" if isinstance(error, MemoryError) else "raised"
+    message = f"{type(error).__name__}: {error}".removesuffix(": ")
+    hint = ". Use less, or raise env.verifier_pool.memory_gb." if reason == "memory" else ""
+    return {"failed": reason, "why": f"{place} {message:.500}{hint}"}

@@ -1,0 +1,144 @@
+"""The process that runs a Python verifier. pool.py starts it and sends it requests.
+
+Protocol: a request on stdin is a pickled list of its timeout in seconds, a method (load, kind,
+score, reset or step) and the arguments. An answer on stdout is JSON, followed by the pickled
+environment. The JSON is the result, or it has `failed` (a reason as in gym_client.GymError) and
+`why`. The answer repeats the random number of its request, so that nobody can answer a later
+request in advance. The driver never unpickles what this process writes. The output of the verifier
+goes to stderr.
+
+Only this process can write answers: in a child that it forks, both pipes are /dev/null.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import functools
+import inspect
+import json
+import os
+import pickle
+import resource
+import signal
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from kit import features
+from kit.verify.python_verifiers.calls import (
+    CallResult,
+    describe_failure,
+    load_verifier,
+    reset,
+    score,
+    step,
+)
+from kit.verify.python_verifiers.verl_scorer import CODE_SOURCES
+
+REQUEST = struct.Struct("!QQ")  # number of the request, bytes of its pickle
+ANSWER = struct.Struct("!QQQ")  # number of the request, bytes of the JSON, bytes of the environment
+CALLS: dict[str, Callable[..., CallResult]] = {"score": score, "reset": reset, "step": step}
+# Options of prctl(2).
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def serve(memory: int) -> None:
+    """Answer requests until stdin is closed. memory: the limit of this process in bytes."""
+    requests, answers = take_pipes()
+    protect_process(memory)
+    faulthandler.enable()
+    with asyncio.Runner() as runner:
+        server = VerifierServer(runner, memory)
+        while header := requests.read(REQUEST.size):
+            request, size = REQUEST.unpack(header)
+            answers.write(server.respond(request, requests.read(size)))
+            answers.flush()
+
+
+class VerifierServer:
+    """One verifier and its requests."""
+
+    def __init__(self, runner: asyncio.Runner, memory: int):
+        self.runner = runner
+        self.memory = memory
+        self.path = ""  # of the verifier's file, empty for verl's scorer
+        # a function or class with its settings
+        self.verifier: functools.partial[object] | None = None
+
+    def respond(self, request: int, payload: bytes) -> bytes:
+        """Carry out one request and return its encoded answer."""
+        try:
+            timeout_s, method, *arguments = pickle.loads(payload)
+            # Write the current line to the log, shortly before the driver would kill this process.
+            faulthandler.dump_traceback_later(0.9 * timeout_s)
+            result = self.call(method, arguments)
+        except BaseException as error:  # also sys.exit: a failed call, not an end
+            result = CallResult(describe_failure(error, self.path))
+        faulthandler.cancel_dump_traceback_later()
+        text = json.dumps(result.answer).encode()
+        return ANSWER.pack(request, len(text), len(result.env_state)) + text + result.env_state
+
+    def call(
+        self,
+        method: str,
+        arguments: list[Any],  # unpickled
+    ) -> CallResult:
+        """Load the verifier or call it. Raises VerifierError and the verifier's errors."""
+        if method == "load":
+            self.path = arguments[0]
+            self.verifier = load_verifier(*arguments)
+            return CallResult({})
+        assert self.verifier, "the first request loads the verifier"
+        if method == "kind":
+            is_class = inspect.isclass(self.verifier.func)
+            return CallResult({"kind": "step" if is_class else "verify"})
+        if method == "score" and not self.path and arguments[0]["data_source"] in CODE_SOURCES:
+            scores = features.load("programs", "env.verifier=verl")
+            result: CallResult = scores.score_code(
+                self.verifier, self.runner, arguments[0], self.memory
+            )
+            return result
+        return CALLS[method](self.verifier, self.runner, *arguments)
+
+
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Return the pipes of the requests and of the answers, and hide both from the verifier.
+
+    The verifier's stdin is empty, and it prints to the log. Its forked children have neither pipe.
+    """
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    hide = functools.partial(replace_by_null, requests.fileno(), answers.fileno())
+    os.register_at_fork(after_in_child=hide)
+    return requests, answers
+
+
+def replace_by_null(*descriptors: int) -> None:
+    """Replace open files by /dev/null."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
+
+
+def protect_process(memory: int) -> None:
+    """Limit this process, end it with the driver, and close it to other processes of the user.
+
+    memory: bytes.
+    """
+    # If the machine runs out of memory, the kernel kills this process before the driver.
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    # Limit the data, not the address space: libraries reserve more addresses than they use.
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process
+    prctl(PR_SET_DUMPABLE, 0)  # only root can open its memory or its pipes in /proc

@@ -1,0 +1,130 @@
+"""Read the Python verifiers that a recipe names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from omegaconf import DictConfig
+
+from gym_client import Json
+from kit.errors import ConfigError, UserFunctionError
+from kit.recipe import user_functions
+from kit.recipe.entries import Entry, parse_entry
+from kit.recipe.keys import to_plain
+from kit.recipe.python_files import find_user_file
+from kit.verify.python_verifiers.verl_scorer import CODE_SOURCES, runs_response
+
+VERL = "verl"  # the name of verl's scorer in a recipe
+VERIFIER_KEY = "env.verifier"
+RAW_TEXT = "raw_text"  # the key next to `function` that is no setting of the function
+FILE_KEYS = ("env.train_files", "env.val_files")
+
+
+@dataclass(frozen=True)
+class VerifierSpec:
+    """A Python verifier that the recipe names."""
+
+    name: str  # in metrics and rollouts, which name a Gym server for other rows
+    reference: str = field(compare=False)  # path.py:function, path.py:Class or verl
+    key: str = field(compare=False)  # of the recipe
+    path: str = ""  # of its file, empty for verl's scorer
+    settings: Json = field(default_factory=dict)
+    raw_text: bool = False  # whether it reads the whole response, with its thought
+
+    def __str__(self) -> str:
+        settings = {RAW_TEXT: True, **self.settings} if self.raw_text else self.settings
+        return f"{self.reference} {settings}" if settings else self.reference
+
+    def scores_code(self, data_source: object) -> bool:
+        """Whether responses to rows of a data source are code: verl's scorer runs them."""
+        return not self.path and data_source in CODE_SOURCES
+
+    def runs_response(self, data_source: object) -> bool:
+        """Whether verl's scorer runs responses to rows of a data source on this machine."""
+        return not self.path and runs_response(data_source, self.settings)
+
+
+@dataclass(frozen=True)
+class PythonVerifiers:
+    """The Python verifiers of a recipe, and its files of rows."""
+
+    specs: Mapping[str, VerifierSpec]  # by name
+    entries: Mapping[str, list[Entry]]  # {key: entries}; `server` also names a Python verifier
+
+
+# --- read ----------------------------------------------------------------------------------------
+
+
+def read_verifiers(config: DictConfig) -> PythonVerifiers:
+    """Read the Python verifiers of a recipe. Raises UserFunctionError, ConfigError."""
+    value = to_plain(config.env.verifier)
+    default = read_spec(value, VERIFIER_KEY) if value else None
+    specs = [default] if default else []
+    entries: dict[str, list[Entry]] = {key: [] for key in FILE_KEYS}
+    for key in FILE_KEYS:
+        for listed in to_plain(config.env[key.removeprefix("env.")]) or []:
+            entry = parse_entry(listed)
+            spec = read_spec(entry.verifier, f"{key}: verifier") if entry.verifier else default
+            if spec and not entry.server:
+                specs.append(spec)
+                entry = entry._replace(server=spec.name)
+            entries[key].append(entry)
+    named: dict[str, VerifierSpec] = {}
+    for spec in specs:
+        check_name(spec, named.setdefault(spec.name, spec), config.gym.servers)
+    return PythonVerifiers(named, entries)
+
+
+def read_spec(value: str | Json, key: str) -> VerifierSpec:
+    """Read the value of a verifier key: a name, or `function` and its settings.
+
+    Raises UserFunctionError.
+    """
+    settings = dict(value) if isinstance(value, Mapping) else {"function": value}
+    reference = str(settings.pop("function", ""))
+    raw_text = settings.pop(RAW_TEXT, False)
+    if not isinstance(raw_text, bool):
+        raise UserFunctionError(f"{key}: {RAW_TEXT}={raw_text} is not true or false. Correct it.")
+    if reference == VERL:
+        return VerifierSpec(VERL, VERL, key, "", settings, raw_text)
+    name = reference.rpartition(":")[2]
+    if not user_functions.is_user_function(reference) or not name.isidentifier():
+        raise UserFunctionError(
+            f"{key}={value} is not a Python verifier. Name path.py:function, path.py:Class or "
+            f"{VERL}, or {{function: one of these, and its settings}}."
+        )
+    path = find_user_file(reference, key)
+    return VerifierSpec(name, reference, key, str(path.resolve()), settings, raw_text)
+
+
+def check_name(spec: VerifierSpec, other: VerifierSpec, servers: Json) -> None:
+    """Check that no Gym server and no other verifier has the name. Raises ConfigError.
+
+    other: the first verifier with this name, possibly the same.
+    """
+    if spec != other:
+        raise ConfigError(
+            f"two verifiers have the name {spec.name} in metrics: {other} and {spec}. Rename one "
+            "function."
+        )
+    if spec.name in servers:
+        raise ConfigError(
+            f"{spec.key}={spec.reference}: gym.servers has an entry {spec.name}, too. Rename one."
+        )
+
+
+def remove_unused_servers(config: DictConfig) -> None:
+    """If env.verifier is set, remove the Gym servers that no file names: no row uses them."""
+    if not config.env.verifier:
+        return
+    used = {config.env.shadow_verifier}
+    for key in FILE_KEYS:
+        for entry in config.env[key.removeprefix("env.")] or ():
+            if isinstance(entry, Mapping):
+                used.add(entry.get("server"))
+    for name in list(config.gym.servers):
+        if name not in used:
+            del config.gym.servers[name]
+    if not config.gym.servers:
+        config.gym.judges = {}  # only servers use judges

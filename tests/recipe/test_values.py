@@ -1,0 +1,93 @@
+"""The values of a recipe: texts stay as typed, numbers have a range, references are resolved."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from omegaconf import OmegaConf
+
+from kit.recipe.keys import KEYS, flatten, is_kit_key, is_used, matches_any, to_plain
+from kit.recipe.load import MODEL_ENGINES, base_configs, load_config
+from kit.recipe.numbers import find_rule
+from kit.recipe.sections import read_sections
+from tests.helpers.recipes import CPU, RECIPE
+
+FILES = [str(CPU), str(RECIPE)]
+NAME = "trainer.experiment_name"
+MODEL = "actor_rollout_ref.model"
+
+
+def read(key: str, *arguments: str, files=()):
+    """The value of a key of the tiny recipe."""
+    config, _ = load_config([*FILES, *map(str, files)], arguments)
+    return to_plain(OmegaConf.select(config, key))
+
+
+@pytest.mark.parametrize("key", [NAME, "env.verifier", f"{MODEL}.path"])
+@pytest.mark.parametrize("text", ["2026_11_26", "007", "yes", "a #b"])
+def test_a_text_of_the_command_line_stays_as_typed(key, text):
+    assert read(key, f"{key}={text}") == text
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ("actor_rollout_ref.actor.optim.betas=[0.9, 0.95]", [0.9, 0.95]),
+        ("algorithm.rollout_correction.rollout_is_threshold=0.8_2", "0.8_2"),  # YAML: 0.82
+        ("data.train_batch_size=${actor_rollout_ref.rollout.n}", 8),
+        ("env.train_files=[2026_11_26, {path: ~/b, weight: 0.5}]", None),
+        (f"{MODEL}.target_modules=[q_proj, v_proj]", ["q_proj", "v_proj"]),
+        ("gym.concurrency={a: 3, default: auto}", {"a": 3, "default": "auto"}),
+        ("trainer.logger=wandb", ["wandb"]),  # as in verl
+        ("gym.servers=null", {}),
+        (rf"{NAME}=a\${{b}}", "a${b}"),
+        (f"{MODEL}.path=~/a/b", os.path.expanduser("~/a/b")),
+    ],
+)
+def test_a_value_of_the_command_line_is_read(change, value):
+    key = change.partition("=")[0]
+    if key == "env.train_files":
+        value = ["2026_11_26", {"path": os.path.expanduser("~/b"), "weight": 0.5}]
+    found = read(key, change)
+    assert (type(found), found) == (type(value), value)
+
+
+def test_a_date_and_a_range_in_a_file_are_texts(tmp_path):
+    key = "algorithm.rollout_correction.rollout_is_threshold"
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"trainer: {{experiment_name: 2026_11_26}}\n{key.replace('.', ': {')}: 0.5_2}}}}"
+    )
+    assert (read(NAME, files=[path]), read(key, files=[path])) == ("2026_11_26", "0.5_2")
+
+
+def test_every_number_of_the_configuration_has_a_rule_and_a_valid_default():
+    for engine in MODEL_ENGINES:
+        base = base_configs(engine)[1]
+        for key in flatten(base):
+            value = to_plain(OmegaConf.select(base, key))
+            rule = find_rule(key, value)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if is_number and is_used(key) and not is_kit_key(key):
+                assert rule or matches_any(key, KEYS.texts), key
+            assert not is_used(key) or not rule or rule.is_valid(value), key
+
+
+def test_the_kits_sections_are_read_as_the_code_uses_them(monkeypatch):
+    monkeypatch.setenv("SOME_PORT", "8123")
+    port = "${oc.decode:${oc.env:SOME_PORT}}"
+    changes = [
+        "env.val_max_rows=${data.train_batch_size}",
+        "gym.timeout_s=7",
+        "gym.concurrency=3",
+        f"gym.policy_endpoint.port={port}",
+        f"gym.servers.s.start={{config: null, port: '{port}'}}",
+        "trainer.resource_pools.ref=2",
+    ]
+    gym, env, kit = dict(read_sections(load_config(FILES, changes)[0])).values()
+    assert (env.max_rows, env.val_max_rows, gym.timeout_s) == (None, 8, 7.0)
+    assert gym.concurrency == {"default": 3} and gym.policy_endpoint.port == 8123
+    start = gym.servers["s"].start
+    assert start and (start.config, start.port, start.env) == (None, 8123, None)
+    assert kit.resource_pools.sizes() == {"ref": 2}
