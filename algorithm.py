@@ -238,7 +238,7 @@ class Trainer:
 
     def start_next_rollout(self) -> None:
         """With trainer.one_step_off, sample the next batch while this one is trained on."""
-        if self.recipe.kit.one_step_off and self.state.step < self.run.last:
+        if self.recipe.trainer.one_step_off and self.state.step < self.run.last:
             name = str(self.state.batches + 1)
             tasks = self.take_tasks()
             self.servers.start_rollout(*make_rollout_args(self.recipe, tasks, name, False))
@@ -410,7 +410,7 @@ def train(plan: cli.Plan) -> Iterator[Trainer]:
 
     On Ctrl-C, SIGTERM or an error, save the last complete update.
     """
-    with Run(plan.recipe, plan.resume_from, plan.fingerprint) as run:
+    with Run(plan.recipe, plan.resume_from, plan.fingerprint, plan.features) as run:
         with contextlib.ExitStack() as stack:
             trainer = start_trainer(plan, run, stack)
             with run.stages.save_on_stop(trainer.save):

@@ -853,7 +853,7 @@ def main() -> None:
     """Write a generator's rows to <out>/<name>_<split>.jsonl, or run a command that converts."""
     if len(sys.argv) > 1 and sys.argv[1] in CONVERT_COMMANDS:
         from kit.errors import ConfigError
-        from kit.features import load
+        from kit.optional import load
 
         try:
             return load("rows", "this command").main()

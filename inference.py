@@ -50,6 +50,7 @@ from kit.data.episode import (
     set_sampled,
 )
 from kit.data.reward_scale import find_scale
+from kit.engine.interfaces import EpisodeWorkers, EventLoop
 from kit.engine.sampling import (
     MAX_CHARS_PER_TOKEN,
     EpisodeRequest,
@@ -60,7 +61,7 @@ from kit.engine.sampling import (
     sample,
 )
 from kit.errors import RunError
-from kit.features import EpisodeWorkers, EventLoop
+from kit.recipe.keys import ROLLOUT
 from kit.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -501,8 +502,8 @@ async def run_with_retries(
         again = EpisodeRequest(task, episode_id._replace(attempt=attempt))
         episode = await run_episode(again, sampling, context, gym)
     if episode.status == "ok":
-        for feature in context.features:
-            await feature.after_episode(episode, gym)
+        for after_episode in context.after_episode:
+            await after_episode(episode, gym)
     return episode
 
 
@@ -612,7 +613,7 @@ class Servers:
         self.workers = workers
         self.is_asleep = False
         self.checkpoint_manager: CheckpointEngineManager | None = None
-        settings = omega_conf_to_dataclass(recipe.rollout.checkpoint_engine)
+        settings = omega_conf_to_dataclass(recipe.for_verl(f"{ROLLOUT}.checkpoint_engine"))
         replicas = manager.get_replicas()
         if actor:
             self.checkpoint_manager = CheckpointEngineManager(

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -51,7 +50,9 @@ from kit.data import token_rewards
 from kit.data.episode import Episode
 from kit.engine.inputs import RunInputs
 from kit.errors import RunError, SkippedStep
+from kit.recipe.keys import ACTOR
 from kit.recipe.recipe import Recipe
+from kit.recipe.schema import ActorSection, TrainedModel
 from kit.recipe.user_functions import (
     is_user_function,
     make_loss_config,
@@ -86,7 +87,7 @@ class Workers(NamedTuple):
 
 def make_kl_controller(recipe: Recipe, kl_coef: float) -> KLController:
     """Make verl's KL controller. kl_coef: the checkpoint's coefficient, or 0 in a new run."""
-    controller = core_algos.get_kl_controller(recipe.algorithm.kl_ctrl)
+    controller = core_algos.get_kl_controller(recipe.for_verl("algorithm.kl_ctrl"))
     if recipe.algorithm.kl_ctrl.type == "adaptive" and kl_coef:
         controller.value = kl_coef
     return controller
@@ -106,8 +107,8 @@ def apply_rollout_correction(batch: DataProto, recipe: Recipe) -> dict[str, floa
     With algorithm.rollout_correction, this adds importance weights `rollout_is_weights` [B, R] and
     removes rejected tokens from `response_mask`. Source: verl's rollout_corr_helper.
     """
-    settings = recipe.algorithm.rollout_correction
-    _, metrics = compute_rollout_correction_and_add_to_batch(batch, settings)
+    settings = recipe.for_verl("algorithm.rollout_correction")
+    _, metrics = compute_rollout_correction_and_add_to_batch(batch, settings)  # type: ignore[arg-type]
     return dict(metrics)
 
 
@@ -119,14 +120,13 @@ def compute_advantages(batch: DataProto, recipe: Recipe) -> None:
     function gets the arguments that it names (kit/recipe/user_functions.py: ESTIMATOR). Raises
     SkippedStep if the estimator cannot work because only one token is trained: it whitens.
     """
-    settings = recipe.algorithm
-    name = settings.adv_estimator
+    name = recipe.algorithm.adv_estimator
     is_verl = name in [estimator.value for estimator in core_algos.AdvantageEstimator]
     call_estimator = call_verl_estimator if is_verl else call_custom_estimator
     is_trained = batch.batch["response_mask"].bool()  # [B, R]
     reason = f"{name} normalizes over the trained tokens, and the batch has only one"
     try:
-        advantages, returns = call_estimator(batch, settings)
+        advantages, returns = call_estimator(batch, recipe)
     except ValueError as error:  # of verl's whitening, or a UserFunctionError
         if is_trained.sum() > 1:
             raise
@@ -137,8 +137,9 @@ def compute_advantages(batch: DataProto, recipe: Recipe) -> None:
     batch.batch["returns"] = returns
 
 
-def call_verl_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tensor, Tensor]:
+def call_verl_estimator(batch: DataProto, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Compute (advantages, returns), each [B, R], with one of verl's estimators."""
+    settings = recipe.for_verl("algorithm")  # verl's estimators read it as a mapping
     groups = batch.non_tensor_batch["uid"]  # [B]
     tensors = batch.batch.clone(recurse=False)
     rewards = tensors["token_level_rewards"]  # [B, R]
@@ -151,7 +152,7 @@ def call_verl_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tensor,
         # with a prefix, since a component may have any name
         components = {f"component {k}": read_component(batch, k) for k in settings.gdpo_reward_keys}
         arrays |= components
-        settings = OmegaConf.create({**settings, "gdpo_reward_keys": list(components)})
+        settings.gdpo_reward_keys = list(components)
     data = DataProto(tensors, arrays)
     ray_trainer.compute_advantage(
         data,
@@ -159,7 +160,7 @@ def call_verl_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tensor,
         gamma=settings.gamma,
         lam=settings.lam,
         norm_adv_by_std_in_grpo=settings.norm_adv_by_std_in_grpo,
-        config=settings,  # type: ignore[arg-type]  # verl's estimators read it as a mapping
+        config=settings,  # type: ignore[arg-type]
     )
     return data.batch["advantages"], data.batch["returns"]
 
@@ -182,11 +183,12 @@ def read_component(batch: DataProto, name: str) -> np.ndarray:
     return np.asarray(token_rewards.level_groups(rewards, groups, 0.0)[:, 0])
 
 
-def call_custom_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tensor, Tensor]:
+def call_custom_estimator(batch: DataProto, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Compute (advantages, returns), each [B, R], with a custom function.
 
     If it reads `turn`, rewards stay in their turn. Else they move like those for verl's estimators.
     """
+    settings = recipe.algorithm
     estimator = core_algos.get_adv_estimator_fn(settings.adv_estimator)
     tensors = batch.batch
     has_turns = "turn" in inspect.signature(estimator).parameters
@@ -202,7 +204,7 @@ def call_custom_estimator(batch: DataProto, settings: DictConfig) -> tuple[Tenso
         "index": batch.non_tensor_batch["uid"],
         "gamma": settings.gamma,
         "lam": settings.lam,
-        "config": settings,
+        "config": recipe.for_verl("algorithm"),
     }
     advantages, returns = estimator(**select_arguments(estimator, available))
     return advantages, returns
@@ -228,7 +230,7 @@ def has_gradient_without_advantages(recipe: Recipe) -> bool:
     optimizer step of a batch. In bypass mode the old policy is the rollout engine, which differs.
     """
     mask = torch.ones(2, 3, dtype=torch.bool)  # [B, R]
-    actor = make_loss_config(recipe.actor, mask)
+    actor = make_loss_config(recipe.for_verl(ACTOR), mask)
     old_log_prob = torch.full((2, 3), -1.0)  # [B, R]
     difference = 0.1 if recipe.algorithm.rollout_correction.bypass_mode else 0.0
     log_prob = (old_log_prob + difference).requires_grad_()  # [B, R]
@@ -546,7 +548,7 @@ def update_actor(actor: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict[s
 
 def update_critic(critic: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict[str, float]:
     """Train the critic with the clipped value loss -> metrics (verl 0.9.1, _update_critic)."""
-    settings = recipe.verl.critic
+    settings = recipe.critic
     mini_batches = recipe.mini_batches("critic")
     ranks = recipe.data_parallel_size("critic")
     data = make_update_data(batch, ranks, mini_batches, settings, compute_loss=True)
@@ -554,7 +556,7 @@ def update_critic(critic: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict
 
 
 def make_update_data(
-    batch: DataProto, ranks: int, mini_batches: int, settings: DictConfig, **flags: object
+    batch: DataProto, ranks: int, mini_batches: int, settings: TrainedModel, **flags: object
 ) -> TensorDict:
     """Pack the L rows that have a token to train on, with the settings of the update for verl.
 
@@ -609,7 +611,7 @@ def collect_metrics(output: TensorDict, recipe: Recipe, role: str) -> dict[str, 
 # --- TRY NOT TO MODIFY: the loss in the workers --------------------------------------------------
 
 
-def is_entropy_in_loss(settings: ActorConfig | DictConfig) -> bool:
+def is_entropy_in_loss(settings: ActorConfig | ActorSection) -> bool:
     """Whether verl's ppo_loss reads the entropy. settings: verl's section of the actor."""
     return bool(settings.calculate_entropy or settings.entropy_coeff != 0.0)
 
@@ -628,7 +630,7 @@ def set_policy_loss(actor: WorkerGroup, recipe: Recipe) -> None:
         loss = functools.partial(compute_custom_loss, name, function)
     if recipe.is_on_policy:
         loss = functools.partial(compute_on_policy_loss, loss)
-    actor.set_loss_fn(functools.partial(loss, omega_conf_to_dataclass(settings)))
+    actor.set_loss_fn(functools.partial(loss, omega_conf_to_dataclass(recipe.for_verl(ACTOR))))
 
 
 def compute_custom_loss(

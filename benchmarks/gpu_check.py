@@ -256,7 +256,7 @@ def check_recipe(name: str, files: list[str], folder: Path, count: int) -> str:
     try:
         planned = cli.plan(files, make_changes(name, files, folder, count), command)
         cli.describe_plan(planned, is_dry_run=True)
-        if planned.recipe.verl.actor_rollout_ref.rollout.name == "vllm" and command == "train":
+        if planned.recipe.actor_rollout_ref.rollout.name == "vllm" and command == "train":
             parse_engine_arguments(planned.recipe.verl)
     except (Exception, SystemExit) as error:
         return f": {type(error).__name__}: {str(error).strip()[:500]}"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-
-from kit.features import Feature
-from kit.recipe.load import MODEL, ROLLOUT, base_configs
+from kit.recipe.keys import MODEL, ROLLOUT, select_nested
+from kit.recipe.load import read_defaults
 from kit.recipe.model_files import expert_count
 from kit.recipe.recipe import Recipe
+from kit.recipe.settings import Settings
+from kit.run.features import RecipeCheck
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -30,29 +30,29 @@ UNREAD_BY_SGLANG = (  # keys of rollout that verl's SGLang server does not read
 )
 
 
-class Backends(Feature):
+class Backends(RecipeCheck):
     """Another rollout engine than vLLM with its defaults."""
 
-    def check_recipe(self, config: DictConfig) -> Iterator[str]:
+    def check_settings(self, settings: Settings) -> Iterator[str]:
         """The rollout engine supports the options that the recipe sets."""
-        rollout = config.actor_rollout_ref.rollout
+        rollout = settings.rollout
         if rollout.name not in ENGINES:
             yield f"{ROLLOUT}.name={rollout.name} is not one of {', '.join(ENGINES)}. Change it."
         if rollout.name == "sglang":
-            yield from check_sglang(config)
-        elif rollout.engine_kwargs.sglang:
+            yield from check_sglang(settings)
+        elif rollout.engine_kwargs.get("sglang"):
             yield f"{ROLLOUT}.engine_kwargs.sglang needs {ROLLOUT}.name=sglang. Set that."
         if rollout.name == "hf":
-            yield from check_transformers(config)
+            yield from check_transformers(settings)
         if (rollout.engine_kwargs.get("vllm") or {}).get("speculative_config"):
-            yield from check_speculative(config)
+            yield from check_speculative(settings)
 
-    def set_sizes(self, config: DictConfig, hf_config: PretrainedConfig) -> None:
-        """Fill in values that follow from the rollout engine."""
-        rollout = config.actor_rollout_ref.rollout
-        if rollout.name == "sglang" and not rollout.max_model_len:
-            longest = config.data.max_prompt_length + config.data.max_response_length
-            rollout.max_model_len = longest + 1  # verl's SGLang server leaves one token free
+    def derive(self, settings: Settings, hf_config: PretrainedConfig) -> Mapping[str, object]:
+        """Return values that follow from the rollout engine."""
+        if settings.rollout.name != "sglang" or settings.rollout.max_model_len:
+            return {}
+        # verl's SGLang server leaves one token free
+        return {f"{ROLLOUT}.max_model_len": settings.max_episode_length + 1}
 
     def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[str]:
         """The model fits transformers' rollouts, and fp8 rollouts the device."""
@@ -71,10 +71,10 @@ class Backends(Feature):
             yield f"{key} on a CPU: verl's weight sync does not quantize there. Remove it."
 
 
-def check_sglang(config: DictConfig) -> Iterator[str]:
+def check_sglang(settings: Settings) -> Iterator[str]:
     """SGLang has GPUs, and verl's SGLang server reads the options that the recipe sets."""
-    rollout = config.actor_rollout_ref.rollout
-    if config.trainer.device == "cpu":
+    rollout = settings.rollout
+    if settings.trainer.device == "cpu":
         yield f"{ROLLOUT}.name=sglang needs GPUs. Use vllm or hf."
     if rollout.full_determinism:
         yield f"{ROLLOUT}.full_determinism: verl passes no seed to SGLang's requests. Remove it."
@@ -83,16 +83,17 @@ def check_sglang(config: DictConfig) -> Iterator[str]:
             f"{ROLLOUT}.free_cache_engine: servers on separate GPUs would release their memory "
             "twice. Set it to false."
         )
-    defaults = base_configs(config.model_engine)[1].actor_rollout_ref.rollout
-    for key in UNREAD_BY_SGLANG:
-        if rollout.get(key) != defaults.get(key):
-            yield f"{ROLLOUT}.{key} is not read with {ROLLOUT}.name=sglang. Remove it."
+    defaults = read_defaults(settings.model_engine).base.resolved
+    for name in UNREAD_BY_SGLANG:
+        key = f"{ROLLOUT}.{name}"
+        if settings.get(key) != select_nested(defaults, key):
+            yield f"{key} is not read with {ROLLOUT}.name=sglang. Remove it."
 
 
-def check_transformers(config: DictConfig) -> Iterator[str]:
+def check_transformers(settings: Settings) -> Iterator[str]:
     """Rollouts by transformers use one whole model on each GPU."""
-    rollout = config.actor_rollout_ref.rollout
-    model = config.actor_rollout_ref.model
+    rollout = settings.rollout
+    model = settings.model
     if not model.external_lib:
         yield f"{ROLLOUT}.name=hf is not in {MODEL}.external_lib. Add --config hf."
     if rollout.tensor_model_parallel_size * rollout.data_parallel_size > 1:
@@ -100,16 +101,16 @@ def check_transformers(config: DictConfig) -> Iterator[str]:
             f"{ROLLOUT}.name=hf has the whole model on each GPU. Remove "
             f"{ROLLOUT}.tensor_model_parallel_size."
         )
-    if rollout.nnodes or config.trainer.one_step_off:
+    if rollout.nnodes or settings.trainer.one_step_off:
         yield f"{ROLLOUT}.name=hf samples between updates only. Remove --config separate or ahead."
     if model.lora_rank and not model.lora.merge:
         yield f"{ROLLOUT}.name=hf takes no separate adapter. Set {MODEL}.lora.merge=true."
 
 
-def check_speculative(config: DictConfig) -> Iterator[str]:
+def check_speculative(settings: Settings) -> Iterator[str]:
     """Speculative decoding uses n-grams, with vLLM."""
-    rollout = config.actor_rollout_ref.rollout
-    method = rollout.engine_kwargs.vllm.speculative_config.get("method")
+    rollout = settings.rollout
+    method = rollout.engine_kwargs["vllm"]["speculative_config"].get("method")
     if rollout.name != "vllm":
         yield f"{SPECULATIVE}: {ROLLOUT}.name={rollout.name} takes no draft tokens. Remove it."
     if method != "ngram":

@@ -16,22 +16,20 @@ from __future__ import annotations
 import base64
 import functools
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlparse
 
 import numpy as np
-from omegaconf import DictConfig
 
 import env
 from env import DataError
 from kit.chat.processor import TextProcessor
 from kit.errors import ConfigError
-from kit.recipe.load import FSDP, MODEL, ROLLOUT
-from kit.recipe.resources import gpus_per_node
-from kit.recipe.user_functions import estimator_arguments
+from kit.recipe.keys import ACTOR, MODEL, REF, ROLLOUT
+from kit.recipe.settings import Settings
 from kit.verify import network
 
 USES_MROPE = {  # by model_type: whether positions have three dimensions (mRoPE)
@@ -164,48 +162,45 @@ class ImageProcessor(TextProcessor):
 
     # --- checks, batches, workers ---
 
-    def check(self, config: DictConfig, tasks: Sequence[Any], command: str) -> None:
-        """Check that images fit the recipe, and set the values that follow. Raises ConfigError."""
-        rollout = config.actor_rollout_ref.rollout
+    def derive(self, settings: Settings, tasks: Sequence[Any]) -> Mapping[str, object]:
+        """Check that images fit the recipe, and return values that follow. Raises ConfigError."""
+        rollout = settings.rollout
         if (rollout.engine_kwargs.get("vllm") or {}).get("speculative_config"):
             raise ConfigError(
                 f"{ROLLOUT}.engine_kwargs.vllm.speculative_config: vLLM cannot ban tokens with it, "
                 "which a model that reads images needs. Remove it."
             )
-        if command == "train" and config.model_engine == FSDP:
-            set_wrapped_layers(config, self.folder)
+        changes: dict[str, object] = {}
+        if settings.command == "train" and settings.engine.is_fsdp:
+            changes |= find_wrapped_layers(settings, self.folder)
         counts = {len(list_sources(task.messages)) for task in tasks}
         if not any(counts):
-            return
-        conflicts = self.find_conflicts(config, tasks, command, 0 in counts)
+            return changes
+        conflicts = self.find_conflicts(settings, tasks, 0 in counts)
         if conflicts:
             raise ConfigError(
                 f"Rows with images do not work with {'; '.join(conflicts)}. Remove these."
             )
-        rollout.limit_images = max(counts)
+        return changes | {f"{ROLLOUT}.limit_images": max(counts)}
 
     def find_conflicts(
-        self, config: DictConfig, tasks: Sequence[Any], command: str, has_text_rows: bool
+        self, settings: Settings, tasks: Sequence[Any], has_text_rows: bool
     ) -> list[str]:
-        """The parts of a recipe that do not work with images."""
-        policy = config.actor_rollout_ref
-        trains = command == "train"
-        gpus = gpus_per_node(config) * config.trainer.nnodes
-        has_critic = trains and "values" in estimator_arguments(config)
+        """Return the parts of a recipe that do not work with images."""
+        rollout = settings.rollout
         is_conflict = {
-            f"{ROLLOUT}.name={policy.rollout.name}": policy.rollout.name != "vllm",
-            f"{MODEL}.lora_rank": policy.model.lora_rank,
-            "a critic (algorithm.adv_estimator)": has_critic,
-            "reward.reward_model": trains and config.reward.reward_model.enable,
-            f"model_engine={config.model_engine}": config.model_engine != FSDP,
-            "ulysses_sequence_parallel_size": policy.actor.get("ulysses_sequence_parallel_size", 1)
-            > 1,
-            "an agent server": has_agent_rows(config, tasks),
+            f"{ROLLOUT}.name={rollout.name}": rollout.name != "vllm",
+            f"{MODEL}.lora_rank": settings.model.lora_rank,
+            "a critic (algorithm.adv_estimator)": settings.has_critic,
+            "reward.reward_model": settings.has_reward_model,
+            f"model_engine={settings.model_engine}": not settings.engine.is_fsdp,
+            "ulysses_sequence_parallel_size": settings.engine.sequence_gpus > 1,
+            "an agent server": has_agent_rows(settings, tasks),
             "rows without images on several GPUs": has_text_rows
             and not self.uses_mrope
-            and gpus > 1,
+            and settings.world_size() > 1,
             "a CPU, on which verl's attention of Qwen's models does not run": self.uses_mrope
-            and config.trainer.device == "cpu",
+            and settings.trainer.device == "cpu",
         }
         return [name for name, conflicts in is_conflict.items() if conflicts]
 
@@ -281,10 +276,10 @@ def mask_in_worker(worker: Any, name: str, placeholders: list[int]) -> None:
             part.engine.module.get_output_embeddings().register_forward_hook(mask)
 
 
-def has_agent_rows(config: DictConfig, tasks: Sequence[Any]) -> bool:
-    """Whether an agent server runs the episodes of a row with images."""
-    starts = {name: server.get("start") or {} for name, server in config.gym.servers.items()}
-    agents = {name for name, start in starts.items() if start.get("agent")}
+def has_agent_rows(settings: Settings, tasks: Sequence[Any]) -> bool:
+    """Return whether an agent server runs the episodes of a row with images."""
+    servers = settings.gym.servers.items()
+    agents = {name for name, server in servers if server.start and server.start.agent}
     return any(task.server in agents and list_sources(task.messages) for task in tasks)
 
 
@@ -327,10 +322,10 @@ def fetch(source: str) -> bytes:
 # --- models --------------------------------------------------------------------------------------
 
 
-def make_processor(config: DictConfig, hf_config: Any, tokenizer: Any) -> ImageProcessor | None:
+def make_processor(settings: Settings, hf_config: Any, tokenizer: Any) -> ImageProcessor | None:
     """The processor of a model of a supported family; None if the model can only read text here."""
     kind = hf_config.model_type
-    folder = config.actor_rollout_ref.model.path
+    folder = settings.model.path
     processor = load_processor(folder, kind) if kind in USES_MROPE else None
     if processor is None:
         return None
@@ -344,7 +339,7 @@ def make_processor(config: DictConfig, hf_config: Any, tokenizer: Any) -> ImageP
         sorted({placeholder, video_placeholder}),
         folder,
         USES_MROPE[kind],
-        tuple(config.env.image_hosts),
+        tuple(settings.env.image_hosts),
     )
 
 
@@ -382,12 +377,13 @@ def load_without_weights(folder: str) -> Any:
         return AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
 
 
-def set_wrapped_layers(config: DictConfig, folder: str) -> None:
-    """Set the layer classes that FSDP wraps, unless the recipe sets them."""
-    policy = config.actor_rollout_ref
-    for engine in (policy.actor.fsdp_config, policy.ref.fsdp_config):
-        if not engine.wrap_policy.get("transformer_layer_cls_to_wrap"):
-            engine.wrap_policy.transformer_layer_cls_to_wrap = find_layer_classes(folder)
+def find_wrapped_layers(settings: Settings, folder: str) -> dict[str, object]:
+    """Return the layer classes that FSDP wraps, unless the recipe sets them."""
+    keys = [
+        f"{section}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
+        for section in (ACTOR, REF)
+    ]
+    return {key: find_layer_classes(folder) for key in keys if not settings.get(key)}
 
 
 def find_layer_classes(folder: str) -> list[str]:

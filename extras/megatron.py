@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-
-from kit.features import Feature
-from kit.recipe.load import ACTOR, MODEL
+from kit.recipe.keys import ACTOR, MODEL
 from kit.recipe.parallel_sizes import check_heads
 from kit.recipe.recipe import Recipe
+from kit.recipe.settings import Settings
+from kit.run.features import RecipeCheck
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -27,19 +26,20 @@ SIZES = (
 )
 
 
-class Megatron(Feature):
+class Megatron(RecipeCheck):
     """Training by Megatron."""
 
-    def check_recipe(self, config: DictConfig) -> Iterator[str]:
+    def check_settings(self, settings: Settings) -> Iterator[str]:
         """Yield a message for each option that does not work with Megatron."""
-        actor = config.actor_rollout_ref.actor
+        actor = settings.actor
+        megatron = actor.megatron or {}
         unsupported = {
             f"{ACTOR}.strategy={actor.strategy}": actor.strategy != "megatron",
-            f"{MODEL}.lora_rank": config.actor_rollout_ref.model.lora_rank,  # verl ignores it
-            "reward.reward_model": config.reward.reward_model.enable,  # its head is not loaded
-            f"{ACTOR}.megatron.router_replay.mode": actor.megatron.router_replay.mode != "disabled",
-            f"{ACTOR}.megatron.dynamic_context_parallel": actor.megatron.dynamic_context_parallel,
-            f"{ACTOR}.megatron.use_dist_checkpointing": actor.megatron.use_dist_checkpointing,
+            f"{MODEL}.lora_rank": settings.model.lora_rank,  # verl ignores it
+            "reward.reward_model": settings.reward.reward_model.enable,  # its head is not loaded
+            f"{ACTOR}.megatron.router_replay.mode": megatron["router_replay"]["mode"] != "disabled",
+            f"{ACTOR}.megatron.dynamic_context_parallel": megatron["dynamic_context_parallel"],
+            f"{ACTOR}.megatron.use_dist_checkpointing": megatron["use_dist_checkpointing"],
             f"{ACTOR}.optim.betas": list(actor.optim.betas) != [0.9, 0.999],  # verl ignores them
         }
         for option, is_set in unsupported.items():
@@ -48,8 +48,13 @@ class Megatron(Feature):
 
     def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[str]:
         """The GPUs divide the model's attention heads, and the critic has the actor's sizes."""
-        sizes = [recipe.actor.megatron[name] for name in SIZES]
-        if recipe.has_critic and sizes != [recipe.verl.critic.megatron[name] for name in SIZES]:
+        sizes = {section: list_sizes(recipe, section) for section in (ACTOR, "critic")}
+        if recipe.has_critic and sizes[ACTOR] != sizes["critic"]:
             yield "critic.megatron needs the actor's parallel sizes. Set them to the same values."
         key = f"{ACTOR}.megatron.{SIZES[0]}"
         yield from check_heads(key, recipe.get(key), recipe.world_size(), "policy", hf_config)
+
+
+def list_sizes(recipe: Recipe, section: str) -> list[int]:
+    """List the parallel sizes of the actor or the critic."""
+    return [recipe.get(f"{section}.megatron.{name}") for name in SIZES]

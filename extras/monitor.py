@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING
 
 import ray
 import yaml
-from omegaconf import DictConfig
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kit.features import Feature
-from kit.recipe.keys import ROOT
-from kit.recipe.load import ROLLOUT
+from kit.recipe.keys import ROLLOUT, ROOT
+from kit.recipe.settings import Settings
 from kit.run import files
 from kit.run.console import say
+from kit.run.features import RecipeCheck, RunPart
 from kit.verify.network import HOST as LOCAL
 
 if TYPE_CHECKING:
@@ -41,12 +40,12 @@ FAILED = "rollout/failed/"
 ALERTS = ROOT / "docs" / "monitoring" / "alerts.yml"
 
 
-class Monitor(Feature):
+class Monitor(RecipeCheck, RunPart):
     """The page with a run's metrics."""
 
-    def check_recipe(self, config: DictConfig) -> Iterator[str]:
+    def check_settings(self, settings: Settings) -> Iterator[str]:
         """Yield a problem if vLLM does not publish the metrics that Prometheus reads."""
-        if config.actor_rollout_ref.rollout.disable_log_stats:
+        if settings.rollout.disable_log_stats:
             yield (
                 f"{ROLLOUT}.prometheus.enable needs {ROLLOUT}.disable_log_stats=false "
                 "(configs/monitoring.yaml). Set it."

@@ -28,8 +28,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
 import env
 from env import Json
 from gym_client import GymError
@@ -41,15 +39,24 @@ from kit.data.row_files import parse_object, read_raw_rows, report_progress
 from kit.data.tasks import find_entry_files, limit_rows
 from kit.engine.inputs import RunInputs
 from kit.errors import ConfigError
-from kit.features import OnFeatures, ignore_features
-from kit.recipe.entries import parse_entry
+from kit.recipe.derive import RowFacts
+from kit.recipe.entries import Entry
+from kit.recipe.keys import ACTOR
+from kit.recipe.load import Source
 from kit.recipe.recipe import Recipe
 from kit.recipe.schedule import POSITION
-from kit.recipe.training_effect import check_schedule
+from kit.recipe.settings import Settings
 from kit.run import checkpoints
 from kit.run.checkpoints import LoopState
 from kit.run.console import format_value, say
-from kit.run.prepare import Prepared, check_enough_rows, check_recipe, set_steps
+from kit.run.prepare import (
+    OnFeatures,
+    Prepared,
+    check,
+    check_enough_rows,
+    finish,
+    ignore_features,
+)
 from kit.run.run import Run
 
 if TYPE_CHECKING:  # verl takes 7 s to import
@@ -194,39 +201,37 @@ def is_trained(item: Json, row_id: str) -> bool:
 # --- the command ---------------------------------------------------------------------------------
 
 
-def prepare(
-    config: DictConfig, defaults: DictConfig, on_features: OnFeatures = ignore_features
-) -> Prepared:
+def prepare(source: Source, on_features: OnFeatures = ignore_features) -> Prepared:
     """Check a recipe and load its conversations, as kit.run.prepare.prepare does for tasks.
 
     An entry of env.train_files or env.val_files is a path, or {path, weight}. Rows over the
     recipe's lengths are dropped. Raises env.DataError, and ConfigError, also if fewer rows are left
     than a batch needs.
     """
-    recipe, inputs = check_recipe(config, defaults, "sft", on_features=on_features)
+    draft = check(source, "sft", on_features)
+    settings, inputs = draft.settings, draft.inputs
     if inputs.processor.reads_images:
         raise ConfigError(
             "`sft` does not support models that read images. Use another model, or train it from "
             "rewards."
         )
-    examples = load_examples(recipe, inputs, recipe.env.train_files)
-    inputs.train = limit_rows(examples, recipe.env.max_rows)
-    check_enough_rows(config, "sft", inputs)
-    examples = load_examples(recipe, inputs, recipe.env.val_files)
-    inputs.validation = limit_rows(examples, recipe.env.val_max_rows)
-    set_steps(config, "sft", len(inputs.train) // recipe.data.train_batch_size)
+    section = settings.env
+    examples = load_examples(settings, inputs, section.train_files)
+    inputs.train = limit_rows(examples, section.max_rows)
+    check_enough_rows(settings, inputs)
+    examples = load_examples(settings, inputs, section.val_files)
+    inputs.validation = limit_rows(examples, section.val_max_rows)
     inputs.per_epoch = len(inputs.train)
-    recipe = recipe.with_config(config)
-    check_schedule(recipe)
-    return Prepared(recipe, inputs)
+    batches = len(inputs.train) // settings.data.train_batch_size
+    return Prepared(finish(draft, RowFacts(batches)), inputs, draft.features)
 
 
-def load_examples(recipe: Recipe, inputs: RunInputs, entries: Sequence[Any]) -> list[Example]:
-    """The conversations of env.train_files or env.val_files that fit the recipe's lengths."""
-    limits = recipe.data
+def load_examples(settings: Settings, inputs: RunInputs, entries: Sequence[Entry]) -> list[Example]:
+    """Return the conversations of env.train_files or env.val_files that fit the lengths."""
+    limits = settings.data
     examples = []
     copies: Counter[str] = Counter()
-    for entry, found in find_entry_files(map(parse_entry, entries), say):
+    for entry, found in find_entry_files(entries, say):
         unused: Counter[str] = Counter()
         files = [read_conversations(path, limits.prompt_key, name) for name, path in found.items()]
         rows = itertools.chain(*files)
@@ -343,7 +348,7 @@ def set_loss(recipe: Recipe, workers: Any) -> None:
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.utils.losses import sft_loss
 
-    settings = omega_conf_to_dataclass(recipe.actor)
+    settings = omega_conf_to_dataclass(recipe.for_verl(ACTOR))
     workers.actor.set_loss_fn(functools.partial(sft_loss, settings))
 
 

@@ -21,17 +21,15 @@ from typing import TYPE_CHECKING
 import gym_client
 from gym_client import VerifyResult
 from kit.errors import ConfigError, RunError, UserFunctionError
-from kit.features import Feature
-from kit.recipe.keys import to_plain
+from kit.run.features import RecipeCheck, RunPart
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from env import Task
     from gym_client import Gym
     from kit.data.episode import Episode
     from kit.engine.inputs import RunInputs
     from kit.recipe.recipe import Recipe
+    from kit.recipe.settings import Settings
     from kit.verify.python_verifiers.settings import VerifierSpec
 
 KEY = "env.shadow_verifier"
@@ -42,29 +40,28 @@ FAILED = "shadow_failed"  # 1 if the shadow verifier failed, otherwise 0
 logger = logging.getLogger(__name__)
 
 
-class ShadowVerifier(Feature):
+class ShadowVerifier(RecipeCheck, RunPart):
     """The second verifier of a run.
 
     spec: of the Python verifier, None if it is a Gym server. problem: of the key, or empty.
     """
 
-    def __init__(self, config: DictConfig, command: str):
-        super().__init__(config, command)
+    def __init__(self, settings: Settings):
         from kit.verify.python_verifiers.settings import read_spec
 
-        value = to_plain(config.env.shadow_verifier)
+        value = settings.env.shadow_verifier
         self.name = POOL
         self.spec: VerifierSpec | None = None
         self.problem = ""
-        if isinstance(value, str) and value in config.gym.servers:
+        if isinstance(value, str) and value in settings.gym.servers:
             self.name = value
             return
         try:
-            self.spec = read_spec(value, KEY)
+            self.spec = read_spec(value or "", KEY)
         except (UserFunctionError, ConfigError) as error:
             self.problem = str(error)
 
-    def check_recipe(self, config: DictConfig) -> Iterable[str]:
+    def check_settings(self, settings: Settings) -> Iterable[str]:
         """Return the problem of the key, if there is one."""
         return [self.problem] if self.problem else []
 

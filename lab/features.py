@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from kit.features import Feature
 from kit.recipe.recipe import Recipe
+from kit.run.features import RunOutput
 
 
-class Report(Feature):
+class Report(RunOutput):
     """The page report.html."""
 
     def write_report(self, folder: Path) -> Iterable[str]:
@@ -27,7 +27,7 @@ class Report(Feature):
         return []
 
 
-class RunCard(Feature):
+class RunCard(RunOutput):
     """README.md in the export of a run, in the form of Hugging Face's model cards."""
 
     def write_export(self, recipe: Recipe, folder: Path) -> None:

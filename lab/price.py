@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
-
+from env import Json
 from kit.data.metrics import ALL_TOKENS, ZERO_VARIANCE
 from kit.errors import ConfigError
 from kit.recipe import resources
@@ -68,8 +67,7 @@ def main(arguments: Sequence[str]) -> None:
 def describe(run: RunFolder, rate: float | None = None, steps: int | None = None) -> Iterator[str]:
     """Yield lines about a run. rate: money per device-hour. steps: of the whole run."""
     costs = measure(run)
-    config = OmegaConf.create(escape(run.recipe))
-    total = steps or config.trainer.total_training_steps
+    total = steps or run.recipe["trainer"]["total_training_steps"]
     waste = describe_waste(run)
     command = "train" if waste else "sft"
     yield f"{run.path}: step {costs.done} of {total}"
@@ -78,19 +76,10 @@ def describe(run: RunFolder, rate: float | None = None, steps: int | None = None
         yield f"other       {format_duration(costs.other)} a step for evaluations and checkpoints"
     if costs.tokens > 0:
         yield f"tokens      {costs.tokens:,.0f} a step, prompts included"
-    yield f"so far      {describe_cost(costs.spent, config, command, rate)}"
+    yield f"so far      {describe_cost(costs.spent, run.recipe, command, rate)}"
     if total > costs.done:
-        yield f"to the end  {describe_cost(costs.estimate(total), config, command, rate)}"
+        yield f"to the end  {describe_cost(costs.estimate(total), run.recipe, command, rate)}"
     yield from waste
-
-
-def escape(value: Any) -> Any:  # of a recipe
-    """Return a value whose ${...} are never resolved: a run folder may come from others."""
-    if isinstance(value, dict):
-        return {key: escape(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [escape(item) for item in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 # --- what was measured ---------------------------------------------------------------------------
@@ -137,13 +126,13 @@ def describe_waste(run: RunFolder) -> list[str]:
     ]
 
 
-def describe_cost(seconds: float, config: DictConfig, command: str, rate: float | None) -> str:
+def describe_cost(seconds: float, recipe: Json, command: str, rate: float | None) -> str:
     """Return a time with its device-hours and money. On CPUs, the devices are cores."""
-    if config.trainer.device == "cpu":
-        count = resources.cores() * int(config.trainer.nnodes)
+    if recipe["trainer"]["device"] == "cpu":
+        count = resources.cores() * int(recipe["trainer"]["nnodes"])
         hours = f"CPU hours on {count} cores"
     else:
-        count = resources.all_gpus(config, command)
+        count = resources.GpuCounts.of(recipe).total(command)
         hours = f"device-hours on {count} GPUs"
     spent = seconds / 3600 * count
     money = "" if rate is None else f", money {spent * rate:.2f}"

@@ -22,9 +22,9 @@ from huggingface_hub import ModelCard, ModelCardData
 from env import Json
 from kit.data.json_lines import read_objects
 from kit.data.metrics import describe_score
-from kit.recipe.keys import ROOT, diff, find_changes, flatten, is_below, is_kit_key, to_plain
-from kit.recipe.recipe import Recipe
-from kit.recipe.redaction import HIDDEN, MIN_SECRET_LENGTH, redacted
+from kit.recipe.keys import ROOT, flatten, is_below
+from kit.recipe.recipe import Recipe, find_changes
+from kit.recipe.redaction import HIDDEN, MIN_SECRET_LENGTH
 from kit.run import files
 from kit.run.checkpoints import EXPORTED
 from kit.verify import process_specs
@@ -65,7 +65,7 @@ def compose(recipe: Recipe, run: RunFolder) -> str:
         model=escape(base.base_model),
         method=METHODS[recipe.command],
         step=(run.path / "export" / EXPORTED).read_text().strip(),
-        total=recipe.trainer.total_training_steps,
+        total=recipe.last_step,
         is_replay=is_replay,
         lora_rank=recipe.model.lora_rank,
         scores=list(list_scores(run)),
@@ -81,8 +81,8 @@ def compose(recipe: Recipe, run: RunFolder) -> str:
 
 def hide_secrets(text: str, recipe: Recipe) -> str:
     """Hide the values that `redacted` hides, also where another key refers to them."""
-    shown = flatten(redacted(recipe.verl))
-    values = flatten(to_plain(recipe.verl)).items()
+    shown = flatten(recipe.redacted())
+    values = flatten(recipe.resolved).items()
     secrets = [str(value) for key, value in values if HIDDEN in str(shown.get(key))]
     for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
         if len(secret) >= MIN_SECRET_LENGTH:
@@ -101,7 +101,7 @@ def read_base(recipe: Recipe) -> ModelCardData:
     path = Path(recipe.model.path)
     card = path / "README.md"
     before = ModelCard.load(card).data if card.is_file() else ModelCardData()
-    name = path.name if path.is_dir() or path.is_absolute() else recipe.model.path
+    name: str | list[str] = path.name if path.is_dir() or path.is_absolute() else recipe.model.path
     if TAG in (before.tags or []):
         name = before.base_model or name
     tags = [TAG, "verl", "reinforcement-learning" if recipe.command == "train" else recipe.command]
@@ -144,8 +144,9 @@ def list_facts(recipe: Recipe, run: RunFolder, is_replay: bool) -> dict[str, str
         "devices": devices,
     }
     if recipe.command == "train" and not is_replay:
-        for name, server in (recipe.get("gym.servers") or {}).items():
-            facts[f"verifier {escape(name)}"] = describe_server(name, server.get("start") or {})
+        for name, server in recipe.gym.servers.items():
+            start = server.start.model_dump(exclude_unset=True) if server.start else {}
+            facts[f"verifier {escape(name)}"] = describe_server(name, start)
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             facts[package] = metadata.version(package)
@@ -174,8 +175,6 @@ def find_commit() -> str:
 
 def select_recipe(recipe: Recipe) -> Json:
     """Return {key: value} of the changed keys of SHOWN, without secrets."""
-    shown = redacted(recipe.verl)
-    changed = find_changes(shown, recipe.defaults)
-    changed |= {key: pair for key, pair in diff(shown, recipe.defaults).items() if is_kit_key(key)}
+    changed = find_changes(recipe)
     allowed = [key for key in SHOWN if key != "critic" or recipe.has_critic]
     return {key: value for key, (value, _) in changed.items() if is_below(key, *allowed)}

@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
-from kit.features import ENTRIES, Feature
 from kit.recipe.load import load_config
+from kit.run.features import ENTRIES, Feature
 
 CLASSES = [entry for entry in ENTRIES if entry.class_name]
 

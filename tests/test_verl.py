@@ -237,7 +237,7 @@ def set_losses(workers, recipe) -> None:
     """Give actor and critic the losses of a recipe."""
     training.set_policy_loss(workers.actor, recipe)
     if workers.critic:
-        settings = omega_conf_to_dataclass(recipe.verl.critic)
+        settings = omega_conf_to_dataclass(recipe.critic)
         workers.critic.set_loss_fn(functools.partial(value_loss, config=settings))
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kit.features import Feature
+from kit.recipe.keys import ROLLOUT
+from kit.recipe.settings import Settings
+from kit.run.features import RecipeCheck
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
     from transformers import PretrainedConfig
 
 
-class Gloo(Feature):
+class Gloo(RecipeCheck):
     """verl's checkpoint engine of this folder."""
 
-    def set_sizes(self, config: DictConfig, hf_config: PretrainedConfig) -> None:
+    def derive(self, settings: Settings, hf_config: PretrainedConfig) -> Mapping[str, object]:
         """Make verl import the engine in every process."""
-        engine = config.actor_rollout_ref.rollout.checkpoint_engine
-        engine.custom_backend_module = f"{__name__}.engine"
+        return {f"{ROLLOUT}.checkpoint_engine.custom_backend_module": f"{__name__}.engine"}

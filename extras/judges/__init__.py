@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-
 from env import Json
-from kit.features import Feature
-from kit.recipe.keys import to_plain
+from kit.recipe.schema import ServerStart
+from kit.recipe.settings import Settings
+from kit.run.features import RecipeCheck, RunPart
 from kit.verify import process_specs
 from kit.verify.network import GymStartError
 from kit.verify.server_process import MODELS, RESOURCES, ProcessSpec, build_settings
@@ -25,32 +24,31 @@ if TYPE_CHECKING:
 SWITCHES = ("should_use_judge", "use_judge", "enable_llm_judge")
 
 
-class ServerJudges(Feature):
+class ServerJudges(RecipeCheck):
     """The judges that the Gym servers of a run need, also if the recipe has none."""
 
-    def check_recipe(self, config: DictConfig) -> Iterator[str]:
+    def check_settings(self, settings: Settings) -> Iterator[str]:
         """Yield a message for each missing judge."""
-        judges = to_plain(config.gym.judges)
-        for name, start in list_starts(config).items():
-            yield from find_missing_judges(name, start, list_models(name, start), judges)
+        for name, start in list_starts(settings).items():
+            models = list_models(name, start)
+            yield from find_missing_judges(name, start, models, settings.gym.judges)
 
 
-class Judges(Feature):
+class Judges(RecipeCheck, RunPart):
     """The judges of a recipe."""
 
-    def __init__(self, config: DictConfig, command: str):
-        super().__init__(config, command)
-        self.specs: Json = to_plain(config.gym.judges)
-        self.timeout_s = float(config.gym.timeout_s)
+    def __init__(self, settings: Settings):
+        self.specs = settings.gym.judges
+        self.timeout_s = settings.gym.timeout_s
 
-    def check_recipe(self, config: DictConfig) -> Iterator[str]:
+    def check_settings(self, settings: Settings) -> Iterator[str]:
         """Yield a message for each invalid or unused judge."""
         from extras.judges import judge_settings
 
-        device = str(config.trainer.device)
+        device = settings.trainer.device
         yield from judge_settings.find_problems(self.specs, self.timeout_s, device)
         used: set[str] = set()
-        for name, start in list_starts(config).items():
+        for name, start in list_starts(settings).items():
             used |= set(list_models(name, start).values())
         for name in self.specs:
             if name not in used:
@@ -82,11 +80,12 @@ class Judges(Feature):
 # --- the judges that a server's settings name ----------------------------------------------------
 
 
-def list_starts(config: DictConfig) -> dict[str, Json]:
+def list_starts(settings: Settings) -> dict[str, Json]:
     """Return {name: start} of the Gym servers that the run starts."""
-    servers = to_plain(config.gym.servers).items()
-    starts = {name: (server or {}).get("start") for name, server in servers}
-    return {name: start for name, start in starts.items() if start}
+    starts: dict[str, ServerStart | None] = {
+        name: server.start for name, server in settings.gym.servers.items()
+    }
+    return {name: start.model_dump(exclude_unset=True) for name, start in starts.items() if start}
 
 
 def list_models(name: str, start: Json) -> dict[str, str]:

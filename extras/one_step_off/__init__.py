@@ -18,21 +18,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kit.features import Feature
-from kit.recipe.load import ROLLOUT
+from kit.recipe.keys import ROLLOUT
+from kit.recipe.settings import Settings
+from kit.run.features import RecipeCheck, RunPart
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from extras.one_step_off.servers import BackgroundLoop, Servers
 
 
-class OneStepOff(Feature):
+class OneStepOff(RecipeCheck, RunPart):
     """Sampling one step ahead."""
 
-    def check_recipe(self, config: DictConfig) -> Iterator[str]:
+    def check_settings(self, settings: Settings) -> Iterator[str]:
         """trainer.one_step_off fits the rollout engine."""
-        rollout = config.actor_rollout_ref.rollout
+        rollout = settings.rollout
         if rollout.free_cache_engine and not rollout.nnodes:
             yield (
                 "trainer.one_step_off=1 samples during the update, but "

@@ -8,36 +8,23 @@ env.verifier_pool.sandbox=bwrap, each process of a Python verifier runs in bubbl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-from kit.features import Feature
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from kit.recipe.settings import Settings
+from kit.run.features import RecipeCheck
 
 
-class PolicyPrograms(Feature):
+class PolicyPrograms(RecipeCheck):
     """Verifiers in a sandbox."""
 
-    def __init__(self, config: DictConfig, command: str):
-        super().__init__(config, command)
-        self.sandbox = str(config.env.verifier_pool.sandbox)
-
-    def check_recipe(self, config: DictConfig) -> Iterator[str]:
+    def check_settings(self, settings: Settings) -> Iterator[str]:
         """Check env.verifier_pool.sandbox: it is known, and works on this machine."""
         from extras.policy_programs import sandbox
 
-        setting = f"env.verifier_pool.sandbox={self.sandbox}"
+        name = settings.env.verifier_pool.sandbox
+        setting = f"env.verifier_pool.sandbox={name}"
         problem = sandbox.find_problem()
-        if self.sandbox not in sandbox.NAMES:
+        if name not in sandbox.NAMES:
             yield f"{setting} is not supported. Choose null or bwrap."
         elif problem:
             yield f"{setting}: {problem}, or set it to null."
-
-    def sandbox_command(self, command: Sequence[str], readable: Sequence[Path]) -> list[str]:
-        """Return the command line that runs a verifier process in bubblewrap."""
-        from extras.policy_programs import sandbox
-
-        return sandbox.sandbox_command(command, readable)

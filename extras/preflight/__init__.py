@@ -5,30 +5,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
-
-from omegaconf import DictConfig
 
 from extras.preflight import attention, memory, node
 from kit.engine.inputs import RunInputs
-from kit.features import Feature
 from kit.recipe.recipe import Recipe
+from kit.recipe.settings import Settings
+from kit.run.features import RecipeCheck
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-class Preflight(Feature):
+class Preflight(RecipeCheck):
     """Checks of this machine."""
 
-    def set_sizes(self, config: DictConfig, hf_config: PretrainedConfig) -> None:
+    def derive(self, settings: Settings, hf_config: PretrainedConfig) -> Mapping[str, object]:
         """Choose an attention that is installed."""
-        attention.choose(config, hf_config, self.command)
+        return attention.choose(settings, hf_config)
 
     def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[str]:
         """Each stage that needs far more memory than a GPU has, and parts that need flash-attn."""
-        yield from attention.check_model(recipe.verl, hf_config, self.command)
+        yield from attention.check_model(recipe, hf_config)
         yield from memory.find_excess(recipe, hf_config.get_text_config())
 
     def warnings(self, recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
@@ -39,5 +38,5 @@ class Preflight(Feature):
 
     def dry_run_lines(self, recipe: Recipe, inputs: RunInputs) -> list[str]:
         """The attention if it is not verl's, and the estimated memory of each stage."""
-        lines = attention.describe(recipe.verl, self.command)
+        lines = attention.describe(recipe)
         return lines + memory.describe(recipe, inputs.model)

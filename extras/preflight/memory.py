@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
-from omegaconf import DictConfig, OmegaConf
 
 from extras.preflight import gpus
-from kit.recipe.load import ACTOR, FSDP, ROLLOUT
+from kit.recipe.keys import ACTOR, ROLLOUT
 from kit.recipe.model_files import expert_count
 from kit.recipe.recipe import Recipe
+from kit.recipe.schema import FsdpEngine, ModelSection, TrainedModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -103,7 +103,7 @@ def itemsize(dtype: object) -> int:
     return 4 if "32" in str(dtype) else 2
 
 
-def count_shards(recipe: Recipe, engine: DictConfig) -> int:
+def count_shards(recipe: Recipe, engine: FsdpEngine) -> int:
     """The GPUs among which FSDP shards a model."""
     world = recipe.trainer.n_gpus_per_node * recipe.trainer.nnodes
     return int(engine.fsdp_size if 0 < engine.fsdp_size < world else world)
@@ -113,7 +113,7 @@ def count_shards(recipe: Recipe, engine: DictConfig) -> int:
 
 
 def estimate_states(
-    recipe: Recipe, text_config: PretrainedConfig, engine: DictConfig, model: DictConfig
+    recipe: Recipe, text_config: PretrainedConfig, engine: FsdpEngine, model: ModelSection
 ) -> Bytes:
     """The weights, AdamW's two moments and the gradients on one device, sharded by FSDP.
 
@@ -134,7 +134,7 @@ def estimate_states(
     }
 
 
-def list_resident(recipe: Recipe, engine: DictConfig, states: Bytes) -> Bytes:
+def list_resident(recipe: Recipe, engine: FsdpEngine, states: Bytes) -> Bytes:
     """The states that stay on the device while other models work."""
     is_cpu = recipe.trainer.device == "cpu"  # where offloading frees nothing
     is_offloaded = {"weights": engine.param_offload, "optimizer": engine.optimizer_offload}
@@ -143,7 +143,11 @@ def list_resident(recipe: Recipe, engine: DictConfig, states: Bytes) -> Bytes:
 
 
 def estimate_pass(
-    recipe: Recipe, text_config: PretrainedConfig, section: DictConfig, model: DictConfig
+    recipe: Recipe,
+    text_config: PretrainedConfig,
+    section: TrainedModel,
+    engine: FsdpEngine,
+    model: ModelSection,
 ) -> Bytes:
     """The memory of an update's micro-batch. section: the actor's or the critic's.
 
@@ -152,9 +156,9 @@ def estimate_pass(
     [tokens, vocabulary]: before and after the division by the temperature, and the gradient (verl
     0.9.1, prepare_model_outputs, with flash-attn's cross entropy).
     """
-    engine = section.get("fsdp_config") or section.fsdp
     tokens = section.ppo_max_token_len_per_gpu
-    width = itemsize((engine.get("mixed_precision") or {}).get("param_dtype"))
+    precision = engine.mixed_precision
+    width = itemsize(precision.param_dtype if precision else None)
     layers = text_config.num_hidden_layers
     activations = layers * activation_bytes(text_config, width)
     if model.enable_gradient_checkpointing:
@@ -174,12 +178,12 @@ def estimate_rollout_engine(
 ) -> Bytes:
     """The memory of the rollout engine while it samples."""
     rollout = recipe.rollout
-    weights = itemsize(rollout.dtype) * count_parameters(text_config)
-    weights /= rollout.tensor_model_parallel_size
+    size = itemsize(rollout.dtype) * count_parameters(text_config)
+    weights = size / rollout.tensor_model_parallel_size
     workspace = 0.0 if recipe.trainer.device == "cpu" else VLLM_WORKSPACE
-    cache = OmegaConf.select(rollout, "engine_kwargs.vllm.kv_cache_memory_bytes")
+    cache: float = (rollout.engine_kwargs.get("vllm") or {}).get("kv_cache_memory_bytes") or 0.0
     if rollout.name == "hf":  # of all concurrent responses, at their full length
-        tokens = rollout.max_num_seqs * rollout.max_model_len
+        tokens = rollout.max_num_seqs * (rollout.max_model_len or 0)
         cache = tokens * cache_bytes_per_token(recipe, text_config)
     if not cache:
         cache = max(0, rollout.gpu_memory_utilization * device_bytes - weights - workspace)
@@ -196,7 +200,7 @@ def cache_bytes_per_token(recipe: Recipe, text_config: PretrainedConfig) -> floa
 def count_cached_episodes(recipe: Recipe, text_config: PretrainedConfig) -> int:
     """The number of episodes of full length for which the KV cache has room."""
     engine = estimate_rollout_engine(recipe, text_config, find_device(recipe).size)
-    length = recipe.rollout.max_model_len
+    length = recipe.rollout.max_model_len or recipe.max_episode_length
     return int(engine["KV cache"] / cache_bytes_per_token(recipe, text_config) / length)
 
 
@@ -225,9 +229,10 @@ def estimate_training(
 ) -> dict[str, Bytes]:
     """{stage: bytes of each part} of a command that trains. sampler: the rollout engine's bytes."""
     engine = recipe.actor.fsdp_config
+    assert engine  # FSDP trains (find_obstacle)
     states = estimate_states(recipe, text_config, engine, recipe.model)
     resident = list_resident(recipe, engine, states)
-    micro_batch = estimate_pass(recipe, text_config, recipe.actor, recipe.model)
+    micro_batch = estimate_pass(recipe, text_config, recipe.actor, engine, recipe.model)
     if recipe.command == "sft":
         return {"update": states | micro_batch}
     rollout = recipe.rollout
@@ -238,12 +243,13 @@ def estimate_training(
         "generate": ({} if is_separate else resident) | sampler,
         "update": states | micro_batch | asleep,
     }
-    if "values" in recipe.arguments and not recipe.kit.resource_pools.critic:
-        critic = recipe.verl.critic
+    if "values" in recipe.arguments and not recipe.trainer.resource_pools.critic:
+        critic = recipe.critic
+        assert critic.fsdp
         critic_states = estimate_states(recipe, text_config, critic.fsdp, critic.model)
         for parts in stages.values():
             parts["critic"] = sum(list_resident(recipe, critic.fsdp, critic_states).values())
-        micro_batch = estimate_pass(recipe, text_config, critic, critic.model)
+        micro_batch = estimate_pass(recipe, text_config, critic, critic.fsdp, critic.model)
         actor = {"actor": sum(resident.values())}
         stages["critic"] = critic_states | micro_batch | actor | asleep
     return stages
@@ -283,8 +289,8 @@ def find_obstacle(recipe: Recipe, text_config: PretrainedConfig) -> str:
         return f"the model's configuration has no {', '.join(missing)}"
     if expert_count(text_config):
         return "the model is a mixture of experts"
-    if recipe.verl.model_engine != FSDP:
-        return f"model_engine={recipe.verl.model_engine}"
+    if not recipe.engine.is_fsdp or not recipe.actor.fsdp_config:
+        return f"model_engine={recipe.model_engine}"
     if recipe.actor.fsdp_config.offload_policy:
         return f"{ACTOR}.fsdp_config.offload_policy"
     return ""
@@ -316,7 +322,7 @@ def find_excess(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
 
     If this node has no GPU, or a CPU trains, the size is less certain, and there is a warning only.
     """
-    is_allowed = recipe.kit.allow_memory_over_estimate or recipe.trainer.device == "cpu"
+    is_allowed = recipe.trainer.allow_memory_over_estimate or recipe.trainer.device == "cpu"
     if not is_allowed and not find_device(recipe).note:
         for problem in find_large_stages(recipe, text_config, REFUSED_FROM):
             yield f"{problem} {OVERRIDE}"

@@ -32,10 +32,11 @@ def check_disk(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
     """
     trainer = recipe.trainer
     engine = recipe.actor.fsdp_config
+    assert engine  # FSDP trains (find_obstacle)
     parts = memory.estimate_states(recipe, text_config, engine, recipe.model)
     saves = 1
     if trainer.save_freq > 0:
-        saves = -(-trainer.total_training_steps // trainer.save_freq)
+        saves = -(-recipe.last_step // trainer.save_freq)
     count = min(saves, (trainer.max_actor_ckpt_to_keep or saves) + 1)
     shards = memory.count_shards(recipe, engine)
     size = count * shards * (parts["weights"] + parts["optimizer"])

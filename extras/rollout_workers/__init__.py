@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kit.features import EpisodeWorkers, Feature
+from kit.engine.interfaces import EpisodeWorkers
+from kit.run.features import RunPart
 
 if TYPE_CHECKING:
     from kit.engine.sampling import RolloutContext
     from kit.run.launch import Launch
 
 
-class RolloutWorkers(Feature):
+class RolloutWorkers(RunPart):
     """Episodes in other processes."""
 
     def start_episode_workers(
@@ -28,4 +29,6 @@ class RolloutWorkers(Feature):
         """Start the workers."""
         from extras.rollout_workers import workers
 
-        return workers.RolloutWorkers(launch.recipe, context, urls, launch.inputs, launch.logs)
+        return workers.RolloutWorkers(
+            launch.recipe, context, urls, launch.inputs, launch.logs, launch.run.features.parts
+        )

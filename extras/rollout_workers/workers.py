@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import ray
-from omegaconf import OmegaConf
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import inference
@@ -21,8 +21,10 @@ from kit.engine.client import Client
 from kit.engine.inputs import RunInputs
 from kit.engine.sampling import EpisodeRequest, RolloutContext, Sampling, make_rollout_context
 from kit.errors import RunError
+from kit.recipe.keys import ROLLOUT
 from kit.recipe.recipe import Recipe
 from kit.recipe.resources import cores
+from kit.run.features import RunPart
 from kit.verify.python_verifiers.pool import make_pools
 from kit.verify.verifiers import make_verifiers
 
@@ -34,17 +36,16 @@ def split_limits(recipe: Recipe, count: int) -> Recipe:
 
     The limits are those of calls to a server, verifier processes and concurrent responses.
     """
-    config = recipe.for_verl()
-    rollout = config.actor_rollout_ref.rollout
     parts = {
         name: limit if limit == "auto" else divide_up(limit, count)
         for name, limit in recipe.gym.concurrency.items()
     }
-    OmegaConf.update(config, "gym.concurrency", parts, merge=False)
-    pool = config.env.verifier_pool
-    pool.processes = divide_up(pool.processes or cores(), count)
-    rollout.max_num_seqs = divide_up(rollout.max_num_seqs, count)
-    return recipe.with_config(config)
+    processes = divide_up(recipe.env.verifier_pool.processes or cores(), count)
+    return recipe.change(
+        f"gym.concurrency={json.dumps(parts)}",
+        f"env.verifier_pool.processes={processes}",
+        f"{ROLLOUT}.max_num_seqs={divide_up(recipe.rollout.max_num_seqs, count)}",
+    )
 
 
 def divide_up(number: int, divisor: int) -> int:
@@ -63,12 +64,18 @@ class RolloutWorker:
         inputs: RunInputs,
         timeout_s: float,
         logs: Path,
+        parts: Sequence[RunPart],
     ):
-        client = Client(recipe, servers, bool(recipe.kit.one_step_off))
-        self.context = make_rollout_context(recipe, client, inputs, timeout_s)
+        client = Client(recipe, servers, bool(recipe.trainer.one_step_off))
+        self.context = make_rollout_context(
+            recipe, client, inputs, timeout_s, [part.after_episode for part in parts]
+        )
         self.context.samples = None  # the driver has them
         count = recipe.rollout.agent.num_workers
-        pools = make_pools(recipe, inputs.verifiers.specs, logs)
+        specs = dict(inputs.verifiers.specs)
+        for part in parts:
+            specs |= part.verifiers()
+        pools = make_pools(recipe, specs, logs)
         self.verifiers, self.limits = make_verifiers(recipe, urls, pools, count)
 
     async def open(self) -> None:
@@ -109,6 +116,7 @@ class RolloutWorkers:
         urls: Mapping[str, str],
         inputs: RunInputs,
         logs: Path,
+        parts: Sequence[RunPart],
     ):
         self.context = context
         count = recipe.rollout.agent.num_workers
@@ -134,6 +142,7 @@ class RolloutWorkers:
             worker_inputs,
             context.timeout_s,
             logs,
+            parts,
         )
         self.workers: list[Any] = [worker_class.remote(*arguments) for _ in range(count)]
         self.worker_metrics: dict[Any, dict[str, float]] = {}  # {worker: its last metrics}

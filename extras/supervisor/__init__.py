@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kit.features import Feature
+from kit.run.features import RunPart
 
 if TYPE_CHECKING:
     from kit.run.launch import Launch
 
 
-class Supervisor(Feature):
+class Supervisor(RunPart):
     """The process monitor of a run."""
 
     def before_ray(self, launch: Launch) -> None:

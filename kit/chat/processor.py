@@ -1,21 +1,21 @@
 """The processor of text models: the steps before and after the tokenizer.
 
-An optional feature (kit/features.py) has the processor of models that read images.
+An optional part (kit/optional.py) has the processor of models that read images.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
     from transformers import PreTrainedTokenizerBase
     from verl import DataProto
 
     from env import Json, Task
     from kit.data.episode import Episode
+    from kit.recipe.settings import Settings
 
 
 @dataclass
@@ -45,8 +45,9 @@ class TextProcessor:
         """Sampling parameters that the model needs."""
         return {}
 
-    def check(self, config: DictConfig, tasks: Sequence[Task], command: str) -> None:
-        """Check that the rows' images fit the recipe. Raises ConfigError."""
+    def derive(self, settings: Settings, tasks: Sequence[Task]) -> Mapping[str, object]:
+        """Return {dotted key: value} that follow from the rows' images. Raises ConfigError."""
+        return {}
 
     def add_images(self, batch: DataProto, episodes: Sequence[Episode]) -> None:
         """Add the inputs of the images to a batch."""

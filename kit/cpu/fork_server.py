@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import subprocess
 
-    from omegaconf import DictConfig
-
+    from kit.recipe.settings import Settings
     from kit.run.launch import Launch
 
 NUMBER_BYTES = 16  # of a number that is sent over the socket
@@ -373,17 +372,17 @@ if __name__ == "__main__":
     else:
         sys.exit(request_fork(parameters[0], parameters[1:]))
 else:
-    from kit.features import Feature
     from kit.run import isolation
+    from kit.run.features import RecipeCheck, RunPart
 
-    class Preload(Feature):
+    class Preload(RecipeCheck, RunPart):
         """Workers that are forks of one process."""
 
-        _server: ForkServer | None = None  # of the class: a recipe with its features is pickled
+        _server: ForkServer | None = None  # of the class: features are pickled
 
-        def begin_imports(self, config: DictConfig) -> None:
+        def begin_imports(self, settings: Settings) -> None:
             """Start the server, so that it imports the modules while the recipe is checked."""
-            with isolation.show_logical_gpus(config):
+            with isolation.show_logical_gpus(settings.trainer.device):
                 Preload._server = start(os.environ["PRELOAD_MODULES"])
 
         def before_ray(self, launch: Launch) -> None:
@@ -391,7 +390,7 @@ else:
             import shutil
 
             if not Preload._server:
-                self.begin_imports(launch.recipe.verl)
+                self.begin_imports(launch.recipe)
             server = Preload._server
             Preload._server = None
             assert server

@@ -22,8 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from omegaconf import DictConfig, OmegaConf
-
 import env
 from env import DataError, Task
 from kit.data.tasks import TaskLoader, make_unique
@@ -31,6 +29,7 @@ from kit.data.verl_rows import parse_row
 from kit.errors import ConfigError, UserFunctionError
 from kit.recipe import user_functions
 from kit.recipe.entries import Entry
+from kit.recipe.settings import Settings
 
 LIMIT_KEYS = {"env.train_files": "env.max_rows", "env.val_files": "env.val_max_rows"}
 
@@ -185,15 +184,15 @@ class RowSource:
 
 
 def generate_once(
-    config: DictConfig, entries: Iterable[Entry], key: str, loader: TaskLoader
+    settings: Settings, entries: Iterable[Entry], key: str, loader: TaskLoader
 ) -> list[Task]:
     """Generate the rows of all functions of `key` for a command without batches.
 
     Raises ConfigError, UserFunctionError, DataError.
     """
-    limit = OmegaConf.select(config, LIMIT_KEYS[key])
+    limit = settings.get(LIMIT_KEYS[key])
     tasks: list[Task] = []
-    for rows in load_functions(entries, key, loader, config.data.seed):
+    for rows in load_functions(entries, key, loader, settings.data.seed):
         if not limit:
             raise ConfigError(
                 f"{key}={rows.entry.file} generates any number of rows. Set {LIMIT_KEYS[key]}."

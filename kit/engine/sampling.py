@@ -7,19 +7,18 @@ import hashlib
 import math
 import secrets
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from env import Json, Task
-from gym_client import EpisodeIndex, GymError
+from gym_client import EpisodeIndex, Gym, GymError
 from kit.chat.processor import TextProcessor
 from kit.chat.template import ChatTemplate
-from kit.data.episode import ABORTED, PolicyVersion, PolicyVersions
+from kit.data.episode import ABORTED, Episode, PolicyVersion, PolicyVersions
 from kit.data.reward_scale import Scales
 from kit.engine.inputs import RunInputs
 from kit.errors import RunError
-from kit.features import Feature
 from kit.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from kit.engine.client import Client
 
+AfterEpisode = Callable[[Episode, Gym], Awaitable[None]]
 Sampling = Json  # vLLM's sampling parameters, from `build_sampling_params`
 DEFAULT_SLOTS = 256
 MAX_CHARS_PER_TOKEN = 256  # no token is longer: a text of over 256 * n characters has over n tokens
@@ -102,7 +102,8 @@ class RolloutContext:
     episode_timeout_s: float = math.inf  # for all turns of an episode, once it has a slot
     # {server: the first names of its reward components, of which a run has at most MAX_COMPONENTS}
     component_names: dict[str, set[str]] = field(default_factory=dict)
-    features: Sequence[Feature] = ()  # optional features that look at verified episodes
+    # functions of optional features that look at a verified episode
+    after_episode: Sequence[AfterEpisode] = ()
     processor: TextProcessor = None  # type: ignore[assignment]  # __post_init__ sets it
     template: ChatTemplate = None  # type: ignore[assignment]  # __post_init__ sets it
 
@@ -119,7 +120,11 @@ class RolloutContext:
 
 
 def make_rollout_context(
-    recipe: Recipe, client: Client, inputs: RunInputs, timeout_s: float
+    recipe: Recipe,
+    client: Client,
+    inputs: RunInputs,
+    timeout_s: float,
+    after_episode: Sequence[AfterEpisode] = (),
 ) -> RolloutContext:
     """Make the context from verl's keys: data.max_*_length, rollout.multi_turn.* and others.
 
@@ -143,10 +148,10 @@ def make_rollout_context(
         vocab_size=inputs.model.vocab_size,
         seed=rollout.seed if rollout.full_determinism else None,
         episode_slots=asyncio.Semaphore(engines * rollout.max_num_seqs),
-        max_staleness=recipe.kit.one_step_off,
+        max_staleness=recipe.trainer.one_step_off,
         scales=inputs.scales,
-        episode_timeout_s=recipe.kit.stage_timeout_s / 2,  # a stage ends if no episode ends
-        features=recipe.features,
+        episode_timeout_s=recipe.trainer.stage_timeout_s / 2,  # a stage ends if no episode ends
+        after_episode=after_episode,
     )
 
 

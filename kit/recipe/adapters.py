@@ -5,22 +5,25 @@ target modules are those of its adapter_config.json.
 
 verl 0.9.1 merges, sends and exports plain adapters in the transformer's layers. With others, the
 rollout engine or the export would have another policy than the trainer.
+
+Protects: the policy that is exported is the one that was trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from omegaconf import DictConfig
-
+from env import Json
 from kit.errors import ConfigError
-from kit.recipe.keys import to_plain
-from kit.recipe.load import MODEL
+from kit.recipe.keys import MODEL
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+    from kit.recipe.schema import PolicyModel
+    from kit.recipe.settings import Settings
 
 PATH = f"{MODEL}.lora_adapter_path"
 ALL_LINEAR = "all-linear"
@@ -37,75 +40,100 @@ OUTER_MODULES = ("model.embed_tokens", "lm_head")
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica")
 
 
-def check_lora(config: DictConfig) -> Iterator[ConfigError]:
-    """Check the adapter of the policy, and take its settings -> the problems with it."""
-    model = config.actor_rollout_ref.model
-    path = model.get("lora_adapter_path")
-    if path and config.trainer.resource_pools.ref:
-        yield ConfigError(
-            f"{PATH}={path} with trainer.resource_pools.ref: the separate reference would be the "
-            "model without this adapter, from which the policy starts. Remove one of them."
-        )
-    if path and Path(path).resolve() == Path(model.path, ADAPTER_FOLDER).resolve():
-        yield ConfigError(
-            f"{PATH}={path} is merged into {MODEL}.path={model.path} already. Set {MODEL}.path to "
-            "the base model, or remove lora_adapter_path."
-        )
-    if path:
-        yield from take_adapter(model)
-    outside = find_outer_targets(model)
+class Adapter(NamedTuple):
+    """The adapter of peft that a run starts from."""
+
+    path: str
+    rank: int
+    alpha: float
+    target_modules: str | list[str] | None
+    exclude_modules: str | list[str] | None
+    base: str | None  # the model on which it was trained
+    unread: tuple[str, ...]  # sentences about features that would be lost
+
+
+def read_adapter(model: PolicyModel) -> Adapter | None:
+    """Read the adapter_config.json of lora_adapter_path; None without one. Raises ConfigError."""
+    if not model.lora_adapter_path:
+        return None
+    folder = Path(model.lora_adapter_path).expanduser()
+    path = str(folder.resolve()) if folder.is_dir() else model.lora_adapter_path
+    adapter = load_adapter_config(path)
+    return Adapter(
+        path,
+        adapter.r,
+        adapter.lora_alpha,
+        sorted_if_set(adapter.target_modules),
+        sorted_if_set(adapter.exclude_modules),
+        adapter.base_model_name_or_path,
+        tuple(find_unread_fields(adapter)),
+    )
+
+
+def derive_adapter(model: PolicyModel, adapter: Adapter) -> Json:
+    """Return {dotted key: value} that a run takes from its adapter.
+
+    Rank and alpha are the adapter's if the recipe sets no rank.
+    """
+    changes: Json = {PATH: adapter.path, f"{MODEL}.target_modules": adapter.target_modules}
+    if not model.lora_rank:
+        changes[f"{MODEL}.lora_rank"] = adapter.rank
+        if model.lora_alpha == VERL_ALPHA:
+            changes[f"{MODEL}.lora_alpha"] = adapter.alpha
+    return changes
+
+
+def check_lora(settings: Settings, adapter: Adapter | None) -> Iterator[str]:
+    """The adapter of the policy fits the recipe, and verl supports it."""
+    model = settings.model
+    if adapter:
+        if settings.trainer.resource_pools.ref:
+            yield (
+                f"{PATH}={adapter.path} with trainer.resource_pools.ref: the separate reference "
+                "would be the model without this adapter, from which the policy starts. Remove one "
+                "of them."
+            )
+        if Path(adapter.path).resolve() == Path(model.path, ADAPTER_FOLDER).resolve():
+            yield (
+                f"{PATH}={adapter.path} is merged into {MODEL}.path={model.path} already. Set "
+                f"{MODEL}.path to the base model, or remove lora_adapter_path."
+            )
+        problems = " ".join(find_contradictions(model, adapter))
+        if problems:
+            yield f"{PATH}={adapter.path}: {problems}"
+    outside = find_outer_targets(model, adapter)
     if outside:
-        yield ConfigError(
+        yield (
             f"{MODEL}.target_modules adapts {', '.join(outside)}, which verl neither merges nor "
             "exports: it does so only for modules in the transformer's layers. Change it, for "
             f"example to {ALL_LINEAR}."
         )
 
 
-def take_adapter(model: DictConfig) -> Iterator[ConfigError]:
-    """Set rank, alpha and target modules to those of lora_adapter_path -> the problems with it.
-
-    model: the section of a recipe. This reads only adapter_config.json, and makes the path
-    absolute. Rank and alpha are set if the recipe sets no rank. It is an error if the recipe
-    contradicts the adapter, or if verl does not support it.
-    """
-    folder = Path(model.lora_adapter_path).expanduser()
-    if folder.is_dir():
-        model.lora_adapter_path = str(folder.resolve())  # workers run in other folders
-    try:
-        adapter = load_adapter_config(model.lora_adapter_path)
-    except ConfigError as error:
-        yield error
-        return
-    if not model.lora_rank:
-        model.lora_rank = adapter.r
-        if model.lora_alpha == VERL_ALPHA:
-            model.lora_alpha = adapter.lora_alpha
-    problems = list(find_unread_fields(adapter))
-    for key, value in (
-        ("lora_rank", adapter.r),
-        ("lora_alpha", adapter.lora_alpha),
-        ("target_modules", sorted_if_set(adapter.target_modules)),
-        ("exclude_modules", sorted_if_set(adapter.exclude_modules)),
+def find_contradictions(model: PolicyModel, adapter: Adapter) -> Iterator[str]:
+    """Yield a sentence for each setting of the recipe that differs from the adapter's."""
+    yield from adapter.unread
+    alpha = model.lora_alpha if model.lora_rank or model.lora_alpha != VERL_ALPHA else None
+    for key, value, own in (
+        ("lora_rank", adapter.rank, model.lora_rank),
+        ("lora_alpha", adapter.alpha, alpha),
+        ("target_modules", adapter.target_modules, sorted_if_set(model.target_modules)),
+        ("exclude_modules", adapter.exclude_modules, sorted_if_set(model.exclude_modules)),
     ):
-        own = sorted_if_set(to_plain(model[key]))
         if own and own not in (value, ALL_LINEAR):
-            problems.append(f"it has {key}={value}, and the recipe {own}. Remove {MODEL}.{key}.")
-    if problems:
-        yield ConfigError(f"{PATH}={model.lora_adapter_path}: {' '.join(problems)}")
-    model.target_modules = sorted_if_set(adapter.target_modules)
+            yield f"it has {key}={value}, and the recipe {own}. Remove {MODEL}.{key}."
 
 
-def find_outer_targets(model: DictConfig) -> list[str]:
-    """The target modules of a recipe's adapter that are not in the transformer's layers."""
-    if not model.lora_rank:
+def find_outer_targets(model: PolicyModel, adapter: Adapter | None) -> list[str]:
+    """Return the target modules of an adapter that are not in the transformer's layers."""
+    if not (model.lora_rank or adapter):
         return []
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
 
     lora = LoraConfig(
-        target_modules=to_plain(model.target_modules),
-        exclude_modules=to_plain(model.exclude_modules),
+        target_modules=adapter.target_modules if adapter else model.target_modules,
+        exclude_modules=model.exclude_modules,
     )
     return [name for name in OUTER_MODULES if check_target_module_exists(lora, name)]
 
@@ -131,7 +159,7 @@ def load_adapter_config(path: str) -> LoraConfig:
 
 
 def find_unread_fields(adapter: LoraConfig) -> Iterator[str]:
-    """Sentences about features of an adapter that would be lost."""
+    """Yield sentences about features of an adapter that would be lost."""
     from peft import LoraConfig
 
     usual = LoraConfig().to_dict()
@@ -147,11 +175,9 @@ def sorted_if_set(modules: object) -> Any:  # names as a sorted list; any other 
     return sorted(modules) if isinstance(modules, (list, set)) else modules
 
 
-def describe_adapter(model: DictConfig) -> list[str]:
+def describe_adapter(model: PolicyModel, adapter: Adapter | None) -> list[str]:
     """Return the line of the summary about the adapter that a run starts from."""
-    path = model.get("lora_adapter_path")
-    if not path:
+    if not adapter:
         return []
-    base = load_adapter_config(path).base_model_name_or_path
     rank = f"rank {model.lora_rank}, alpha {model.lora_alpha:g}"
-    return [f"adapter     {path}: {rank}, trained on {base}"]
+    return [f"adapter     {adapter.path}: {rank}, trained on {adapter.base}"]

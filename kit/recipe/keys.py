@@ -1,17 +1,17 @@
-"""The keys of a recipe: which ones exist, which ones this trainer uses, and what to set instead."""
+"""The keys of a recipe: which ones exist, which ones this trainer uses, and what to set instead.
+
+Protects: a key that nothing reads ends the run before a worker starts.
+"""
 
 from __future__ import annotations
 
-import copy
 import difflib
 import functools
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
 
 from env import Json
 
@@ -19,6 +19,17 @@ ROOT = Path(__file__).resolve().parents[2]  # the folder of the repository
 MIN_SIMILARITY = 0.8  # of the last parts of two keys: a wrong suggestion is worse than none
 SAMPLING_COMMANDS = ("rollout", "evaluate")  # they train nothing
 EPISODE_COMMANDS = ("train", *SAMPLING_COMMANDS)
+ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+CRITIC = "critic.model.path"
+REWARD_MODEL = "reward.reward_model.model_path"
+TEACHER = "distillation.teacher_models.teacher_model.model_path"
+TRAIN = "env.train_files"
+VAL = "env.val_files"
+FSDP = "dp"  # verl's name of the engine that this kit runs by default
+MODEL_ENGINES = (FSDP, "megatron")  # verl composes a different configuration for each
 
 
 class KeyTable(NamedTuple):
@@ -29,8 +40,6 @@ class KeyTable(NamedTuple):
     kit: list[str]
     free_form: list[str]
     texts: list[str]
-    mixed: list[str]
-    lists: list[str]
     unused: dict[str, str | None]
     renamed: dict[str, str]
     peers: dict[str, list[str]]
@@ -44,35 +53,18 @@ USED_KEYS = [*KEYS.used, *KEYS.dataclass_fields, *KEYS.kit, "gym", "env"]
 
 
 def is_below(key: str, *parents: str) -> bool:
-    """Whether a dotted key is one of `parents`, or below one."""
+    """Return whether a dotted key is one of `parents`, or below one."""
     return f"{key}.".startswith(tuple(f"{parent}." for parent in parents))
 
 
-@functools.cache
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern of verl_keys.yaml: * stands for a part of a name, ** for any text."""
-    parts = [re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split("**")]
-    return re.compile(".*".join(parts))
-
-
-def matches(key: str, pattern: str) -> bool:
-    """Whether a dotted key matches a pattern of verl_keys.yaml."""
-    return compile_pattern(pattern).fullmatch(key) is not None
-
-
-def matches_any(key: str, patterns: Iterable[str]) -> bool:
-    """Whether a dotted key matches one of the patterns."""
-    return any(matches(key, pattern) for pattern in patterns)
-
-
 def is_kit_key(key: str) -> bool:
-    """Whether a dotted key is the kit's rather than verl's."""
+    """Return whether a dotted key is the kit's rather than verl's."""
     return is_below(key, "gym", "env", *KEYS.kit)
 
 
 @functools.cache
 def is_used(key: str) -> bool:
-    """Whether this trainer or one of verl's workers reads a key.
+    """Return whether this trainer or one of verl's workers reads a key.
 
     If several entries of verl_keys.yaml cover the key, the longest one decides.
     """
@@ -80,8 +72,8 @@ def is_used(key: str) -> bool:
     return max(covering, key=len, default="") in USED_KEYS
 
 
-def unused_hint(key: str) -> str:
-    """A sentence that says what to do about a key that nothing reads."""
+def describe_unused(key: str) -> str:
+    """Return a sentence that says what to do about a key that nothing reads."""
     covering = [name for name in KEYS.unused if is_below(key, name)]
     hint = KEYS.unused[max(covering, key=len)] if covering else None
     if not hint:
@@ -90,52 +82,8 @@ def unused_hint(key: str) -> str:
     return hint if is_sentence else f"Set {hint} instead."
 
 
-def flatten(config: object, prefix: str = "") -> Json:
-    """{dotted key: value} of a configuration's leaves, with interpolations as they were written."""
-    node: Any = OmegaConf.to_container(config) if OmegaConf.is_config(config) else config
-    leaves: Json = {}
-    for name, value in node.items():
-        if value and isinstance(value, dict):
-            leaves |= flatten(value, f"{prefix}{name}.")
-        else:
-            leaves[f"{prefix}{name}"] = value
-    return leaves
-
-
-def diff(config: DictConfig, defaults: DictConfig | Json) -> dict[str, tuple[object, object]]:
-    """{dotted key: (value, default)} of the leaves in which two configurations differ."""
-    values = flatten(config)
-    usual = flatten(defaults)
-    is_changed = {key: key not in usual or value != usual[key] for key, value in values.items()}
-    return {key: (values[key], usual.get(key)) for key in values if is_changed[key]}
-
-
-def find_changes(config: DictConfig, defaults: DictConfig) -> dict[str, tuple[object, object]]:
-    """{dotted key: (value, default)} of verl's keys with another value than verl would give them.
-
-    verl's default of a key may refer to another key, such as
-    `${oc.select:actor_rollout_ref.rollout.n,1}`. Then the value of that key in `config` counts.
-    config: a resolved recipe. Keys that only the kit has are left out.
-    """
-    references = {}
-    for key, default in flatten(defaults).items():
-        if isinstance(default, str) and "${" in default:
-            references[key] = default
-    usual = copy.deepcopy(config)
-    for key, reference in references.items():
-        OmegaConf.update(usual, key, reference, merge=False)
-    resolved = flatten(to_plain(usual))
-    changes = {}
-    for key, (value, default) in diff(config, defaults).items():
-        if is_below(key, *references):
-            default = resolved.get(key)
-        if value != default and not is_kit_key(key):
-            changes[key] = (value, default)
-    return changes
-
-
 def find_unknown_keys(overlay: Json, defaults: Json, prefix: str = "") -> Iterator[str]:
-    """The keys of `overlay` that `defaults` lacks.
+    """Yield the keys of `overlay` that `defaults` lacks.
 
     An empty mapping in the defaults takes any key.
     """
@@ -149,8 +97,8 @@ def find_unknown_keys(overlay: Json, defaults: Json, prefix: str = "") -> Iterat
             yield from find_unknown_keys(value, default, f"{key}.")
 
 
-def unknown_key_hint(key: str, overlay: Json, keys: Sequence[str]) -> str:
-    """A sentence about a key that does not exist: its new name, or the key to set.
+def describe_unknown(key: str, overlay: Json, keys: Sequence[str]) -> str:
+    """Return a sentence about a key that does not exist: its new name, or the key to set.
 
     keys: of the defaults.
     """
@@ -182,6 +130,20 @@ def make_command(target: str) -> str:
     return f"make {target}" if Path.cwd() == ROOT else f"make -C {ROOT} {target}"
 
 
+# --- nested values -------------------------------------------------------------------------------
+
+
+def flatten(values: Json, prefix: str = "") -> Json:
+    """Return {dotted key: value} of the leaves of nested mappings."""
+    leaves: Json = {}
+    for name, value in values.items():
+        if value and isinstance(value, dict):
+            leaves |= flatten(value, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = value
+    return leaves
+
+
 def select_nested(values: object, key: str) -> object:
     """Return the value of a dotted key in nested mappings, or None."""
     for name in key.split("."):
@@ -189,7 +151,30 @@ def select_nested(values: object, key: str) -> object:
     return values
 
 
-def to_plain(config: object) -> Any:  # a recipe's values have any type
-    """An OmegaConf node as plain dicts and lists, resolved; any other value as it is."""
-    is_node = OmegaConf.is_config(config)
-    return OmegaConf.to_container(config, resolve=True) if is_node else config
+def set_nested(values: Json, key: str, value: object) -> None:
+    """Set the value of a dotted key in nested mappings, and make the mappings on the way."""
+    *parents, last = key.split(".")
+    for name in parents:
+        below = values.get(name)
+        values[name] = dict(below) if isinstance(below, dict) else {}
+        values = values[name]
+    values[last] = value
+
+
+def merge_nested(base: Json, overlay: Json) -> Json:
+    """Return nested mappings with the values of both; those of `overlay` decide."""
+    merged = dict(base)
+    for name, value in overlay.items():
+        below = merged.get(name)
+        if isinstance(value, dict) and isinstance(below, dict):
+            value = merge_nested(below, value)
+        merged[name] = value
+    return merged
+
+
+def diff(values: Json, defaults: Json) -> dict[str, tuple[object, object]]:
+    """Return {dotted key: (value, default)} of the leaves in which two recipes differ."""
+    leaves = flatten(values)
+    usual = flatten(defaults)
+    is_changed = {key: key not in usual or value != usual[key] for key, value in leaves.items()}
+    return {key: (leaves[key], usual.get(key)) for key in leaves if is_changed[key]}

@@ -2,6 +2,8 @@
 
 Models of the hub are downloaded once, before the processes start. A run has at least two processes
 for each GPU. If each asked the hub for the model, a slow or limited hub would stop the run.
+
+Protects: models that cannot read the policy's ids end the run before a worker starts.
 """
 
 from __future__ import annotations
@@ -14,18 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import httpx
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError
-from omegaconf import DictConfig, OmegaConf
 
 from kit.errors import ConfigError, RunError
-from kit.recipe.keys import ROOT
-from kit.recipe.load import MODEL
-from kit.recipe.recipe import Recipe
-from kit.recipe.user_functions import TEACHER
+from kit.recipe.keys import CRITIC, MODEL, REWARD_MODEL, ROOT, TEACHER, make_command
+from kit.recipe.settings import Settings
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-REWARD_MODEL = "reward.reward_model.model_path"
 OFFLINE = "HF_HUB_OFFLINE"
 # formats that neither transformers nor vLLM reads from these models
 UNUSED = ["*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.pth", "*.ot", "original/*", "onnx/*"]
@@ -42,56 +40,86 @@ class ModelFiles(NamedTuple):
     stop_ids: set[int]  # ids that end a response
 
 
+def check_paths(settings: Settings) -> Iterator[str]:
+    """Each model that the recipe needs is a folder, or maybe a name of the hub."""
+    needed = [f"{MODEL}.path"]
+    if settings.reward.reward_model.enable:
+        needed.append(REWARD_MODEL)
+    if settings.distillation.enabled:
+        needed.append(TEACHER)
+    if settings.critic.model.path != settings.model.path:
+        needed.append(CRITIC)
+    for key in needed:
+        name = settings.get(key) or ""
+        folder = Path(name).expanduser()
+        if not name:
+            yield f"This recipe needs {key}. Set it."
+        elif folder.is_file():
+            yield f"{key}={name} is a file. Give the model's folder, {folder.parent}."
+        elif is_missing_folder(name):
+            yield (
+                f"{key}={name}: no such model folder. Give an existing one, or a name of the hub "
+                f"(`{make_command('model')}` fetches the demo's model)."
+            )
+
+
 def is_missing_folder(name: str) -> bool:
-    """Whether a model's name is a folder that does not exist, and no name of the hub."""
+    """Return whether a model's name is a folder that does not exist, and no name of the hub."""
     folder = Path(name).expanduser()
     is_hub_name = len(folder.parts) <= 2 and not name.startswith((".", "/", "~"))
     return not folder.is_dir() and (not is_hub_name or ("/" in name and folder.parent.is_dir()))
 
 
-def load_model_files(config: DictConfig) -> ModelFiles:
-    """Load the policy's configuration and tokenizer. Raises ConfigError."""
+def load_model_files(settings: Settings, chat_template: str | None = None) -> ModelFiles:
+    """Load the policy's configuration and tokenizer. Raises ConfigError.
+
+    chat_template: replaces the tokenizer's.
+    """
     from transformers import GenerationConfig
 
-    model = config.actor_rollout_ref.model
-    hf_config, tokenizer = load_pretrained(
-        config, f"{MODEL}.path", trust_remote_code=model.trust_remote_code
-    )
+    hf_config, tokenizer = load_pretrained(settings, f"{MODEL}.path")
     try:
-        generation_config = GenerationConfig.from_pretrained(model.path)
+        generation_config = GenerationConfig.from_pretrained(settings.model.path)
     except OSError:
         generation_config = None  # without the file a response ends at the tokenizer's EOS
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # the attention mask marks padding, not the id
-    if model.custom_chat_template:
-        tokenizer.chat_template = model.custom_chat_template
+    if chat_template:
+        tokenizer.chat_template = chat_template
     return ModelFiles(tokenizer, hf_config, stop_token_ids(tokenizer, generation_config))
 
 
-def take_chat_template(config: DictConfig) -> Iterator[ConfigError]:
-    """Read the file that model.custom_chat_template names, since the workers need its text."""
-    model = config.actor_rollout_ref.model
-    value = model.custom_chat_template or "{"
+def read_chat_template(settings: Settings) -> str | None:
+    """Return the template of model.custom_chat_template, a text or a file. Raises ConfigError.
+
+    The workers need its text.
+    """
+    value = settings.model.custom_chat_template
+    if not value or "{" in value:
+        return value
     for path in (Path(value).expanduser(), ROOT / value):
-        if "{" not in value and path.is_file():
-            value = model.custom_chat_template = path.read_text(encoding="utf-8")
-    if "{" not in value:
-        yield ConfigError(
-            f"{MODEL}.custom_chat_template={value!r:.80} is neither a file in the current folder "
-            f"({Path.cwd()}) or the kit's, nor a template: it has no {{. Give one of these."
-        )
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")
+            if "{" in text:
+                return text
+            value = text
+    raise ConfigError(
+        f"{MODEL}.custom_chat_template={value!r:.80} is neither a file in the current folder "
+        f"({Path.cwd()}) or the kit's, nor a template: it has no {{. Give one of these."
+    )
 
 
 def load_pretrained(
-    config: DictConfig, key: str, trust_remote_code: bool
+    settings: Settings, key: str
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """(configuration, tokenizer) of the model that a key names. Raises ConfigError."""
+    """Load (configuration, tokenizer) of the model that a key names. Raises ConfigError."""
     from transformers import AutoConfig, AutoTokenizer
 
-    name = OmegaConf.select(config, key)
+    name = str(Path(settings.get(key)).expanduser())
+    trust = {"trust_remote_code": settings.model.trust_remote_code}
     try:
-        hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        return hf_config, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        hf_config = AutoConfig.from_pretrained(name, **trust)
+        return hf_config, AutoTokenizer.from_pretrained(name, **trust)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
@@ -102,40 +130,55 @@ def load_pretrained(
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None
 ) -> set[int]:
-    """Every id that ends a response: the tokenizer's EOS and those of generation_config.json."""
+    """Return each id that ends a response: the tokenizer's EOS, those of generation_config.json."""
     eos = getattr(generation_config, "eos_token_id", None)
     ids = eos if isinstance(eos, (list, tuple)) else [eos]
     return {tokenizer.eos_token_id, *ids} - {None}
 
 
-def check_reward_model(config: DictConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """Check that the reward model has a scalar head and the policy's vocabulary.
+def load_other_models(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, PretrainedConfig]:
+    """Return {name: configuration} of the other models, which read the policy's ids.
 
-    Returns its configuration. Raises ConfigError.
+    Raises ConfigError.
     """
-    hf_config = check_vocabulary(config, REWARD_MODEL, tokenizer)
+    keys = {}
+    if settings.has_critic and settings.critic.model.path != settings.model.path:
+        keys["critic"] = CRITIC
+    if settings.has_reward_model:
+        keys["reward model"] = REWARD_MODEL
+    if settings.teacher:
+        keys["teacher"] = TEACHER
+    models = {name: check_vocabulary(settings, key, tokenizer) for name, key in keys.items()}
+    if settings.has_reward_model:
+        check_reward_head(settings, models["reward model"])
+    return models
+
+
+def check_reward_head(settings: Settings, hf_config: PretrainedConfig) -> None:
+    """Check that the reward model has a scalar head. Raises ConfigError."""
     architecture = (hf_config.architectures or [""])[0]
     if not architecture.endswith(REWARD_HEADS) or hf_config.num_labels != 1:
         raise ConfigError(
-            f"{REWARD_MODEL}={OmegaConf.select(config, REWARD_MODEL)}: {hf_config.architectures} "
-            "has no scalar head. Give a classifier with one label."
+            f"{REWARD_MODEL}={settings.get(REWARD_MODEL)}: {hf_config.architectures} has no scalar "
+            "head. Give a classifier with one label."
         )
-    return hf_config
 
 
 def check_vocabulary(
-    config: DictConfig, key: str, tokenizer: PreTrainedTokenizerBase
+    settings: Settings, key: str, tokenizer: PreTrainedTokenizerBase
 ) -> PretrainedConfig:
-    """Check that a model has the policy's vocabulary -> its configuration. Raises ConfigError.
+    """Check that a model has the policy's vocabulary, and return its configuration.
 
-    The model scores the policy's ids, so each id must be the same token for both models.
+    The model scores the policy's ids, so each id must be the same token for both models. Raises
+    ConfigError.
     """
-    trust_remote_code = config.actor_rollout_ref.model.trust_remote_code
-    hf_config, other = load_pretrained(config, key, trust_remote_code=trust_remote_code)
+    hf_config, other = load_pretrained(settings, key)
     differing = set(other.get_vocab().items()) ^ set(tokenizer.get_vocab().items())
     if differing:
         raise ConfigError(
-            f"{key}={OmegaConf.select(config, key)}: its vocabulary differs from the policy's "
+            f"{key}={settings.get(key)}: its vocabulary differs from the policy's "
             f"({min(differing)[0]!r} does), and it would score the policy's ids. Give a model with "
             "the same vocabulary."
         )
@@ -143,7 +186,7 @@ def check_vocabulary(
 
 
 def expert_count(text_config: PretrainedConfig) -> int:
-    """Experts of a layer; 0 if the model is no mixture of experts."""
+    """Return the experts of a layer; 0 if the model is no mixture of experts."""
     for key in EXPERT_COUNTS:
         if count := getattr(text_config, key, 0):
             return int(count)
@@ -153,7 +196,7 @@ def expert_count(text_config: PretrainedConfig) -> int:
 # --- download ------------------------------------------------------------------------------------
 
 
-def download_models(recipe: Recipe, say: Callable[[str], None]) -> dict[str, str]:
+def download_models(recipe: Settings, say: Callable[[str], None]) -> dict[str, str]:
     """Download the models that a recipe names, unless they are folders or already here.
 
     Returns environment variables for the workers: HF_HUB_OFFLINE, unless they are on a cluster or
@@ -162,18 +205,18 @@ def download_models(recipe: Recipe, say: Callable[[str], None]) -> dict[str, str
     for name in list_hub_models(recipe):
         say(f"Downloading {name} from the hub, if it is not here")
         download_model(name)
-    is_cluster = bool(recipe.verl.ray_kwargs.ray_init.get("address"))
+    is_cluster = bool(recipe.ray_kwargs.ray_init.get("address"))
     uses_code = recipe.model.trust_remote_code
     if is_cluster or uses_code or importlib.util.find_spec("kernels"):
         return {}
     return {OFFLINE: "1"}
 
 
-def list_hub_models(recipe: Recipe) -> list[str]:
-    """The models of the hub that the workers of a command load."""
+def list_hub_models(recipe: Settings) -> list[str]:
+    """Return the models of the hub that the workers of a command load."""
     keys = [f"{MODEL}.path"]
     if recipe.has_critic:
-        keys.append("critic.model.path")
+        keys.append(CRITIC)
     if recipe.has_reward_model:
         keys.append(REWARD_MODEL)
     if recipe.teacher:
@@ -183,7 +226,7 @@ def list_hub_models(recipe: Recipe) -> list[str]:
 
 
 def download_model(name: str) -> str:
-    """Download a model -> its folder."""
+    """Download a model, and return its folder. Raises RunError."""
     try:
         return str(huggingface_hub.snapshot_download(name, ignore_patterns=UNUSED))
     except UNREACHABLE as error:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kit.recipe.keys import select_nested
+from kit.recipe.keys import ROLLOUT
 from kit.recipe.recipe import Recipe
+from kit.recipe.settings import Settings
 
 # {key of actor_rollout_ref.rollout: the values with which the engine samples like the trainer}
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
@@ -31,15 +32,15 @@ EXACT_VALUES: dict[str, tuple[object, ...]] = {
 
 
 def find_distortions(
-    rollout: Mapping[str, object], values: Mapping[str, tuple[object, ...]] = NEUTRAL_VALUES
+    settings: Settings, values: Mapping[str, tuple[object, ...]] = NEUTRAL_VALUES
 ) -> dict[str, object]:
     """Return {key: value} of the parameters that are not neutral.
 
-    rollout: the section actor_rollout_ref.rollout of a recipe. A missing key is neutral.
+    A missing key is neutral.
     """
     distortions = {}
     for key, neutral in values.items():
-        value = select_nested(rollout, key)
+        value = settings.get(f"{ROLLOUT}.{key}")
         if value is not None and value not in neutral:
             distortions[key] = value
     return distortions
@@ -51,4 +52,4 @@ def requires_same_probs(recipe: Recipe) -> bool:
     With top_p, a penalty and others, the engine changes its probabilities before it samples. With
     one_step_off, it has older weights by design.
     """
-    return not (find_distortions(recipe.rollout) or recipe.kit.one_step_off)
+    return not (find_distortions(recipe) or recipe.trainer.one_step_off)

@@ -1,22 +1,20 @@
-"""The numbers of a recipe: the range of each key, and the meaning of -1 and null.
-
-    find_rule(key, default)           the rule for a key of verl, or None
-    rule.is_valid(value)              whether the key may have this value
-    rule.describe()                   the allowed values, for messages
+"""The numbers of a recipe as types: their ranges, and the meaning of -1 and null.
 
 Meanings are those of verl's configuration files. A value without a meaning there is refused.
+
+Protects: a size that cannot be, or a misspelled number, ends the run before a worker starts.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-
-from kit.recipe.keys import KEYS, matches, matches_any
+from pydantic import BeforeValidator
 
 NONE: Mapping[object, Any] = MappingProxyType({})
 
@@ -33,12 +31,8 @@ class Number(NamedTuple):
     excludes_low: bool = False
     words: Mapping[object, str] = NONE
 
-    def with_words(self, words: Mapping[object, str]) -> Number:
-        """Return this rule with other values and their meanings."""
-        return self._replace(words=words)
-
     def is_valid(self, value: object) -> bool:
-        """Whether the key may have this value."""
+        """Return whether the key may have this value."""
         if isinstance(value, (bool, list, dict)):
             return False
         if value in self.words:
@@ -46,7 +40,7 @@ class Number(NamedTuple):
         return isinstance(value, (int, float)) and self.is_in_range(value)
 
     def is_in_range(self, value: float) -> bool:
-        """Whether a finite number is within the limits."""
+        """Return whether a finite number is within the limits."""
         if not math.isfinite(value) or (self.is_whole and not isinstance(value, int)):
             return False
         is_above = value > self.low if self.excludes_low else value >= self.low
@@ -68,7 +62,7 @@ class Number(NamedTuple):
 
 
 def show(value: object) -> str:
-    """A value as it is written in YAML, cut if it is long."""
+    """Write a value as in YAML, cut if it is long."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -80,77 +74,46 @@ def show(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def follow(rule: Number, value: object) -> object:
+    """Return a valid number. Raises ValueError."""
+    if rule.is_valid(value):
+        return value
+    is_quoted = isinstance(value, str) and value.isdecimal()
+    fix = "Remove the quotes" if is_quoted else "Change it"
+    raise ValueError(f"must be {rule.describe()}. {fix}.")
+
+
+def by(rule: Number) -> BeforeValidator:
+    """Make the validator of a field with a number."""
+    return BeforeValidator(functools.partial(follow, rule))
+
+
+def count(**words: str) -> BeforeValidator:
+    """Make the validator of a count. words: the meanings of `null` and `minus_one`."""
+    values: dict[object, str] = {}
+    if "minus_one" in words:
+        values[-1] = words["minus_one"]
+    if "null" in words:
+        values[None] = words["null"]
+    return by(Number(1, is_whole=True, words=values))
+
+
+AT_LEAST_ZERO = Number(0)
 COUNT = Number(1, is_whole=True)
 COUNT_OR_ZERO = Number(0, is_whole=True)
-COUNT_OR_NULL = COUNT.with_words({None: ""})
-ALL = COUNT.with_words({None: "all"})
-SEED = Number(0, 2**31 - 1, is_whole=True)
-PORT = Number(1, 65535, is_whole=True)
-POSITIVE = Number(0, excludes_low=True)
-AT_LEAST_ZERO = Number(0)
-FINITE = Number()
-FRACTION = Number(0, 1)
-SHARE = Number(0, 1, excludes_low=True)
-SECONDS = Number(0, 10**9, excludes_low=True)
-CONCURRENCY = COUNT.with_words({"auto": "raised until the server slows down"})
 
-# Patterns as in verl_keys.yaml. If several match a key, the longest decides. Other numbers have a
-# rule by their default.
-NUMBERS: dict[str, Number] = {
-    # the run
-    "trainer.total_training_steps": COUNT.with_words({None: "train for trainer.total_epochs"}),
-    "trainer.save_freq": COUNT.with_words({-1: "only after the last step"}),
-    "trainer.test_freq": COUNT.with_words({-1: "only before and after training"}),
-    "trainer.max_actor_ckpt_to_keep": ALL,
-    "ray_kwargs.ray_init.num_cpus": ALL,
-    "ray_kwargs.ray_init.num_gpus": COUNT_OR_ZERO.with_words({None: "all"}),
-    "ray_kwargs.ray_init.object_store_memory": COUNT.with_words({None: "Ray's default"}),
-    "**seed": SEED,
-    # the rollout engine
-    "actor_rollout_ref.**.temperature": Number(0, 2),  # vLLM's limit
-    "actor_rollout_ref.**.top_k": COUNT.with_words({-1: "off"}),
-    "actor_rollout_ref.**.top_p": SHARE,
-    "actor_rollout_ref.rollout.repetition_penalty": POSITIVE,
-    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": COUNT.with_words(
-        {None: "as many as fit"}
-    ),
-    "actor_rollout_ref.rollout.gpu_memory_utilization": SHARE,
-    "actor_rollout_ref.rollout.max_model_len": COUNT.with_words({None: "the longest episode"}),
-    # models and batches
-    "**.model.lora_alpha": POSITIVE,
-    "**_micro_batch_size_per_gpu": COUNT_OR_NULL,
-    "**.fsdp_size": COUNT.with_words({-1: "all GPUs"}),
-    # the loss
-    "actor_rollout_ref.actor.clip_ratio_c": Number(1, excludes_low=True),
-    "actor_rollout_ref.actor.entropy_coeff": FINITE,
-    "actor_rollout_ref.actor.policy_loss.*_cov_ratio": FRACTION,
-    "actor_rollout_ref.actor.policy_loss.clip_cov_*b": FINITE,
-    "actor_rollout_ref.actor.policy_loss.dro_beta": POSITIVE.with_words({None: "not set"}),
-    "**.loss_scale_factor": POSITIVE.with_words({None: "the longest response"}),
-    "critic.model.override_config.initializer_range": POSITIVE,  # 0 would mean 0.02
-    # the optimizer
-    "**.optim.clip_grad": POSITIVE,
-    "**.optim.lr_warmup_steps": COUNT_OR_ZERO.with_words({-1: "lr_warmup_steps_ratio decides"}),
-    "**.optim.lr_warmup_steps_ratio": FRACTION,
-    "**.optim.min_lr_ratio": FRACTION.with_words({None: "0"}),
-    # the advantage
-    "algorithm.gamma": FRACTION,
-    "algorithm.lam": FRACTION,
-}
-
-
-def find_rule(key: str, default: object = None) -> Number | None:
-    """The rule for a key of verl, or None if it is no number. The kit's keys: sections.py.
-
-    default: of the key. Without a rule in the table, a number may be 0 if its default is.
-    """
-    if matches_any(key, KEYS.texts):
-        return None
-    patterns = [pattern for pattern in NUMBERS if matches(key, pattern)]
-    if patterns:
-        return NUMBERS[max(patterns, key=len)]
-    if isinstance(default, bool) or not isinstance(default, (int, float)):
-        return None
-    if isinstance(default, float):
-        return AT_LEAST_ZERO
-    return COUNT if default else COUNT_OR_ZERO
+Count = Annotated[int, by(COUNT)]
+CountOrZero = Annotated[int, by(COUNT_OR_ZERO)]
+CountOrNull = Annotated[int | None, count(null="")]
+CountOrAll = Annotated[int | None, count(null="all")]
+Seed = Annotated[int, by(Number(0, 2**31 - 1, is_whole=True))]
+Port = Annotated[int | None, by(Number(1, 65535, is_whole=True, words={None: "a free port"}))]
+Positive = Annotated[float, by(Number(0, excludes_low=True))]
+NotNegative = Annotated[float, by(AT_LEAST_ZERO)]
+Finite = Annotated[float, by(Number())]
+Fraction = Annotated[float, by(Number(0, 1))]
+Share = Annotated[float, by(Number(0, 1, excludes_low=True))]
+Seconds = Annotated[float, by(Number(0, 10**9, excludes_low=True))]
+Temperature = Annotated[float, by(Number(0, 2))]  # vLLM's limit
+LIMIT = COUNT._replace(words={"auto": "raised until the server slows down"})
+Concurrency = Annotated[int | Literal["auto"], by(LIMIT)]

@@ -8,74 +8,69 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, OmegaConf
-
-from kit.recipe import resources
-from kit.recipe.load import ACTOR, FSDP, MODEL, REF, ROLLOUT
-from kit.recipe.recipe import Recipe
+from kit.recipe.keys import MODEL, ROLLOUT
+from kit.recipe.settings import Settings
+from kit.recipe.training_engine import FSDP_SECTIONS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
-FSDP_SECTIONS = {  # {the actor, or a role of trainer.resource_pools: the section of its engine}
-    "actor": f"{ACTOR}.fsdp_config",
-    "ref": f"{REF}.fsdp_config",
-    "critic": "critic.fsdp",
-    "reward_model": "critic.fsdp",
-}
+
+def check_gpus(settings: Settings) -> Iterator[str]:
+    """The GPUs divide into whole rollout replicas, and into groups that share rows and weights."""
+    yield from check_rollout_gpus(settings)
+    if settings.trains:
+        yield from dict.fromkeys(check_training_gpus(settings))
 
 
-def check_rollout_gpus(config: DictConfig) -> Iterator[str]:
+def check_rollout_gpus(settings: Settings) -> Iterator[str]:
     """The GPUs divide into whole rollout replicas."""
-    rollout = config.actor_rollout_ref.rollout
-    replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size
-    actor_gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
     # verl's actor has the same requirement if the replicas have separate GPUs
-    for count in sorted({resources.rollout_gpus(config), actor_gpus}):
-        if count % replica:
+    actor_gpus = settings.trainer.n_gpus_per_node * settings.trainer.nnodes
+    for count in sorted({settings.rollout_gpus, actor_gpus}):
+        if count % settings.replica_gpus:
             yield (
                 f"{count} GPUs must be a multiple of {ROLLOUT}.tensor_model_parallel_size * "
-                f"data_parallel_size = {replica}. Lower these, or raise trainer.n_gpus_per_node."
+                f"data_parallel_size = {settings.replica_gpus}. Lower these, or raise "
+                "trainer.n_gpus_per_node."
             )
 
 
-def check_training_gpus(config: DictConfig, split: int) -> Iterator[str]:
-    """Each role's GPUs divide into groups that share rows, and into groups that share weights.
-
-    split: GPUs that work on the same rows.
-    """
-    problems = []
+def check_training_gpus(settings: Settings) -> Iterator[str]:
+    """Each role's GPUs divide into groups that share rows, and into groups that share weights."""
+    engine = settings.engine
     for role, section in FSDP_SECTIONS.items():
-        world = resources.gpus_per_node(config, role) * config.trainer.nnodes
-        if world % split:
-            key = f"{ACTOR}.{config.model_engine}" if config.model_engine != FSDP else ULYSSES
-            problems.append(f"{world} GPUs must be a multiple of {key}={split}. Lower it.")
-        size = OmegaConf.select(config, f"{section}.fsdp_size") or world  # Megatron has no such key
+        world = settings.world_size(role)
+        if world % engine.model_gpus:
+            yield (
+                f"{world} GPUs must be a multiple of {engine.size_key}={engine.model_gpus}. "
+                "Lower it."
+            )
+        size = settings.get(f"{section}.fsdp_size") or world  # Megatron has no such key
         if world % size and size < world:  # verl takes a larger one as all GPUs
-            problems.append(
+            yield (
                 f"{world} GPUs must be a multiple of {section}.fsdp_size={size}. Change it, or set "
                 "-1 for all GPUs."
             )
-    yield from dict.fromkeys(problems)
 
 
-def check_models(recipe: Recipe, models: Mapping[str, PretrainedConfig]) -> Iterator[str]:
+def check_models(settings: Settings, models: Mapping[str, PretrainedConfig]) -> Iterator[str]:
     """The GPUs that share a model divide its attention heads.
 
     models: {name: configuration} of the policy and of the other models that the recipe names.
     """
-    if recipe.trains and recipe.verl.model_engine == FSDP:
-        sequence = recipe.get(ULYSSES)
-        if sequence > 1 and not recipe.model.use_remove_padding:
-            yield f"{ULYSSES}={sequence} needs {MODEL}.use_remove_padding=true. Set that too."
+    engine = settings.engine
+    if settings.trains and engine.is_fsdp:
+        key = engine.size_key
+        if engine.sequence_gpus > 1 and not settings.model.use_remove_padding:
+            needed = f"{MODEL}.use_remove_padding=true"
+            yield f"{key}={engine.sequence_gpus} needs {needed}. Set that too."
         for name, model in models.items():
-            yield from check_heads(ULYSSES, sequence, recipe.world_size(), name, model)
-    if recipe.has_episodes and recipe.rollout.name != "hf":
+            yield from check_heads(key, engine.sequence_gpus, settings.world_size(), name, model)
+    if settings.has_episodes and settings.rollout.name != "hf":
+        gpus = settings.rollout.tensor_model_parallel_size
         key = f"{ROLLOUT}.tensor_model_parallel_size"
-        yield from check_heads(
-            key, recipe.get(key), recipe.rollout_gpus, "policy", models["policy"]
-        )
+        yield from check_heads(key, gpus, settings.rollout_gpus, "policy", models["policy"])
 
 
 def check_heads(
@@ -96,7 +91,7 @@ def check_heads(
 
 
 def can_share(model: PretrainedConfig, gpus: int) -> bool:
-    """Whether `gpus` GPUs get as many heads each. Several may have a copy of a key-value head."""
+    """Return whether `gpus` GPUs get as many heads each, maybe copies of a key-value head."""
     config = model.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     keys = getattr(config, "num_key_value_heads", None) or heads

@@ -1,7 +1,9 @@
 """Parse the YAML of recipe files and the key=value arguments of the command line.
 
-On the command line a text stays as it is typed: as YAML, `a #b` is `a`. values.py knows which keys
-are texts.
+On the command line a text stays as it is typed: as YAML, `a #b` is `a`. The types of schema.py, or
+the default of a key, say what is a text.
+
+Convenience: values need no second quotes on the command line, and errors name the line.
 """
 
 from __future__ import annotations
@@ -10,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
-from omegaconf.errors import OmegaConfBaseException
 
 from env import Json
 from kit.errors import ConfigError
-from kit.recipe.values import describe_error, is_list, is_text, may_be_more
+from kit.recipe.keys import KEYS
+from kit.recipe.schema import list_types
 
 NUMBER_TAGS = [f"tag:yaml.org,2002:{name}" for name in ("int", "float")]
 TEXT_TAG = "tag:yaml.org,2002:str"
@@ -66,7 +67,7 @@ def read_saved(path: Path) -> Json:
 def parse_argument(argument: str, defaults: Json) -> Json:
     """Parse key=value of the command line into nested mappings. Raises ConfigError.
 
-    defaults: {dotted key: its resolved default}.
+    defaults: {dotted key: its default}.
     """
     key, _, text = argument.lstrip("+").partition("=")
     if "[" in key or not all(key.split(".")):
@@ -79,19 +80,15 @@ def parse_argument(argument: str, defaults: Json) -> Json:
 
 def parse_value(key: str, text: str, default: object) -> object:
     """Parse the text after `key=`. Raises ConfigError."""
-    is_bracket = text.lstrip().startswith(("[", "{"))
-    if text in ("null", "") and not isinstance(default, str):
+    kinds = list_types(key) or ({type(default)} if default is not None else set())
+    if key in KEYS.texts:
+        kinds = {str, type(None)}
+    if text in ("null", "") and kinds != {str}:
         return None
-    if is_text(key, default) and not (is_bracket and may_be_more(key)):
+    is_bracket = text.lstrip().startswith(("[", "{"))
+    may_nest = bool(kinds & {list, dict})
+    if str in kinds and not (is_bracket and may_nest):
         return text
-    if is_list(key, default) and not is_bracket:
+    if list in kinds and not is_bracket:
         return text  # the check of lists shows how to write it
     return parse_yaml(text, f"{key}={text}")
-
-
-def to_config(content: Json, source: str) -> DictConfig:
-    """Return a recipe's plain content as a DictConfig. source: for messages. Raises ConfigError."""
-    try:
-        return OmegaConf.create(content)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{source}: {describe_error(error)}") from None

@@ -1,12 +1,15 @@
-"""A recipe without its secrets, to be written down or printed."""
+"""A recipe without its secrets, to be written down or printed.
+
+Protects: keys and passwords do not get into files, cards and trackers.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from typing import Any, cast
+from typing import cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from env import Json
 
@@ -31,8 +34,8 @@ URL_QUERY = re.compile(
 )
 
 
-def redacted(config: DictConfig) -> DictConfig:
-    """The recipe, resolved and without secrets. Values from the environment stay interpolations.
+def redact(nested: Json, resolved: Json) -> Json:
+    """Return a recipe, resolved and without secrets. Values of the environment stay ${...}.
 
     These are secrets:
 
@@ -43,14 +46,16 @@ def redacted(config: DictConfig) -> DictConfig:
 
     A secret is replaced by the name of its variable, or by HIDDEN if it has none.
     """
-    raw = OmegaConf.to_container(config, resolve=False)
-    resolved = OmegaConf.to_container(config, resolve=True)
-    content: Any = _redact(raw, resolved, False, secret_values())
-    return cast(DictConfig, OmegaConf.create(content))
+    return cast(Json, _redact(nested, resolved, False, secret_values()))
+
+
+def write_yaml(values: Json) -> str:
+    """Return a recipe as YAML, which the kit and OmegaConf read as the same values."""
+    return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
 def secret_values() -> list[tuple[str, str]]:
-    """(value, name) of the environment's secrets, the longest first: one may contain another."""
+    """Return (value, name) of the environment's secrets, the longest first: some contain others."""
     variables = {
         value: name
         for name, value in os.environ.items()
@@ -62,7 +67,7 @@ def secret_values() -> list[tuple[str, str]]:
 def _redact(
     raw: object, resolved: object, is_secret: bool, secrets: list[tuple[str, str]]
 ) -> object:
-    """`resolved` without secrets. raw: the same node before interpolation."""
+    """Return `resolved` without secrets. raw: the same node before interpolation."""
     if isinstance(resolved, dict):
         raws = raw if isinstance(raw, dict) else {}
         return {
@@ -88,7 +93,7 @@ def _redact(
 
 
 def names_secret(name: str, value: object) -> bool:
-    """Whether a key's name marks its value as a secret.
+    """Return whether a key's name marks its value as a secret.
 
     A name in capitals is the name of an environment variable.
     """
@@ -98,7 +103,7 @@ def names_secret(name: str, value: object) -> bool:
 
 
 def without_settings(recipe: Json) -> Json:
-    """A recipe for others: of servers and judges, only the names. Their settings may be secrets."""
+    """Return a recipe for others: of servers and judges, which may have secrets, only the names."""
     gym = recipe.get("gym")
     if not isinstance(gym, dict):
         return recipe
@@ -110,7 +115,7 @@ def without_settings(recipe: Json) -> Json:
 
 
 def without_passwords(text: str) -> str:
-    """A text with HIDDEN for the passwords and keys in its URLs. Interpolations stay.
+    """Return a text with HIDDEN for the passwords and keys in its URLs. Interpolations stay.
 
     >>> without_passwords("https://me:pass@host/v1?api_key=sk-1&n=2")
     'https://me:<hidden>@host/v1?api_key=<hidden>&n=2'

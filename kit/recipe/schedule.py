@@ -6,10 +6,11 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
     from verl.workers.config import FSDPOptimizerConfig
 
-    Optim = FSDPOptimizerConfig | DictConfig  # the latter: the section `optim` of a recipe
+    from kit.recipe.schema import Optimizer
+
+    Optim = FSDPOptimizerConfig | Optimizer  # the latter: the section `optim` of a recipe
 
 POSITION = "schedule_position"  # in a batch's meta_info: training steps before this one
 

@@ -1,17 +1,19 @@
-"""Recipes whose training steps change nothing: warm-ups that outlast the run, lost updates."""
+"""Recipes whose training steps change nothing: warm-ups that outlast the run, lost updates.
+
+Protects: a run that would train nothing ends before it starts.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from omegaconf import OmegaConf
-
 from kit.errors import ConfigError
-from kit.recipe.load import ACTOR, FSDP, MODEL, raise_all
-from kit.recipe.parallel_sizes import FSDP_SECTIONS
+from kit.recipe.keys import ACTOR, MODEL
+from kit.recipe.load import raise_all
 from kit.recipe.recipe import Recipe
 from kit.recipe.schedule import count_warmup_steps
+from kit.recipe.training_engine import FSDP_SECTIONS
 
 WEIGHT = 0.02  # a typical one
 
@@ -24,7 +26,7 @@ def check_schedule(recipe: Recipe) -> None:
 
 def find_long_warmups(recipe: Recipe) -> Iterator[str]:
     """Find warm-ups after which nothing is left to train."""
-    total = recipe.trainer.total_training_steps
+    total = recipe.last_step
     critic_warmup = recipe.trainer.critic_warmup if recipe.command == "train" else 0
     if critic_warmup >= total:
         yield (
@@ -33,7 +35,7 @@ def find_long_warmups(recipe: Recipe) -> Iterator[str]:
         )
         return
     for section in list_optimizers(recipe):
-        optim = OmegaConf.select(recipe.verl, f"{section}.optim")
+        optim = recipe.get(f"{section}.optim")
         steps = total - (critic_warmup if section == ACTOR else 0)
         warmup = count_warmup_steps(optim)
         if warmup > steps:
@@ -53,15 +55,14 @@ def warn_of_lost_updates(recipe: Recipe) -> Iterator[str]:
     import torch
     from verl.utils.torch_dtypes import PrecisionType
 
-    if not recipe.trains or recipe.verl.model_engine != FSDP:
+    if not recipe.trains or not recipe.engine.is_fsdp:
         return
     warmup = recipe.trainer.critic_warmup
     if recipe.command == "train" and warmup and not recipe.has_critic:
         yield f"trainer.critic_warmup={warmup}: without a critic, these steps train nothing."
     for section, engine in list_optimizers(recipe).items():
         optim = recipe.get(f"{section}.optim")
-        overrides = optim["override_optimizer_config"] or {}
-        lr = overrides.get("lr", optim["lr"])
+        lr = (optim.override_optimizer_config or {}).get("lr", optim.lr)
         dtype = recipe.get(f"{engine}.model_dtype") or "fp32"
         eps = torch.finfo(PrecisionType.to_dtype(dtype)).eps
         distance = eps * 2 ** math.floor(math.log2(WEIGHT))
@@ -76,6 +77,6 @@ def warn_of_lost_updates(recipe: Recipe) -> Iterator[str]:
 
 
 def list_optimizers(recipe: Recipe) -> dict[str, str]:
-    """The sections of the models that a recipe trains: {section: section of its FSDP engine}."""
+    """Return {section: section of its FSDP engine} of the models that a recipe trains."""
     critic = {"critic": FSDP_SECTIONS["critic"]} if recipe.has_critic else {}
     return {ACTOR: FSDP_SECTIONS["actor"]} | critic

@@ -33,8 +33,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
-
 import env
 import gym_client
 from kit.errors import ConfigError, RunError, UserFunctionError
@@ -46,13 +44,13 @@ from kit.recipe.python_files import (
     import_user_file,
     list_neighbors,
 )
-from kit.recipe.sections import SPEC
+from kit.recipe.schema import SPEC, Values
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
     from torch import Tensor
     from verl.workers.config import ActorConfig
 
-TEACHER = "distillation.teacher_models.teacher_model.model_path"
 ADVANTAGE = "algorithm.adv_estimator"
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 # The arguments that an advantage estimator may have, by name. Tensors are [B, R], except:
@@ -116,11 +114,10 @@ def is_user_function(name: str) -> bool:
     return ".py:" in name
 
 
-def estimator_arguments(config: DictConfig) -> list[str]:
-    """The names of the advantage's arguments. Raises UserFunctionError."""
+def read_estimator_arguments(estimator: str) -> list[str]:
+    """Return the names of the arguments of algorithm.adv_estimator. Raises UserFunctionError."""
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-    estimator = config.algorithm.adv_estimator
     is_custom = is_user_function(estimator)
     function = load_function(estimator, ADVANTAGE) if is_custom else get_adv_estimator_fn(estimator)
     return list(inspect.signature(function).parameters)
@@ -159,23 +156,23 @@ def make_loss_config(settings: DictConfig, response_mask: Tensor) -> ActorConfig
 # --- loading -------------------------------------------------------------------------------------
 
 
-def load_recipe_functions(config: DictConfig) -> RecipeFunctions:
+def load_recipe_functions(values: Values) -> RecipeFunctions:
     """Load every function that a recipe names. Raises UserFunctionError.
 
     The last filter is verl's algorithm.filter_groups, if it is enabled.
     """
-    settings: Any = OmegaConf.to_container(config.env, resolve=True)
-    specs = settings["filters"]
-    filter_groups = config.algorithm.filter_groups
+    env_section = values.env
+    specs = list(env_section.filters)
+    filter_groups = values.algorithm.filter_groups
     if filter_groups.enable:
         function = f"{ROOT}/templates/filters.py:drop_uniform"
         specs = [*specs, {"function": function, "metric": filter_groups.metric}]
-    for key in (ADVANTAGE, LOSS_MODE):
-        name = OmegaConf.select(config, key)
+    loss = values.actor_rollout_ref.actor.policy_loss.loss_mode
+    for key, name in ((ADVANTAGE, values.algorithm.adv_estimator), (LOSS_MODE, loss)):
         if is_user_function(name):
             load_function(name, key)
-    reward = settings["reward"]
-    sampler = settings["sampler"]
+    reward = env_section.reward
+    sampler = env_section.sampler
     return RecipeFunctions(
         load_function(reward, "env.reward") if reward else reward_of_verifier,
         [load_function(spec, "env.filters") for spec in specs],

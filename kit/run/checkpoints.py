@@ -25,15 +25,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import OmegaConf
-
 from env import Json
 from kit.data.fingerprint import Fingerprint
 from kit.errors import ConfigError, RunError
 from kit.recipe.keys import flatten
-from kit.recipe.load import FSDP
 from kit.recipe.recipe import Recipe
-from kit.recipe.redaction import redacted
+from kit.recipe.redaction import write_yaml
 from kit.run import files, identity
 
 if TYPE_CHECKING:
@@ -132,7 +129,7 @@ def write(workers: Workers, partial: Path, state: LoopState, recipe: Recipe) -> 
                 f"system that the nodes do not share: {missing[0]}, ..."
             )
     partial.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(redacted(recipe.verl), partial / "config.yaml")
+    (partial / "config.yaml").write_text(write_yaml(recipe.redacted()))
     run_fingerprint = Path("runs") / recipe.trainer.experiment_name / FINGERPRINT
     if run_fingerprint.is_file():
         shutil.copy(run_fingerprint, partial / FINGERPRINT)
@@ -152,7 +149,7 @@ def delete_old(folder: Path, newest: Path, keep: int | None) -> None:
 
 def find_missing_shards(folder: Path, ranks: int, recipe: Recipe) -> list[str]:
     """List the ranks' files that are missing in `folder` (actor or critic)."""
-    if recipe.verl.model_engine != FSDP:  # it writes other files, which the manifest lists
+    if not recipe.engine.is_fsdp:  # it writes other files, which the manifest lists
         return []
     section = "actor_rollout_ref.actor" if folder.name == "actor" else "critic"
     contents = recipe.get(f"{section}.checkpoint.save_contents") or list(SHARDS)
@@ -277,7 +274,7 @@ def find_resume_point(recipe: Recipe) -> tuple[Path | None, list[str]]:
         )
     if not checkpoint:
         return None, notes
-    total = recipe.trainer.total_training_steps
+    total = recipe.last_step
     is_own = is_of_run(checkpoint, recipe)
     if not is_own:
         notes.append(f"{checkpoint} is of the run {read_owner(checkpoint)}.")
@@ -342,7 +339,7 @@ def check(checkpoint: Path, recipe: Recipe, fingerprint: Fingerprint | None = No
             "trainer.experiment_name."
         )
     before = identity.read_run(checkpoint)
-    now = fingerprint or Fingerprint(flatten(redacted(recipe.verl)))
+    now = fingerprint or Fingerprint(flatten(recipe.redacted()))
     changes = list_changes(before, now)
     fixed = find_fixed_keys(recipe, list(changes), before.values, now.values)
     refused = [f"{changes[key]} ({reason})" for key, reason in fixed.items()]

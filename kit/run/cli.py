@@ -12,23 +12,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-
 import env
 import gym_client
-from kit import features
+from kit import optional
 from kit.data.fingerprint import Fingerprint
 from kit.engine.inputs import RunInputs
 from kit.errors import ConfigError, RunError, Stop, UserFunctionError, remove_control_characters
-from kit.features import Feature, OnFeatures, ignore_features
 from kit.recipe.keys import is_below
-from kit.recipe.load import COMMANDS, list_written, load_config
+from kit.recipe.load import read_source
 from kit.recipe.packages import describe_import_error
 from kit.recipe.recipe import Recipe
+from kit.recipe.settings import Settings, make_settings
 from kit.run import checkpoints, files, identity, isolation, prepare, summary, trial
 from kit.run import replay as recorded
 from kit.run.console import LogFormatter, console, say
+from kit.run.features import Features
 from kit.run.verifier_trial import try_verifiers
 from kit.verify import network
 
@@ -69,24 +67,15 @@ class Plan(NamedTuple):
     replay: recorded.Replay | None  # with --replay: episodes to train on
     notes: list[str]  # lines to print
     fingerprint: Fingerprint = Fingerprint()
+    features: Features = Features()
 
 
-@contextlib.contextmanager
-def explain_config_errors() -> Iterator[None]:
-    """Turn an error of OmegaConf, which has several lines, into a ConfigError of one line."""
-    try:
-        yield
-    except OmegaConfBaseException as error:
-        raise ConfigError(" ".join(str(error).split())) from error
-
-
-@explain_config_errors()
 def plan(
     recipe_files: Sequence[str],
     overrides: Sequence[str] = (),
     command: str = "train",
     replay: str = "",
-    on_features: OnFeatures = ignore_features,
+    on_features: prepare.OnFeatures = prepare.ignore_features,
     is_dry_run: bool = False,
 ) -> Plan:
     """Merge recipe files and key=value, and check all that can be checked without a worker.
@@ -95,17 +84,19 @@ def plan(
     of this name is a warning. Raises EXPECTED_ERRORS.
     """
     silence_libraries()
-    config, defaults = load_config(recipe_files, overrides)
+    source = read_source(recipe_files, overrides)
     resume_from: Path | None = None
     notes: list[str] = []
     recording = recorded.find_recording(replay) if replay else None
     if recording:
-        resume_from = recorded.prepare(config, recording)
-    if command in features.COMMANDS:
-        module = features.load(command, f"the command {command}")
-        recipe, inputs = module.prepare(config, defaults, on_features)
+        trainer = make_settings(source, command).trainer
+        resume_from, changes = recorded.prepare(trainer, recording)
+        source = source.override(changes)
+    if command in optional.COMMANDS:
+        module = optional.load(command, f"the command {command}")
+        recipe, inputs, features = module.prepare(source, on_features)
     else:
-        recipe, inputs = prepare.prepare(config, defaults, command, on_features)
+        recipe, inputs, features = prepare.prepare(source, command, on_features)
     if recipe.trains and not recording:  # only now: the rows may set the number of steps
         try:
             resume_from, notes = checkpoints.find_resume_point(recipe)
@@ -123,7 +114,7 @@ def plan(
         notes.append(loaded.note)
     if command == "train":
         trial.try_functions(recipe, inputs)
-    return Plan(recipe, inputs, resume_from, loaded, notes, fingerprint)
+    return Plan(recipe, inputs, resume_from, loaded, notes, fingerprint, features)
 
 
 class FixedLogger(logging.Logger):
@@ -159,7 +150,7 @@ def exit_on_errors() -> Iterator[None]:
     signal.signal(signal.SIGTERM, exit_on_sigterm)
     try:
         yield
-    except (*EXPECTED_ERRORS, OmegaConfBaseException) as error:
+    except EXPECTED_ERRORS as error:
         exit_with(str(error))
     except ImportError as error:
         if is_below(error.name or "kit", "kit"):
@@ -210,7 +201,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "words",
         nargs="*",
-        metavar=f"[{'|'.join(COMMANDS)}] key=value",
+        metavar=f"[{'|'.join(prepare.COMMANDS)}] key=value",
         help="a command (default: train) and values that override the recipes",
     )
     return parser.parse_intermixed_args()
@@ -219,26 +210,26 @@ def parse_arguments() -> argparse.Namespace:
 def read_plan() -> Plan | None:
     """Parse the command line, check the recipe and print its summary. Raises EXPECTED_ERRORS.
 
-    Returns None if nothing is left to run: after a dry run, and after one of features.TOOLS.
+    Returns None if nothing is left to run: after a dry run, and after one of optional.TOOLS.
     """
-    if sys.argv[1:] and sys.argv[1] in features.TOOLS:
-        features.load(sys.argv[1], f"the command {sys.argv[1]}").main(sys.argv[2:])
+    if sys.argv[1:] and sys.argv[1] in optional.TOOLS:
+        optional.load(sys.argv[1], f"the command {sys.argv[1]}").main(sys.argv[2:])
         return None
     args = parse_arguments()
     console.is_interactive = console.is_interactive and not args.quiet
-    commands = [word for word in args.words if word in COMMANDS] or ["train"]
-    overrides = [word for word in args.words if word not in COMMANDS]
+    commands = [word for word in args.words if word in prepare.COMMANDS] or ["train"]
+    overrides = [word for word in args.words if word not in prepare.COMMANDS]
     if len(commands) > 1:
         raise ConfigError(f"{' and '.join(commands)} are two commands. Choose one.")
     command = commands[0]
     if args.replay and command != "train":
         raise ConfigError(f"--replay belongs to `train`. Remove `{command}`.")
     is_dry_run = args.dry_run or args.try_response is not None
-    on_features = ignore_features if is_dry_run else begin_imports
+    on_features = prepare.ignore_features if is_dry_run else begin_imports
     planned = plan(args.config, overrides, command, args.replay, on_features, is_dry_run)
     if args.try_response is not None:
         try_response(args.try_response, planned)
-    say(describe_plan(planned, is_dry_run, args.config, overrides))
+    say(describe_plan(planned, is_dry_run))
     return None if is_dry_run else planned
 
 
@@ -254,25 +245,21 @@ def try_response(response: str, planned: Plan) -> None:
     inputs.trials = try_verifiers(specs, inputs.tasks, planned.recipe, response=response)
 
 
-def describe_plan(
-    planned: Plan, is_dry_run: bool, files: Sequence[str] = (), overrides: Sequence[str] = ()
-) -> str:
-    """Return what a command prints before it runs. A dry run prints no more than that.
-
-    files, overrides: of the recipe. A dry run does not repeat their values.
-    """
-    written = list_written(files, overrides) if is_dry_run else None
-    return summary.summarize(planned.recipe, planned.inputs, planned.notes, written)
+def describe_plan(planned: Plan, is_dry_run: bool) -> str:
+    """Return what a command prints before it runs. A dry run prints no more than that."""
+    return summary.summarize(
+        planned.recipe, planned.inputs, planned.features.checks, planned.notes, is_dry_run
+    )
 
 
-def begin_imports(active: Sequence[Feature], config: DictConfig) -> None:
+def begin_imports(features: Features, settings: Settings) -> None:
     """Check this machine's limits, and start to import the workers' modules in another process.
 
     It imports them while the recipe is checked, if the run uses such a process.
     """
     isolation.check_limits()
-    for feature in active:
-        feature.begin_imports(config)
+    for check in features.checks:
+        check.begin_imports(settings)
 
 
 def run_other(planned: Plan) -> None:
@@ -282,9 +269,9 @@ def run_other(planned: Plan) -> None:
 
     run_command = collect.run_command
     command = planned.recipe.command
-    if command in features.COMMANDS:
-        run_command = features.load(command, f"the command {command}").run_command
-    with Run(planned.recipe, planned.resume_from, planned.fingerprint) as started:
+    if command in optional.COMMANDS:
+        run_command = optional.load(command, f"the command {command}").run_command
+    with Run(planned.recipe, planned.resume_from, planned.fingerprint, planned.features) as started:
         run_command(planned.recipe, started, planned.inputs)
 
 

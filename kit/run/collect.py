@@ -28,8 +28,7 @@ from kit.data.selection import check_failures, group_episodes, select_trainable
 from kit.engine.inputs import RunInputs
 from kit.engine.sampling import EpisodeRequest, build_sampling_params, request_group
 from kit.errors import ConfigError
-from kit.recipe.keys import is_below
-from kit.recipe.load import ROLLOUT
+from kit.recipe.keys import ROLLOUT, is_below
 from kit.recipe.recipe import Recipe
 from kit.run import identity
 from kit.run.console import print_examples, say

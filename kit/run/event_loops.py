@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from kit.features import EventLoop
+    from kit.engine.interfaces import EventLoop
 
 SIGNAL_CHECK_S = 0.5
 CANCEL_TIMEOUT_S = 5.0  # for interrupted work to end

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from safetensors import safe_open
 
 from kit.recipe.adapters import ADAPTER_FOLDER
+from kit.recipe.recipe_text import read_saved
+from kit.recipe.schema import PolicyModel
 from kit.run import files
 from kit.run.checkpoints import EXPORTED, step_of
 
@@ -72,9 +73,10 @@ def merge(checkpoint: Path, target: Path) -> None:
         local_dir=str(actor),
         hf_model_config_path=str(actor / "huggingface"),
     )
-    recipe = OmegaConf.load(checkpoint / "config.yaml").actor_rollout_ref
-    dtype = getattr(torch, recipe.rollout.dtype, torch.bfloat16)  # vLLM's "auto" is no dtype
-    has_adapter = recipe.model.lora_rank > 0
+    saved = read_saved(checkpoint / "config.yaml")["actor_rollout_ref"]
+    model = PolicyModel.model_validate(saved["model"])
+    dtype = getattr(torch, saved["rollout"]["dtype"], torch.bfloat16)  # vLLM's "auto" is no dtype
+    has_adapter = model.lora_rank > 0
     # an adapter is merged in float32, as for the rollout engine, and rounded after that
     written = torch.float32 if has_adapter else dtype
     # The merger calls Tensor.bfloat16 on each shard. If the run samples in float32, that would be
@@ -82,15 +84,15 @@ def merge(checkpoint: Path, target: Path) -> None:
     with mock.patch.object(torch.Tensor, "bfloat16", lambda shard: shard.to(written)):
         FSDPModelMerger(config).merge_and_save()
     if has_adapter:
-        merge_adapter(target, dtype, recipe.model)
+        merge_adapter(target, dtype, model)
     hf_config = json.loads((target / "config.json").read_text())
     hf_config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(hf_config, indent=2))
     if "vision_config" in hf_config:
-        copy_processor(recipe.model.path, target)
+        copy_processor(model.path, target)
 
 
-def merge_adapter(target: Path, dtype: torch.dtype, settings: DictConfig) -> None:
+def merge_adapter(target: Path, dtype: torch.dtype, settings: PolicyModel) -> None:
     """Merge the LoRA adapter, which verl writes to a separate folder, into the base model.
 
     dtype: of the merged weights. The adapter and the base model in `target` are in float32.
@@ -111,7 +113,7 @@ def save_merged(base: PreTrainedModel, adapter: Path, dtype: torch.dtype, target
     model.merge_and_unload().to(dtype).save_pretrained(target)
 
 
-def complete_adapter_config(folder: Path, base: torch.nn.Module, settings: DictConfig) -> None:
+def complete_adapter_config(folder: Path, base: torch.nn.Module, settings: PolicyModel) -> None:
     """Complete the adapter_config.json that verl writes, so that training can continue from it.
 
     verl writes the last part of each adapted module's name, such as q_proj. If the recipe adapts
@@ -131,7 +133,7 @@ def complete_adapter_config(folder: Path, base: torch.nn.Module, settings: DictC
     path.write_text(json.dumps(config, indent=2))
 
 
-def write_merged(settings: DictConfig, dtype: str, target: Path) -> None:
+def write_merged(settings: PolicyModel, dtype: str, target: Path) -> None:
     """Write the model of a recipe with its adapter merged in, for a run that does not train.
 
     settings: actor_rollout_ref.model. dtype: of the rollout engine. The adapter is merged in
@@ -142,7 +144,7 @@ def write_merged(settings: DictConfig, dtype: str, target: Path) -> None:
     options = {"trust_remote_code": settings.trust_remote_code}
     base = AutoModelForCausalLM.from_pretrained(settings.path, dtype=torch.float32, **options)
     written = getattr(torch, dtype, torch.bfloat16)  # vLLM's "auto" is no dtype
-    save_merged(base, settings.lora_adapter_path, written, target)
+    save_merged(base, Path(settings.lora_adapter_path or ""), written, target)
     AutoTokenizer.from_pretrained(settings.path, **options).save_pretrained(target)
 
 

@@ -11,7 +11,7 @@ import ray
 import torch
 
 from kit.errors import NonFiniteStep, RunError
-from kit.recipe.load import ACTOR, ROLLOUT
+from kit.recipe.keys import ACTOR, ROLLOUT
 from kit.recipe.neutral_sampling import (
     EXACT_VALUES,
     NEUTRAL_VALUES,
@@ -74,7 +74,7 @@ def raise_if_engines_differ(
     estimate of the divergence is never negative (Schulman 2020, "Approximating KL divergence", k3).
     Raises RunError and NonFiniteStep.
     """
-    if find_distortions(recipe.rollout, NEUTRAL_VALUES | EXACT_VALUES):
+    if find_distortions(recipe, NEUTRAL_VALUES | EXACT_VALUES):
         return
     is_sampled = batch.batch["turn"] >= 0  # [B, R]
     log_ratio = (log_probs - batch.batch["rollout_log_probs"])[is_sampled]  # [tokens]

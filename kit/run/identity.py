@@ -22,11 +22,9 @@ from kit.data.fingerprint import (
     hash_row,
 )
 from kit.errors import ConfigError
-from kit.recipe.keys import flatten, is_below, to_plain
-from kit.recipe.load import MODEL, ROLLOUT
+from kit.recipe.keys import MODEL, ROLLOUT, flatten, is_below
 from kit.recipe.recipe import Recipe
 from kit.recipe.recipe_text import read_saved
-from kit.recipe.redaction import redacted
 from kit.run import files
 
 if TYPE_CHECKING:
@@ -77,10 +75,9 @@ def verifies(key: str) -> bool:
 
 def make_fingerprint(recipe: Recipe, inputs: RunInputs) -> Fingerprint:
     """Make the fingerprint of a recipe and its rows. It reads the files that the recipe names."""
-    values = flatten(redacted(recipe.verl))
-    named = to_plain(recipe.verl)
+    values = flatten(recipe.redacted())
     contents = {}
-    for key, value in flatten(named).items():
+    for key, value in flatten(recipe.resolved).items():
         if is_below(key, *NAMING_KEYS) and not key.endswith(MACHINE_KEYS):
             contents[key] = hash_contents(value, key)
     contents[TEMPLATE] = hash_json(str(inputs.tokenizer.chat_template))

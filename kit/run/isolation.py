@@ -12,8 +12,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from kit.errors import RunError
 
 SOCKET_PATH_LIMIT = 107  # bytes: Linux's sun_path has 108, and the last one is a zero
@@ -100,13 +98,13 @@ def _make_private(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def show_logical_gpus(config: DictConfig) -> Iterator[None]:
+def show_logical_gpus(device: str) -> Iterator[None]:
     """Hide CUDA_VISIBLE_DEVICES from the processes that a recipe for a CPU starts in the block.
 
     Such a recipe gives Ray logical GPUs. Ray and its workers read their ids from this variable, and
     users set it to "" or -1 to compute on the CPU.
     """
-    names = ["CUDA_VISIBLE_DEVICES"] if config.trainer.device == "cpu" else []
+    names = ["CUDA_VISIBLE_DEVICES"] if device == "cpu" else []
     with change_environment(dict.fromkeys(names)):
         yield
 

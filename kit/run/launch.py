@@ -1,7 +1,7 @@
 """Start the processes of a run in their order: Gym servers and Ray, workers, the rollout engine.
 
 The run's ExitStack stops them in reverse order. Importing verl and vLLM takes 10 s, so functions
-import them late, while Ray starts. Optional features take part (kit/features.py).
+import them late, while Ray starts. Optional features take part (features.py).
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import ray
 
 from env import Json
 from gym_client import RUNS_EPISODES
-from kit import features
 from kit.engine.inputs import RunInputs
+from kit.engine.interfaces import EventLoop
 from kit.engine.sampling import make_rollout_context
 from kit.errors import RunError
-from kit.features import EventLoop
 from kit.recipe import user_functions
-from kit.recipe.keys import to_plain
+from kit.recipe.keys import MODEL
 from kit.recipe.model_files import download_models
 from kit.recipe.recipe import Recipe
 from kit.run import isolation
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from kit.engine.sampling import RolloutContext
     from training import Workers
 
+Result = TypeVar("Result")
 JOIN_S = 120.0  # seconds to wait for nodes of a cluster that join after the run starts
 # Timeout of one response, or of an agent's episode: the larger of these two
 MIN_RESPONSE_S = 1800.0
@@ -120,7 +120,7 @@ def start(
         isolation.check_limits()
         launch.worker_variables |= download_models(recipe, say)
         urls = start_servers_and_ray(launch)
-        other_loop = features.first(feature.make_loop() for feature in recipe.features)
+        other_loop = first_not_none(part.make_loop() for part in run.features.parts)
         loop: EventLoop = other_loop or make_runner()
         stack.enter_context(loop)
         run.stages.loop = loop
@@ -138,8 +138,8 @@ def start(
         if workers and not samples:
             workers.actor.init_model()
             finish_workers(launch, workers)
-            for feature in recipe.features:
-                feature.after_start(launch, [])
+            for part in run.features.parts:
+                part.after_start(launch, [])
             return Started(workers, None)
         servers = start_sampling(launch, workers, loop, urls, endpoint)
         return Started(workers, servers)
@@ -158,7 +158,11 @@ def start_sampling(
 
     run = launch.run
     recipe = launch.recipe
-    pools = make_pools(recipe, launch.inputs.verifiers.specs, launch.logs)
+    parts = run.features.parts
+    specs = dict(launch.inputs.verifiers.specs)
+    for part in parts:
+        specs |= part.verifiers()
+    pools = make_pools(recipe, specs, launch.logs)
     verifiers, limits = make_verifiers(recipe, urls, pools)
     enter(verifiers, loop, launch.stack)
     actor = workers.actor if workers else None
@@ -173,8 +177,8 @@ def start_sampling(
     if workers:
         finish_workers(launch, workers)
     launch.stack.callback(run.stages.begin_shutdown)  # runs before all of the above is closed
-    episode_workers = features.first(
-        feature.start_episode_workers(launch, context, urls) for feature in recipe.features
+    episode_workers = first_not_none(
+        part.start_episode_workers(launch, context, urls) for part in parts
     )
     assert launch.gym_servers
     if episode_workers:
@@ -183,9 +187,9 @@ def start_sampling(
     else:
         launch.gym_servers.on_restart = verifiers.gym.mark_restarted
         run.log.gauges.append(limits.metrics)
-    for feature in recipe.features:
-        feature.after_start(launch, manager.server_addresses)
-    other_class = features.first(feature.servers_class() for feature in recipe.features)
+    for part in parts:
+        part.after_start(launch, manager.server_addresses)
+    other_class = first_not_none(part.servers_class() for part in parts)
     servers_class = other_class or inference.Servers
     gym: Any = verifiers  # it has the methods of gym_client.Gym
     return servers_class(recipe, manager, actor, context, gym, loop, episode_workers)
@@ -205,11 +209,11 @@ def with_merged_adapter(launch: Launch) -> Recipe:
     launch.stack.callback(shutil.rmtree, target, ignore_errors=True)
     say(f"Merging {recipe.model.lora_adapter_path} into a copy of the model, {target}")
     write_merged(recipe.model, recipe.rollout.dtype, target)
-    config = recipe.for_verl()
-    config.actor_rollout_ref.model.path = str(target.absolute())
-    config.actor_rollout_ref.model.lora_adapter_path = None
-    config.actor_rollout_ref.model.lora_rank = 0
-    return recipe.with_config(config)
+    return recipe.change(
+        f"{MODEL}.path={target.absolute()}",
+        f"{MODEL}.lora_adapter_path=null",
+        f"{MODEL}.lora_rank=0",
+    )
 
 
 def make_policy_endpoint(recipe: Recipe) -> PolicyEndpoint:
@@ -233,10 +237,11 @@ def connect_to_engine(launch: Launch, manager: LLMServerManager) -> RolloutConte
 
     recipe = launch.recipe
     addresses = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
-    is_one_step_off = recipe.command == "train" and recipe.kit.one_step_off == 1
+    is_one_step_off = recipe.command == "train" and recipe.trainer.one_step_off == 1
     client = Client(recipe, addresses, is_one_step_off)
     timeout_s = max(MIN_RESPONSE_S, TOKEN_S * recipe.data.max_response_length)
-    return make_rollout_context(recipe, client, launch.inputs, timeout_s)
+    after_episode = [part.after_episode for part in launch.run.features.parts]
+    return make_rollout_context(recipe, client, launch.inputs, timeout_s, after_episode)
 
 
 def finish_workers(launch: Launch, workers: Workers) -> None:
@@ -262,13 +267,13 @@ def start_servers_and_ray(launch: Launch) -> Mapping[str, str]:
     if launch.policy:
         servers = {name: server.model_dump() for name, server in recipe.gym.servers.items()}
     tmpdir = launch.stack.enter_context(isolation.use_own_tmpdir())
-    for feature in recipe.features:
-        feature.before_ray(launch)
-    for feature in recipe.features:
-        feature.before_gym(launch)
+    for part in run.features.parts:
+        part.before_ray(launch)
+    for part in run.features.parts:
+        part.before_gym(launch)
     if run.stages.monitor:
         run.stages.monitor.register_folder(tmpdir)
-    if not recipe.verl.ray_kwargs.ray_init.get("address"):
+    if not recipe.ray_kwargs.ray_init.get("address"):
         launch.stack.enter_context(isolation.set_ray_token())
     launch.stack.callback(ray.shutdown)
     launch.stack.callback(run.stages.begin_shutdown)
@@ -292,7 +297,7 @@ def start_ray(launch: Launch) -> None:
     with ThreadPoolExecutor(1) as imports:
         importing = imports.submit(import_engine, launch)
         settings = ray_settings(launch)
-        with isolation.show_logical_gpus(launch.recipe.verl):
+        with isolation.show_logical_gpus(launch.recipe.trainer.device):
             session = init_ray(settings)
         processes = ray._private.worker._global_node.all_processes  # type: ignore[attr-defined]
         raylets = processes.get("raylet")  # of a Ray that this process started
@@ -325,7 +330,7 @@ def init_ray(settings: Json) -> str:
 
 def ray_settings(launch: Launch) -> Json:
     """The arguments of ray.init."""
-    settings = to_plain(launch.recipe.verl.ray_kwargs.ray_init)
+    settings = dict(launch.recipe.ray_kwargs.ray_init)
     if settings.get("address"):
         # `ray start` has set these
         return {name: settings[name] for name in settings if name not in ("num_cpus", "num_gpus")}
@@ -385,6 +390,11 @@ def find_missing_resources(recipe: Recipe, resources: Mapping[str, float]) -> st
             f"ray_kwargs.ray_init.num_cpus={processes} to share them, or join more nodes."
         )
     return ""
+
+
+def first_not_none(results: Iterable[Result | None]) -> Result | None:
+    """Return the first result that is not None, if there is one."""
+    return next((result for result in results if result is not None), None)
 
 
 def enter(

@@ -19,8 +19,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from omegaconf import DictConfig
-
 from env import Task
 from kit.data.episode import Episode
 from kit.data.fingerprint import Fingerprint
@@ -31,7 +29,7 @@ from kit.engine.inputs import RunInputs
 from kit.errors import ConfigError, RunError
 from kit.recipe.keys import flatten, is_below
 from kit.recipe.recipe import Recipe
-from kit.recipe.redaction import redacted
+from kit.recipe.schema import TrainerSection
 from kit.run import checkpoints, identity
 from kit.run.console import say
 
@@ -136,14 +134,14 @@ def find_recording(pattern: str) -> Recording:
     return Recording({step: files[step] for step in steps})
 
 
-def prepare(config: DictConfig, recording: Recording) -> Path | None:
-    """Change the recipe to train on a recording in a separate run folder.
+def prepare(trainer: TrainerSection, recording: Recording) -> tuple[Path | None, list[str]]:
+    """Return the checkpoint before the first step (None for step 1), and changes of the recipe.
 
-    Returns the checkpoint before the first step, or None for step 1. Raises ConfigError. No engine
+    The changes are key=value arguments: a replay trains in a separate run folder. No engine
     samples, so no held-out row is evaluated: `evaluate` does that with the export of the replay.
-    The rewards are the recorded ones, so there is no shadow verifier.
+    The rewards are the recorded ones, so there is no shadow verifier. Raises ConfigError.
     """
-    checkpoint = find_checkpoint(config, recording)
+    checkpoint = find_checkpoint(trainer, recording)
     if checkpoint:
         before = recording.first - 1
         damage = checkpoints.find_damage(checkpoint)
@@ -154,22 +152,24 @@ def prepare(config: DictConfig, recording: Recording) -> Path | None:
                 f"{before}, but {checkpoint} is {problem}. Replay from a step after a checkpoint, "
                 "or save every step (trainer.save_freq=1), or set trainer.resume_from_path."
             )
-    name = f"{config.trainer.experiment_name}_replay_{recording.steps}"
-    config.trainer.experiment_name = name
-    config.trainer.default_local_dir = f"runs/{name}/checkpoints"
-    config.env.val_files = []
-    config.env.shadow_verifier = None
-    config.trainer.val_before_train = False
-    return checkpoint
+    name = f"{trainer.experiment_name}_replay_{recording.steps}"
+    changes = [
+        f"trainer.experiment_name={name}",
+        f"trainer.default_local_dir=runs/{name}/checkpoints",
+        "trainer.val_before_train=false",
+        "env.val_files=[]",
+        "env.shadow_verifier=null",
+    ]
+    return checkpoint, changes
 
 
-def find_checkpoint(config: DictConfig, recording: Recording) -> Path | None:
-    """The checkpoint before the first step, which may be missing; None for step 1."""
-    if config.trainer.resume_mode == "resume_path":
-        return Path(config.trainer.resume_from_path or "nowhere")
+def find_checkpoint(trainer: TrainerSection, recording: Recording) -> Path | None:
+    """Return the checkpoint before the first step, which may be missing; None for step 1."""
+    if trainer.resume_mode == "resume_path":
+        return Path(trainer.resume_from_path or "nowhere")
     if recording.first == 1:
         return None
-    folders = (recording.folder / "checkpoints", Path(config.trainer.default_local_dir))
+    folders = (recording.folder / "checkpoints", Path(trainer.default_local_dir))
     candidates = [folder / f"global_step_{recording.first - 1}" for folder in folders]
     return next((path for path in candidates if path.is_dir()), candidates[0])
 
@@ -194,7 +194,7 @@ def load(
         batches = load_replay(path, inputs.train)
         episodes = list(itertools.chain.from_iterable(batches))
         check_tokens(path, episodes, inputs)
-    now = fingerprint or Fingerprint(flatten(redacted(recipe.verl)))
+    now = fingerprint or Fingerprint(flatten(recipe.redacted()))
     changes = list_changes(recording, recipe, now)
     return Replay(recording, inputs.train, changes, read_kl(recording))
 
@@ -338,7 +338,7 @@ def note_other_policy(replay: Replay, step: int, shift: PolicyShift) -> None:
 
 def check_sample_size(shift: PolicyShift, step: int, episodes: int, recipe: Recipe) -> None:
     """Raise RunError if the recorded episodes say too little about the present policy."""
-    floor = recipe.kit.replay_min_ess
+    floor = recipe.trainer.replay_min_ess
     if shift.ess < floor:
         raise RunError(
             f"step {step}: the effective sample size of the recorded episodes is {shift.ess:.3f} "

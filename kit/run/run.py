@@ -9,6 +9,7 @@ from kit.data.fingerprint import Fingerprint
 from kit.recipe.recipe import Recipe
 from kit.run import checkpoints
 from kit.run.console import Display
+from kit.run.features import Features
 from kit.run.run_files import RunFiles
 from kit.run.run_log import RunLog
 from kit.run.stages import Stages
@@ -18,6 +19,7 @@ class Run:
     """A run of a command. Use as `with Run(recipe) as run`.
 
     resume_from: the checkpoint to resume from. fingerprint: of the recipe and its rows.
+    features: those that are on.
     """
 
     def __init__(
@@ -25,14 +27,16 @@ class Run:
         recipe: Recipe,
         resume_from: Path | None = None,
         fingerprint: Fingerprint | None = None,
+        features: Features = Features(),  # noqa: B008  (it never changes)
     ):
         self.recipe = recipe
         self.folder = Path("runs") / recipe.trainer.experiment_name
-        self.last: int = recipe.trainer.total_training_steps  # the number of the last step
+        self.features = features
+        self.last = recipe.last_step
         done = checkpoints.step_of(resume_from) if resume_from else 0
         self.display = Display(recipe.command, self.last if recipe.trains else 0, done)
-        self.stages = Stages(recipe.kit.stage_timeout_s, self.folder / "logs", self.display)
-        self.files = RunFiles(recipe, self.folder, self.stages, resume_from)
+        self.stages = Stages(recipe.trainer.stage_timeout_s, self.folder / "logs", self.display)
+        self.files = RunFiles(recipe, self.folder, self.stages, resume_from, features.outputs)
         self.files.fingerprint = fingerprint or Fingerprint()
         self.log = RunLog(self.files)
 

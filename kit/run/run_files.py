@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
-from omegaconf import OmegaConf
 from safetensors import SafetensorError
 
 from env import Task
@@ -25,11 +24,11 @@ from kit.data.episode import Episode
 from kit.data.fingerprint import Fingerprint
 from kit.data.rollout_files import to_record, write_record
 from kit.errors import RunError
-from kit.recipe.load import FSDP
 from kit.recipe.recipe import Recipe
-from kit.recipe.redaction import redacted
+from kit.recipe.redaction import write_yaml
 from kit.run import checkpoints, files, identity, isolation
 from kit.run.console import say
+from kit.run.features import RunOutput
 from kit.run.stages import Stages
 
 if TYPE_CHECKING:  # verl takes 7 s to import
@@ -48,11 +47,19 @@ class RunFiles:
     checkpoint: the last one; at first the one that the run resumes from.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, stages: Stages, checkpoint: Path | None):
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        stages: Stages,
+        checkpoint: Path | None,
+        outputs: Sequence[RunOutput] = (),
+    ):
         self.recipe = recipe
         self.folder = folder
         self.stages = stages
         self.checkpoint = checkpoint
+        self.outputs = outputs
         self.fingerprint = Fingerprint()
         self.report_written_at = 0.0
         self.report_seconds = 0.0  # to write the last report.html
@@ -93,7 +100,7 @@ class RunFiles:
         if recipe.trains and self.checkpoint:
             self.note_changes()
         with files.replace_atomically(self.folder / f"{name}.yaml") as partial:
-            OmegaConf.save(redacted(recipe.verl), partial)
+            partial.write_text(write_yaml(recipe.redacted()))
         path = self.folder / f"{name}.fingerprint.json"
         identity.write_fingerprint(path, self.fingerprint)
         if recipe.trains:
@@ -170,8 +177,8 @@ class RunFiles:
                     "command"
                 ) from error
         with self.explain_failure("The export is complete, but has no card", log):
-            for feature in self.recipe.features:
-                feature.write_export(self.recipe, self.folder)
+            for output in self.outputs:
+                output.write_export(self.recipe, self.folder)
 
     @contextlib.contextmanager
     def explain_failure(self, message: str, log: Path) -> Iterator[None]:
@@ -270,7 +277,7 @@ class RunFiles:
             path.parent.mkdir(exist_ok=True)
         with files.replace_atomically(path) as partial, partial.open("wb") as out:
             torch.save({"reason": reason, "uid": group_ids, **tensors}, out)
-        limit = MAX_NONFINITE_STEPS if self.recipe.verl.model_engine == FSDP else 1
+        limit = MAX_NONFINITE_STEPS if self.recipe.engine.is_fsdp else 1
         if self.nonfinite_steps == limit:
             raise RunError(
                 f"{self.nonfinite_steps} non-finite steps in a row, the last: {reason}. Inspect "
@@ -297,7 +304,7 @@ class RunFiles:
         begin = time.monotonic()
         log = self.folder / "logs" / "report.log"
         with self.explain_failure("report.html was not written", log):
-            reports = [feature.write_report(self.folder) for feature in self.recipe.features]
+            reports = [output.write_report(self.folder) for output in self.outputs]
             self.findings = list(itertools.chain.from_iterable(reports))
             self.report_written_at = time.monotonic()
             self.report_seconds = time.monotonic() - begin

@@ -11,14 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from omegaconf import OmegaConf
-
 from env import Json
 from kit.data import json_lines
 from kit.data.episode import Episode
 from kit.data.metrics import describe_score
 from kit.errors import RunError
-from kit.recipe.redaction import redacted
 from kit.run import files
 from kit.run.console import print_examples, say, step_values
 from kit.run.run_files import RunFiles
@@ -46,7 +43,7 @@ class RunLog:
         self.folder = run_files.folder
         self.files = run_files
         self.stages = run_files.stages
-        self.last: int = self.recipe.trainer.total_training_steps  # the number of the last step
+        self.last: int = self.recipe.last_step  # the number of the last step
         self.trackers: Trackers | None = None
         self.tracking: Path | None = None  # the file of the tracker `file`
         # functions that measure something for every line of metrics.jsonl
@@ -87,7 +84,7 @@ class RunLog:
         project = self.recipe.trainer.project_name
         name = self.recipe.trainer.experiment_name
         responses = ValidationGenerationsLogger(project, name)
-        recipe = OmegaConf.to_container(redacted(self.recipe.verl), resolve=False)
+        recipe = self.recipe.redacted()
         try:
             return Trackers(names, Tracking(project, name, names, recipe), responses)
         except Exception as error:  # each tracker has its own classes, for example for a wrong key
@@ -164,7 +161,7 @@ class RunLog:
         has_kl = self.recipe.algorithm.use_kl_in_reward
         is_shaped = bool(self.recipe.env.reward or has_kl or self.recipe.has_reward_model)
         self.stages.display.print_step(step, step_values(metrics, is_shaped), self.stages.timing)
-        interval = self.recipe.kit.print_samples_every
+        interval = self.recipe.trainer.print_samples_every
         if episodes and interval > 0 and step % interval == 0:
             print_examples(episodes, 1)
 

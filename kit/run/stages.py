@@ -19,8 +19,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 from kit.data.episode import Episode
+from kit.engine.interfaces import EventLoop
 from kit.errors import RunError, Stop
-from kit.features import EventLoop
 from kit.run import log_files, processes
 from kit.run.console import Display, say
 from kit.run.event_loops import get_running_loop

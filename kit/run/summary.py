@@ -13,13 +13,12 @@ from kit.chat.tool_calls import list_tool_formats
 from kit.data.ground_truths import find_marks, is_missing
 from kit.engine.inputs import RunInputs
 from kit.recipe import adapters
-from kit.recipe.keys import find_changes, is_below
-from kit.recipe.load import FSDP
+from kit.recipe.keys import is_below, is_kit_key
 from kit.recipe.neutral_sampling import find_distortions
-from kit.recipe.recipe import Recipe
-from kit.recipe.redaction import redacted
+from kit.recipe.recipe import Recipe, find_changes
 from kit.recipe.resources import cores
 from kit.recipe.training_effect import warn_of_lost_updates
+from kit.run.features import RecipeCheck
 from kit.run.prepare import find_unsandboxed
 
 ENGINES = {"vllm": "vLLM", "hf": "transformers", "sglang": "SGLang"}
@@ -27,24 +26,27 @@ MAX_NAMED = 5  # files, and dropped rows, that the summary names
 
 
 def summarize(
-    recipe: Recipe, inputs: RunInputs, notes: Sequence[str] = (), written: Json | None = None
+    recipe: Recipe,
+    inputs: RunInputs,
+    checks: Sequence[RecipeCheck] = (),
+    notes: Sequence[str] = (),
+    is_dry_run: bool = False,
 ) -> str:
-    """What a person reads before a run, then its settings.
+    """Return what a person reads before a run, then its settings.
 
-    notes: lines that follow the warnings. written: for a dry run, {dotted key: value} of the recipe
-    files and arguments.
+    checks: of features. notes: lines that follow the warnings.
     """
     lines = [*describe_rows(recipe, inputs), *describe_work(recipe, inputs)]
     lines += describe_verifiers(recipe, inputs)
-    if written is not None:
+    if is_dry_run:
         lines += [*describe_first_prompts(inputs), describe_thoughts(inputs.template)]
-    lines += [f"WARNING     {text}" for text in list_warnings(recipe, inputs)]
-    lines += [*notes, *describe_settings(recipe, inputs)]
-    if written is not None:
-        for feature in recipe.features:
-            lines += feature.dry_run_lines(recipe, inputs)
+    lines += [f"WARNING     {text}" for text in list_warnings(recipe, inputs, checks)]
+    lines += [*notes, *describe_settings(recipe, inputs, checks)]
+    if is_dry_run:
+        for check in checks:
+            lines += check.dry_run_lines(recipe, inputs)
         ids = f"{sorted(inputs.stop_ids)}, pad id {inputs.tokenizer.pad_token_id} (masked)"
-        lines += [f"stop ids    {ids}", *describe_changes(recipe, written)]
+        lines += [f"stop ids    {ids}", *describe_changes(recipe)]
         lines.append("dry run: model, files, sizes and servers are valid; nothing was started")
     return "\n".join(lines)
 
@@ -82,7 +84,7 @@ def describe_work(recipe: Recipe, inputs: RunInputs) -> list[str]:
         rows = len(inputs.validation)
         return [f"evaluate    {rows} rows x {rollout.val_kwargs.n} episodes {longest}"]
     prompts = recipe.data.train_batch_size
-    steps = recipe.trainer.total_training_steps
+    steps = recipe.last_step
     epochs = ""
     if inputs.train:
         epochs = f" = {steps * prompts / inputs.per_epoch:.2f} epochs"
@@ -136,13 +138,18 @@ def describe_verifiers(recipe: Recipe, inputs: RunInputs) -> list[str]:
     return lines + (describe_functions(recipe) if recipe.command == "train" else [])
 
 
-def describe_settings(recipe: Recipe, inputs: RunInputs) -> list[str]:
+def describe_settings(
+    recipe: Recipe, inputs: RunInputs, checks: Sequence[RecipeCheck]
+) -> list[str]:
     """The models, what features add to the verifiers, and the devices."""
-    lines = [f"model       {recipe.model.path}", *adapters.describe_adapter(recipe.model)]
+    lines = [
+        f"model       {recipe.model.path}",
+        *adapters.describe_adapter(recipe.model, recipe.facts.adapter),
+    ]
     if recipe.command == "train":
         lines += describe_other_models(recipe)
-    for feature in recipe.features:
-        lines += feature.summary_lines(recipe, inputs)
+    for check in checks:
+        lines += check.summary_lines(recipe, inputs)
     if recipe.has_episodes:
         lines.append(describe_devices(recipe))
     return lines
@@ -152,10 +159,10 @@ def describe_devices(recipe: Recipe) -> str:
     """The devices, and how the models are laid out over them."""
     rollout = recipe.rollout
     world = recipe.world_size()
-    engine = "" if recipe.verl.model_engine == FSDP else f" of {recipe.verl.model_engine}"
+    engine = "" if recipe.engine.is_fsdp else f" of {recipe.model_engine}"
     separate = {
         role.replace("_", " "): recipe.world_size(role)
-        for role in recipe.kit.resource_pools.sizes()
+        for role in recipe.trainer.resource_pools.sizes()
     }
     if rollout.nnodes:
         separate["rollout engine"] = recipe.rollout_gpus
@@ -175,14 +182,16 @@ def describe_devices(recipe: Recipe) -> str:
 # --- warnings ------------------------------------------------------------------------------------
 
 
-def list_warnings(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
+def list_warnings(
+    recipe: Recipe, inputs: RunInputs, checks: Sequence[RecipeCheck] = ()
+) -> Iterator[str]:
     """Problems that do not stop the run."""
-    for feature in recipe.features:
-        yield from feature.warnings(recipe, inputs)
+    for check in checks:
+        yield from check.warnings(recipe, inputs)
     yield from warn_of_lost_updates(recipe)
     if not recipe.has_episodes:
         return
-    distortions = find_distortions(recipe.rollout)
+    distortions = find_distortions(recipe)
     if distortions and recipe.command == "train":
         settings = ", ".join(f"rollout.{key}={value}" for key, value in distortions.items())
         yield (
@@ -191,7 +200,7 @@ def list_warnings(recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
             "and algorithm.rollout_correction is biased. Remove this unless you want that."
         )
     yield from warn_of_template(recipe, inputs)
-    for name, is_here in find_unsandboxed(recipe.verl, inputs).items():
+    for name, is_here in find_unsandboxed(recipe, inputs).items():
         place = "on this machine, as your user" if is_here else "on the machine of its server"
         yield (
             f"{name} RUNS THE MODEL'S CODE {place}, WITHOUT A SANDBOX: it may read keys and "
@@ -303,14 +312,16 @@ def warn_of_overlap(inputs: RunInputs) -> Iterator[str]:
 # --- dry run -------------------------------------------------------------------------------------
 
 
-def describe_changes(recipe: Recipe, written: Json) -> list[str]:
-    """The values that neither verl's defaults nor `written` has.
+def describe_changes(recipe: Recipe) -> list[str]:
+    """Return the values that neither verl's defaults nor the recipe have.
 
     They follow from the model, the rows and the machine.
     """
+    written = recipe.source.written
     lines = ["further changes to verl's defaults, in no recipe and not in configs/base.yaml:"]
-    shown = redacted(recipe.verl)
-    for key, (value, default) in find_changes(shown, recipe.defaults).items():
+    for key, (value, default) in find_changes(recipe).items():
+        if is_kit_key(key):
+            continue
         is_in_recipe = key in written and (written[key] == value or "${" in str(written[key]))
         if (recipe.has_critic or not is_below(key, "critic")) and not is_in_recipe:
             lines.append(f"    {key}: {value} (was {default})")

@@ -13,6 +13,7 @@ from env import Json
 from kit.data.episode import Episode, append_tokens
 from kit.engine.inputs import RunInputs
 from kit.errors import UserFunctionError
+from kit.recipe.keys import ACTOR
 from kit.recipe.recipe import Recipe
 from kit.recipe.user_functions import (
     ADVANTAGE,
@@ -103,7 +104,7 @@ def try_loss(recipe: Recipe) -> None:
         return
     batch = fake_batch(recipe)
     mask = batch["response_mask"]  # [B, R]
-    actor = make_loss_config(recipe.actor, mask)
+    actor = make_loss_config(recipe.for_verl(ACTOR), mask)
     arguments = {
         "old_log_prob": batch["old_log_probs"],  # [B, R]
         "log_prob": batch["old_log_probs"].clone().requires_grad_() + 0.1,  # [B, R]

@@ -12,7 +12,6 @@ import io
 from typing import Any, NamedTuple
 
 import ray
-from omegaconf import DictConfig
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.base import create_colocated_worker_cls
 from verl.utils.config import omega_conf_to_dataclass
@@ -53,7 +52,7 @@ def choose_actor_role(recipe: Recipe) -> str:
     """
     if not recipe.has_episodes:
         return "actor"
-    is_elsewhere = recipe.model.lora_rank or recipe.teacher or recipe.kit.resource_pools.ref
+    is_elsewhere = recipe.model.lora_rank or recipe.teacher or recipe.trainer.resource_pools.ref
     if recipe.has_reference and not is_elsewhere:
         return "actor_rollout_ref"
     return "actor_rollout"
@@ -63,18 +62,15 @@ def optional_roles(recipe: Recipe) -> dict[str, Role]:
     """The critic, the reward model and a separate reference, if the recipe needs them."""
     roles: dict[str, Role] = {}
     if recipe.has_critic:  # GAE
-        critic = make_value_model_config(recipe.verl.critic)
+        critic = make_value_model_config(recipe)
         roles["critic"] = Role(TrainingWorker, {"config": critic})
     if recipe.has_reward_model:
-        settings = recipe.for_verl().critic
-        settings.model.path = recipe.verl.reward.reward_model.model_path
-        settings.model.tokenizer_path = recipe.verl.reward.reward_model.model_path
-        reward_model = make_value_model_config(settings)
+        reward_model = make_value_model_config(recipe, recipe.reward.reward_model.model_path or "")
         # forward_only: verl loads the model in bf16, and keeps it in host memory while it is idle
         reward_model.engine_config.forward_only = True
         roles["reward_model"] = Role(TrainingWorker, {"config": reward_model})
     teacher = recipe.teacher
-    if teacher or (recipe.kit.resource_pools.ref and recipe.has_reference):
+    if teacher or (recipe.trainer.resource_pools.ref and recipe.has_reference):
         # The actor's worker cannot hold a teacher: verl 0.9.1 loads the policy's path there.
         ref = recipe.for_verl().actor_rollout_ref
         ref.model.path = teacher or ref.model.path
@@ -83,11 +79,15 @@ def optional_roles(recipe: Recipe) -> dict[str, Role]:
     return roles
 
 
-def make_value_model_config(settings: DictConfig) -> TrainingWorkerConfig:
+def make_value_model_config(recipe: Recipe, path: str = "") -> TrainingWorkerConfig:
     """Convert verl's section `critic` to the configuration of its engine worker.
 
-    Source: verl 0.9.1, RayPPOTrainer.init_workers.
+    path: of another model than the critic's. Source: verl 0.9.1, RayPPOTrainer.init_workers.
     """
+    settings = recipe.for_verl("critic")
+    if path:
+        settings.model.path = path
+        settings.model.tokenizer_path = path
     critic = omega_conf_to_dataclass(settings)
     critic.engine.infer_max_token_len_per_gpu = critic.forward_max_token_len_per_gpu
     critic.engine.max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
@@ -105,7 +105,7 @@ def start_roles(recipe: Recipe, roles: dict[str, Role]) -> Workers:
 
     roles: the keys are the field names of Workers.
     """
-    separate = [name for name in roles if name in recipe.kit.resource_pools.sizes()]
+    separate = [name for name in roles if name in recipe.trainer.resource_pools.sizes()]
     colocated = [name for name in roles if name not in separate]
     groups: dict[str, WorkerGroup] = {}
     if colocated:
@@ -119,7 +119,7 @@ def start_roles(recipe: Recipe, roles: dict[str, Role]) -> Workers:
         ref=groups.get("ref"),
     )
     if workers.critic:
-        loss_config = omega_conf_to_dataclass(recipe.verl.critic)
+        loss_config = omega_conf_to_dataclass(recipe.for_verl("critic"))
         workers.critic.reset()
         workers.critic.set_loss_fn(functools.partial(value_loss, config=loss_config))
     if workers.reward_model:
@@ -146,6 +146,6 @@ def start_group(recipe: Recipe, roles: dict[str, Role]) -> dict[str, WorkerGroup
         ray_cls_with_init=worker_class,
         device_name=recipe.trainer.device,
         ray_wait_register_center_timeout=recipe.trainer.ray_wait_register_center_timeout,
-        worker_env={TIMEOUT_VARIABLE: str(recipe.verl.actor_rollout_ref.nccl_timeout)},
+        worker_env={TIMEOUT_VARIABLE: str(recipe.actor_rollout_ref.nccl_timeout)},
     )
     return group.spawn(classes) if is_shared else {first: group}

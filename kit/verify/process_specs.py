@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from env import Json
-from kit import features
+from kit import optional
 from kit.recipe.keys import ROOT, make_command
 from kit.verify import network
 from kit.verify.network import HOST, GymStartError
@@ -168,7 +168,7 @@ def resolve_python(name: str, start: Json) -> str:
     if start.get("install"):
         key = f"gym.servers.{name}.start.install"
         try:
-            environments = features.load("environments", key)
+            environments = optional.load("environments", key)
             return str(environments.install_environment(folder, python))
         except GymStartError as error:
             raise GymStartError(f"{key}: {error}") from None
@@ -189,7 +189,7 @@ def find_package(python: str) -> Path | None:
 
 
 def environment_folder(server: str, package: Path) -> Path:
-    """Return the folder of the environment for one server (kit/features.py).
+    """Return the folder of the environment for one server (kit/optional.py).
 
     It is next to the environment that has nemo-gym. package: site-packages with nemo-gym.
     """

@@ -168,7 +168,7 @@ def is_finished(run: SweepRun) -> bool:
             f"{folder} is a run of another recipe: {', '.join(changes):.300}. Set another "
             "trainer.experiment_name."
         )
-    return checkpoints.is_exported(run.name, planned.recipe.trainer.total_training_steps)
+    return checkpoints.is_exported(run.name, planned.recipe.last_step)
 
 
 def start(run: SweepRun) -> int:

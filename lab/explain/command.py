@@ -85,7 +85,9 @@ def main(arguments: Sequence[str]) -> None:
     from kit.run.run import Run
 
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(Run(planned.recipe, planned.resume_from, planned.fingerprint))
+        run = stack.enter_context(
+            Run(planned.recipe, planned.resume_from, planned.fingerprint, planned.features)
+        )
         trainer = start_trainer(planned, run, stack)
         explanation = explain_step(trainer)
     out = write(explanation, folder)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from env import Task
 from gym_client import RUNS_EPISODES
+from kit.engine.interfaces import EventLoop
 from kit.engine.sampling import make_rollout_context
 from kit.errors import ConfigError
-from kit.features import EventLoop
 from kit.run import isolation
-from kit.run.cli import plan
+from kit.run.cli import Plan, plan
 from kit.run.console import console, count_nouns, say
 from kit.run.event_loops import make_runner
 from kit.verify.python_verifiers.pool import make_pools
@@ -33,7 +33,6 @@ from lab.probe.responses import Case
 
 if TYPE_CHECKING:
     from kit.engine.inputs import RunInputs
-    from kit.recipe.recipe import Recipe
 
 WEAK = 3  # exit status
 MAX_OTHERS = 12  # truths of other rows
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
     # `rollout` reads the rows of `train`, and needs neither a whole batch nor a checkpoint
     planned = plan(args.config, args.words, "rollout")
     tasks = planned.inputs.train
-    with running_verifiers(planned.recipe, planned.inputs) as (sender, loop):
+    with running_verifiers(planned) as (sender, loop):
         audits = audit_all(tasks, args.rows, planned.inputs, sender, loop)
     weaknesses = []
     broken = 0
@@ -125,7 +124,7 @@ def list_others(task: Task, source: Sequence[Task]) -> list[str]:
 
 
 @contextlib.contextmanager
-def running_verifiers(recipe: Recipe, inputs: RunInputs) -> Iterator[tuple[Sender, EventLoop]]:
+def running_verifiers(planned: Plan) -> Iterator[tuple[Sender, EventLoop]]:
     """Start the Gym servers, judges and processes of a recipe as a run does, and stop them at exit.
 
     Neither Ray nor a rollout engine starts. Raises ConfigError if the policy is a judge, and
@@ -134,6 +133,8 @@ def running_verifiers(recipe: Recipe, inputs: RunInputs) -> Iterator[tuple[Sende
     from kit.run.launch import Launch, enter  # imports Ray
     from kit.run.run import Run
 
+    recipe = planned.recipe
+    inputs = planned.inputs
     run = Run(recipe)  # never entered: it only names things
     run.folder = run.folder / "probe"
     policy = {"base_url": "http://127.0.0.1:9/v1", "api_key": "none", "model": "policy"}
@@ -141,8 +142,8 @@ def running_verifiers(recipe: Recipe, inputs: RunInputs) -> Iterator[tuple[Sende
         launch = Launch(run, inputs, stack, policy)
         launch.logs.mkdir(parents=True, exist_ok=True)
         stack.enter_context(isolation.use_own_tmpdir())
-        for feature in recipe.features:
-            feature.before_gym(launch)
+        for part in planned.features.parts:
+            part.before_gym(launch)
         if launch.serves_policy:
             raise ConfigError(
                 "gym.judges has the policy as a judge, and the probe runs no policy. Set base_url "

@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import Qwen2Config
 
-from kit.features import make_features
 from kit.recipe.load import load_config
 from kit.recipe.recipe import Recipe, freeze
 from kit.run import prepare
+from kit.run.features import make_features
 
 SCRIPT = """#!/usr/bin/env bash
 declare -A values=({values})

@@ -11,16 +11,16 @@ from typing import Any
 
 import psutil
 import pytest
+from kit.recipe.sections import read_sections
 from omegaconf import OmegaConf
 
 import gym_client
 from gym_client import GymError
 from kit.chat.parsed_response import ParsedResponse
-from kit.features import make_features
 from kit.recipe.load import base_configs
 from kit.recipe.recipe import Recipe
-from kit.recipe.sections import read_sections
 from kit.recipe.user_functions import load_recipe_functions
+from kit.run.features import make_features
 from kit.verify.python_verifiers.pool import make_pools
 from kit.verify.python_verifiers.settings import read_verifiers
 from kit.verify.verifiers import VerifierRouter

@@ -21,9 +21,9 @@ from verl.utils import tensordict_utils as tu
 import training
 from kit.data.episode import Episode, TurnSpan
 from kit.errors import UserFunctionError
-from kit.features import make_features
 from kit.recipe.recipe import Recipe
 from kit.recipe.user_functions import estimator_arguments
+from kit.run.features import make_features
 from tests.helpers.recipes import load
 
 ACTOR = "actor_rollout_ref.actor"

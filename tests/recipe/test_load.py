@@ -12,10 +12,9 @@ from verl.utils.model import update_model_config
 
 from kit.errors import ConfigError
 from kit.recipe import checks
-from kit.recipe.keys import diff, to_plain
+from kit.recipe.keys import TEACHER, diff, to_plain
 from kit.recipe.load import MICRO_BATCH_TOKENS, load_config
 from kit.recipe.recipe import freeze
-from kit.recipe.user_functions import TEACHER
 from kit.run import prepare, summary, trial
 from tests.helpers.http import ScriptedServer
 from tests.helpers.recipes import CPU, RECIPE, ROOT, load, row, tiny, write_chats, write_rows

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 
 import pytest
+from kit.recipe.sections import read_sections
 from omegaconf import OmegaConf
 
 from kit.recipe.keys import KEYS, flatten, is_kit_key, is_used, matches_any, to_plain
 from kit.recipe.load import MODEL_ENGINES, base_configs, load_config
 from kit.recipe.numbers import find_rule
-from kit.recipe.sections import read_sections
 from tests.helpers.recipes import CPU, RECIPE
 
 FILES = [str(CPU), str(RECIPE)]

@@ -26,7 +26,7 @@ def test_the_pythonpath_of_the_user_reaches_every_process(
     recipe, _ = load(workspace)
     expected = os.pathsep.join([str(ROOT), "first", "second"])
     assert (
-        recipe.verl.ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH
+        recipe.ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH
         == os.environ["PYTHONPATH"]
         == expected
     )

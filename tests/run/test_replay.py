@@ -16,7 +16,6 @@ from kit.data.episode import Episode, append_tokens
 from kit.data.fingerprint import Fingerprint
 from kit.data.rollout_files import to_record, write_record
 from kit.errors import ConfigError, RunError
-from kit.recipe.redaction import redacted
 from kit.run import checkpoints, identity, replay
 from tests.helpers.recipes import load
 
@@ -111,7 +110,7 @@ def test_a_replay_starts_from_the_step_before_its_first(tmp_path):
 
 
 def write_recipe(folder: Path, recipe) -> None:
-    OmegaConf.save(redacted(recipe.verl), folder / "config.yaml")
+    OmegaConf.save(recipe.redacted(), folder / "config.yaml")
 
 
 def test_a_recording_of_another_model_or_one_that_was_cut_is_refused(workspace, tmp_path):
@@ -200,7 +199,7 @@ def test_a_step_whose_policy_is_not_the_sampler_is_off_policy(
     assert metrics["replay/staleness"] == (1 if is_off_policy else 0)
     assert ("step 5 is off-policy" in capsys.readouterr().out) is is_off_policy
     assert bool(plan.changes) is is_off_policy  # also from the next step on
-    recipe.kit.replay_min_ess = 1.1
+    recipe.trainer.replay_min_ess = 1.1
     plan.changes.append("x")
     with pytest.raises(RunError, match="the effective sample size"):
         replay.set_old_log_probs(plan, 5, None, batch, recipe)

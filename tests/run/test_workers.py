@@ -104,7 +104,7 @@ def test_grpo_starts_one_group_with_only_the_actor(recipe, groups):
     [group] = groups
     assert workers == Workers(group, None, None, None) and group.calls == []
     assert group.part.cls is ActorRolloutRefWorker
-    assert group.part.kwargs == {"config": recipe.verl.actor_rollout_ref, "role": "actor_rollout"}
+    assert group.part.kwargs == {"config": recipe.actor_rollout_ref, "role": "actor_rollout"}
     assert group.arguments["resource_pool"] == ([3, 3], 1)
     assert group.arguments["device_name"] == "cpu"
     assert group.arguments["ray_wait_register_center_timeout"] == 77
@@ -144,7 +144,7 @@ def test_sft_starts_only_the_actor(recipe, groups, reward_model_settings):
     workers = start_workers(replace(recipe, command="sft"))
     [group] = groups
     assert workers == Workers(group, None, None, None)
-    assert group.part.kwargs == {"config": recipe.verl.actor_rollout_ref, "role": "actor"}
+    assert group.part.kwargs == {"config": recipe.actor_rollout_ref, "role": "actor"}
 
 
 def test_roles_without_separate_gpus_share_a_process_on_each_gpu(
@@ -196,7 +196,7 @@ def test_the_reward_model_is_a_value_model_that_is_not_trained(
     assert critic.model_config.path == str(workspace / "tied")
     assert reward_model.model_config.path == str(workspace / "scored")
     assert reward_model.model_config.tokenizer_path == str(workspace / "scored")
-    assert recipe.verl.critic.model.path == str(workspace / "tied")  # the recipe is unchanged
+    assert recipe.critic.model.path == str(workspace / "tied")  # the recipe is unchanged
 
 
 @pytest.mark.parametrize(
@@ -230,4 +230,4 @@ def test_a_value_model_has_the_critics_settings(recipe):
     assert (engine.infer_max_token_len_per_gpu, engine.max_token_len_per_gpu) == (3000, 2000)
     assert settings.optimizer_config.lr == 0.125
     assert list(settings.checkpoint_config.save_contents) == ["model"]
-    assert settings.model_config.path == recipe.verl.critic.model.path
+    assert settings.model_config.path == recipe.critic.model.path

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import gym_client
 from gym_client import GymError, Json
-from kit import features
+from kit import optional
 from kit.recipe.keys import ROOT
 from kit.recipe.recipe import Recipe
 from kit.recipe.resources import cores
@@ -35,15 +35,15 @@ MAX_LOG_BYTES = 16 * 2**20  # a longer log is emptied
 
 
 def make_pools(recipe: Recipe, specs: Mapping[str, VerifierSpec], logs: Path) -> dict[str, Pool]:
-    """Make a pool for each Python verifier of the recipe: {name: pool}. Starts no process.
+    """Make a pool for each Python verifier: {name: pool}. Starts no process.
 
-    specs: those that verify rows. Features may add others, whose logs are in folders of their name.
+    The logs of a verifier whose name here is another one are in a folder of that name.
     """
-    pools = {name: Pool(spec, recipe, logs) for name, spec in specs.items()}
-    for feature in recipe.features:
-        for name, spec in feature.verifiers().items():
-            (logs / name).mkdir(parents=True, exist_ok=True)
-            pools[name] = Pool(spec, recipe, logs / name)
+    pools = {}
+    for name, spec in specs.items():
+        folder = logs if name == spec.name else logs / name
+        folder.mkdir(parents=True, exist_ok=True)
+        pools[name] = Pool(spec, recipe, folder)
     return pools
 
 
@@ -141,8 +141,10 @@ class Worker:
         command = [sys.executable, "-u", "-P", "-c", code]
         readable = [Path(path).expanduser() for path in self.recipe.env.verifier_pool.readable]
         readable += list_code(Path(self.spec.path)) if self.spec.path else []
-        sandboxed = [feature.sandbox_command(command, readable) for feature in self.recipe.features]
-        return features.first(sandboxed) or command
+        if self.recipe.env.verifier_pool.sandbox:
+            sandbox = optional.load("sandbox", "env.verifier_pool.sandbox")
+            command = sandbox.sandbox_command(command, readable)
+        return command
 
     async def kill(self) -> None:
         """Kill the process and all that it has started, and wait until it is gone."""

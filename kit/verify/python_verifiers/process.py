@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kit import features
+from kit import optional
 from kit.verify.python_verifiers.calls import (
     CallResult,
     describe_failure,
@@ -98,7 +98,7 @@ class VerifierServer:
             is_class = inspect.isclass(self.verifier.func)
             return CallResult({"kind": "step" if is_class else "verify"})
         if method == "score" and not self.path and arguments[0]["data_source"] in CODE_SOURCES:
-            scores = features.load("programs", "env.verifier=verl")
+            scores = optional.load("programs", "env.verifier=verl")
             result: CallResult = scores.score_code(
                 self.verifier, self.runner, arguments[0], self.memory
             )

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-
-from omegaconf import DictConfig
 
 from gym_client import Json
 from kit.errors import ConfigError, UserFunctionError
 from kit.recipe import user_functions
-from kit.recipe.entries import Entry, parse_entry
-from kit.recipe.keys import to_plain
+from kit.recipe.entries import Entry
+from kit.recipe.keys import TRAIN, VAL
 from kit.recipe.python_files import find_user_file
+from kit.recipe.schema import EnvSection
 from kit.verify.python_verifiers.verl_scorer import CODE_SOURCES, runs_response
 
 VERL = "verl"  # the name of verl's scorer in a recipe
 VERIFIER_KEY = "env.verifier"
 RAW_TEXT = "raw_text"  # the key next to `function` that is no setting of the function
-FILE_KEYS = ("env.train_files", "env.val_files")
 
 
 @dataclass(frozen=True)
@@ -56,24 +54,26 @@ class PythonVerifiers:
 # --- read ----------------------------------------------------------------------------------------
 
 
-def read_verifiers(config: DictConfig) -> PythonVerifiers:
-    """Read the Python verifiers of a recipe. Raises UserFunctionError, ConfigError."""
-    value = to_plain(config.env.verifier)
-    default = read_spec(value, VERIFIER_KEY) if value else None
+def read_verifiers(env: EnvSection, servers: Collection[str]) -> PythonVerifiers:
+    """Read the Python verifiers of a recipe. Raises UserFunctionError, ConfigError.
+
+    servers: the names of its Gym servers.
+    """
+    default = read_spec(env.verifier, VERIFIER_KEY) if env.verifier else None
     specs = [default] if default else []
-    entries: dict[str, list[Entry]] = {key: [] for key in FILE_KEYS}
-    for key in FILE_KEYS:
-        for listed in to_plain(config.env[key.removeprefix("env.")]) or []:
-            entry = parse_entry(listed)
+    entries: dict[str, list[Entry]] = {TRAIN: [], VAL: []}
+    for key, listed in ((TRAIN, env.train_files), (VAL, env.val_files)):
+        for entry in listed:
             spec = read_spec(entry.verifier, f"{key}: verifier") if entry.verifier else default
+            named = entry
             if spec and not entry.server:
                 specs.append(spec)
-                entry = entry._replace(server=spec.name)
-            entries[key].append(entry)
-    named: dict[str, VerifierSpec] = {}
+                named = entry._replace(server=spec.name)
+            entries[key].append(named)
+    named_specs: dict[str, VerifierSpec] = {}
     for spec in specs:
-        check_name(spec, named.setdefault(spec.name, spec), config.gym.servers)
-    return PythonVerifiers(named, entries)
+        check_name(spec, named_specs.setdefault(spec.name, spec), servers)
+    return PythonVerifiers(named_specs, entries)
 
 
 def read_spec(value: str | Json, key: str) -> VerifierSpec:
@@ -98,7 +98,7 @@ def read_spec(value: str | Json, key: str) -> VerifierSpec:
     return VerifierSpec(name, reference, key, str(path.resolve()), settings, raw_text)
 
 
-def check_name(spec: VerifierSpec, other: VerifierSpec, servers: Json) -> None:
+def check_name(spec: VerifierSpec, other: VerifierSpec, servers: Collection[str]) -> None:
     """Check that no Gym server and no other verifier has the name. Raises ConfigError.
 
     other: the first verifier with this name, possibly the same.
@@ -114,17 +114,9 @@ def check_name(spec: VerifierSpec, other: VerifierSpec, servers: Json) -> None:
         )
 
 
-def remove_unused_servers(config: DictConfig) -> None:
-    """If env.verifier is set, remove the Gym servers that no file names: no row uses them."""
-    if not config.env.verifier:
-        return
-    used = {config.env.shadow_verifier}
-    for key in FILE_KEYS:
-        for entry in config.env[key.removeprefix("env.")] or ():
-            if isinstance(entry, Mapping):
-                used.add(entry.get("server"))
-    for name in list(config.gym.servers):
-        if name not in used:
-            del config.gym.servers[name]
-    if not config.gym.servers:
-        config.gym.judges = {}  # only servers use judges
+def find_unused_servers(env: EnvSection, servers: Collection[str]) -> list[str]:
+    """Find the Gym servers that no row uses: with env.verifier, those that no file names."""
+    if not env.verifier:
+        return []
+    used = {entry.server for entry in (*env.train_files, *env.val_files)}
+    return [name for name in servers if name not in used and name != env.shadow_verifier]

@@ -1,0 +1,175 @@
+"""The values of a recipe that follow from others, from its files and from its rows.
+
+`derive` is the one place that sets them. A feature returns its values (Facts.derivations).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from env import Json
+from kit.errors import ConfigError
+from kit.recipe.adapters import Adapter, derive_adapter
+from kit.recipe.keys import ACTOR, CRITIC, MODEL, REF, REWARD_MODEL, ROLLOUT, TEACHER, TRAIN
+from kit.recipe.settings import Settings
+
+MICRO_BATCH_TOKENS = (
+    f"{ACTOR}.ppo_max_token_len_per_gpu",
+    "critic.ppo_max_token_len_per_gpu",
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
+    f"{REF}.log_prob_max_token_len_per_gpu",
+)
+
+
+class ModelFacts(NamedTuple):
+    """What the configuration of the policy's model says."""
+
+    vocab_size: int
+    hidden_size: int
+    max_positions: int | None  # None: any number
+
+
+class RowFacts(NamedTuple):
+    """What the rows of a command say."""
+
+    batches: int | None  # whole batches of an epoch; None: rows of functions have no epochs
+    tool_format: str = ""  # the parser that was found for multi_turn.format=auto
+    servers: Mapping[str, str] = {}  # {server of rows: its url}, from gym.head_server
+
+
+class Facts(NamedTuple):
+    """What the files and rows of a recipe say. None: they were not read."""
+
+    chat_template: str | None = None  # the text of model.custom_chat_template
+    adapter: Adapter | None = None  # model.lora_adapter_path
+    unused_servers: frozenset[str] = frozenset()  # of gym.servers: no row uses them
+    model: ModelFacts | None = None
+    rows: RowFacts | None = None
+    # values that follow from the model's files or the rows alone
+    changes: Mapping[str, object] = {}
+    derivations: tuple[Callable[[Settings], Mapping[str, object]], ...] = ()  # of features
+
+
+def derive(settings: Settings, facts: Facts) -> Json:
+    """Return {dotted key: value} of the values that follow. Raises ConfigError."""
+    changes: Json = dict(facts.changes)
+    for derive_feature in facts.derivations:
+        changes |= derive_feature(settings)
+    changes |= derive_paths(settings)
+    if facts.chat_template is not None:
+        changes[f"{MODEL}.custom_chat_template"] = facts.chat_template
+    if facts.adapter and settings.model.lora_adapter_path:
+        changes |= derive_adapter(settings.model, facts.adapter)
+    changes |= derive_servers(settings, facts)
+    changes |= derive_loss(settings)
+    if facts.model:
+        changes |= derive_lengths(settings, facts.model, changes)
+        changes |= derive_weight_sync(settings, facts.model)
+    if facts.rows:
+        changes |= derive_steps(settings, facts.rows)
+    return changes
+
+
+def derive_paths(settings: Settings) -> Json:
+    """Return absolute paths, since workers run in other folders."""
+    changes: Json = {}
+    for key in (f"{MODEL}.path", CRITIC, REWARD_MODEL, TEACHER, f"{MODEL}.lora_adapter_path"):
+        path = settings.get(key)
+        if path and Path(path).expanduser().is_dir():
+            changes[key] = str(Path(path).expanduser().resolve())
+    # a Ray process writes this file
+    changes[f"{ROLLOUT}.prometheus.file"] = os.path.abspath(settings.rollout.prometheus.file)
+    return changes
+
+
+def derive_servers(settings: Settings, facts: Facts) -> Json:
+    """Return the Gym servers that the rows use: of the recipe, and of gym.head_server."""
+    found = facts.rows.servers if facts.rows else {}
+    if not facts.unused_servers and not found:
+        return {}
+    dumped = settings.gym.model_dump(exclude_none=True)
+    servers = dumped["servers"]
+    for name in facts.unused_servers:
+        del servers[name]
+    changes: Json = {"gym.servers": servers | {name: {"url": url} for name, url in found.items()}}
+    if not servers:
+        changes["gym.judges"] = {}  # only servers use judges
+    return changes
+
+
+def derive_loss(settings: Settings) -> Json:
+    """Return settings of the loss that follow from other settings."""
+    changes: Json = {}
+    actor = settings.actor
+    if actor.loss_agg_mode == "seq-mean-token-sum-norm" and not actor.loss_scale_factor:
+        # verl would divide by the width of a micro-batch
+        changes[f"{ACTOR}.loss_scale_factor"] = settings.data.max_response_length
+    if settings.algorithm.rollout_correction.bypass_mode:  # as verl's apply_bypass_mode
+        changes[f"{ACTOR}.policy_loss.loss_mode"] = "bypass_mode"
+        correction = settings.algorithm.rollout_correction.model_dump()
+        changes[f"{ACTOR}.policy_loss.rollout_correction"] = correction
+    return changes
+
+
+def derive_lengths(settings: Settings, model: ModelFacts, changes: Json) -> Json:
+    """Return the tokens of an episode and of a micro-batch. Raises ConfigError.
+
+    changes: values of features, which may set the length that the rollout engine takes.
+    """
+    longest = settings.max_episode_length
+    key = f"{ROLLOUT}.max_model_len"
+    max_model_len = settings.rollout.max_model_len or int(changes.get(key, longest))
+    positions = model.max_positions or max_model_len
+    if settings.has_episodes and max_model_len > positions:
+        raise ConfigError(
+            f"data.max_prompt_length + max_response_length = {longest}, rollout.max_model_len="
+            f"{max_model_len}: the model has only {positions} positions. Lower these."
+        )
+    # verl packs whole episodes, in parts on the GPUs that share the tokens of one
+    share = math.ceil(longest / settings.engine.sequence_gpus)
+    sizes = {name: max(settings.get(name), share) for name in MICRO_BATCH_TOKENS}
+    return {key: max_model_len} | sizes
+
+
+def derive_weight_sync(settings: Settings, model: ModelFacts) -> Json:
+    """Return a bucket for the largest tensor, the embedding in fp32, and the engine's processes."""
+    sync = settings.rollout.checkpoint_engine
+    needed = math.ceil(model.vocab_size * model.hidden_size * 4 / 2**20) + 1
+    size = max(sync.update_weights_bucket_megabytes, needed)
+    changes: Json = {f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": size}
+    if settings.command != "train":
+        # verl creates the engine of this name even if no weights are sent
+        changes[f"{ROLLOUT}.checkpoint_engine.backend"] = "naive"
+    vllm = dict(settings.rollout.engine_kwargs.get("vllm") or {})
+    is_split = settings.rollout.tensor_model_parallel_size > 1
+    if settings.trainer.device == "cpu" and is_split and "distributed_executor_backend" in vllm:
+        # verl's default for this key starts a process for each part of the model
+        del vllm["distributed_executor_backend"]
+        changes[f"{ROLLOUT}.engine_kwargs.vllm"] = vllm
+    return changes
+
+
+def derive_steps(settings: Settings, rows: RowFacts) -> Json:
+    """Return the number of steps, also for the schedules of the workers. Raises ConfigError.
+
+    Without trainer.total_training_steps, verl counts trainer.total_epochs.
+    """
+    steps = settings.trainer.total_training_steps
+    if steps is None and settings.trains:
+        if rows.batches is None:
+            raise ConfigError(
+                f"trainer.total_training_steps=null: rows of a function in {TRAIN} have no epochs. "
+                "Set it."
+            )
+        steps = settings.trainer.total_epochs * rows.batches
+    changes: Json = {
+        f"{section}.optim.total_training_steps": steps or -1 for section in (ACTOR, "critic")
+    }
+    changes["trainer.total_training_steps"] = steps
+    if rows.tool_format:
+        changes[f"{ROLLOUT}.multi_turn.format"] = rows.tool_format
+    return changes
