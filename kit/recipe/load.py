@@ -331,7 +331,8 @@ def find_invalid_values(merged: Merged, base: Merged, unknown: Sequence[str]) ->
             continue
         value = select_nested(merged.resolved, key)
         value = written if value is None else value  # a name with a dot cannot be selected
-        problem = check_value(key, value, select_nested(base.resolved, key))
+        problem = describe_unquoted(key, written)
+        problem = problem or check_value(key, value, select_nested(base.resolved, key))
         if problem:
             messages.append(problem)
             known.append(key)
@@ -361,6 +362,14 @@ def check_value(key: str, value: object, default: object) -> str:
         return "" if is_valid else f"{key}={show(value)} must be {rule.describe()}. Change it."
     if isinstance(default, str) and isinstance(value, (bool, list, dict)):
         return f"{key}={show(value)} must be a text. Change it."
+    return ""
+
+
+def describe_unquoted(key: str, written: object) -> str:
+    """Describe a number or a switch in the place of a text, which YAML may have changed: 007."""
+    is_text = list_types(key) - {type(None)} == {str}
+    if is_text and isinstance(written, (bool, int, float)):
+        return f"{key}={show(written)} is a number or a switch in YAML, not a text. Quote it."
     return ""
 
 

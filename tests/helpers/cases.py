@@ -26,8 +26,7 @@ from verl.utils.config import omega_conf_to_dataclass
 import training
 from kit.data.episode import Episode
 from kit.data.selection import select_trainable
-from kit.recipe.load import load_config
-from tests.helpers.recipes import CPU, RECIPE, make_partial
+from tests.helpers.recipes import make_partial
 
 EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
 SINGLE = {"rtol": 2e-6, "atol": 2e-6}
@@ -44,16 +43,9 @@ assert_close = np.testing.assert_allclose
 
 
 @functools.cache
-def tiny_recipe() -> DictConfig:
-    return load_config((str(CPU), str(RECIPE)), [])[0]
-
-
-@functools.cache
 def tiny_actor() -> DictConfig:
     """The actor's section of the tiny recipe, without interpolations."""
-    actor = tiny_recipe().actor_rollout_ref.actor
-    values: Any = OmegaConf.to_container(actor, resolve=True)
-    return OmegaConf.create(values)
+    return make_partial().for_verl("actor_rollout_ref.actor")
 
 
 # --- episodes ------------------------------------------------------------------------------------
@@ -143,7 +135,6 @@ def list_sampled(case: Case) -> list[int]:
 def compute_advantages(cases, name, **algorithm) -> tuple[np.ndarray, np.ndarray]:
     """(advantages, returns) [B, R] from training.compute_advantages; 0 on observed tokens."""
     batch = training.build_batch(cases, 0, 1.0)
-    settings = OmegaConf.merge(tiny_recipe().algorithm, algorithm)
     b = batch.batch
     mask = b["response_mask"]
     b["token_level_rewards"] = torch.tensor(pad([case.rewards for case in cases]))
@@ -152,7 +143,7 @@ def compute_advantages(cases, name, **algorithm) -> tuple[np.ndarray, np.ndarray
     b["old_log_probs"] = torch.tensor(pad([np.log(case.pi) for case in cases]))
     if name == "remax":
         b["reward_baselines"] = torch.tensor([case.greedy for case in cases], dtype=torch.float64)
-    settings.adv_estimator = name
+    settings = {**algorithm, "adv_estimator": name}
     training.compute_advantages(batch, make_partial({"algorithm": settings}))
     if name not in ("gae", "remax"):
         # these two have values on observed tokens, which the mask of the loss removes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 from transformers import Qwen2Config
 
-from kit.recipe.load import load_config
-from kit.recipe.recipe import Recipe, freeze
-from kit.run import prepare
+from kit.recipe.derive import Facts, ModelFacts
+from kit.recipe.load import read_source
+from kit.recipe.recipe import Recipe, build
+from kit.recipe.settings import make_settings
 from kit.run.features import make_features
 
 SCRIPT = """#!/usr/bin/env bash
@@ -86,8 +88,14 @@ def make_recipe(
     model: Any, *changes: str, recipes: Sequence[str] = ("math",), command: str = "train"
 ) -> Recipe:
     """Make a recipe for one GPU, with the sizes of a run. model: of QWEN, or its configuration."""
-    config, defaults = load_config(recipes, ["trainer.n_gpus_per_node=1", *changes])
-    active = make_features(config, command)
+    source = read_source(recipes, ["trainer.n_gpus_per_node=1", *changes])
     hf_config = qwen(model) if isinstance(model, str) else model
-    prepare.set_sizes(config, hf_config, command, active)
-    return freeze(config, defaults, command, features=active)
+    text_config = hf_config.get_text_config()
+    checks = make_features(make_settings(source, command)).checks
+    facts = Facts(
+        model=ModelFacts(
+            text_config.vocab_size, text_config.hidden_size, text_config.max_position_embeddings
+        ),
+        derivations=tuple(functools.partial(each.derive, hf_config=hf_config) for each in checks),
+    )
+    return build(source, command, facts)

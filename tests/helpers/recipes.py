@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from kit.recipe.load import load_config
-from kit.recipe.recipe import Recipe
+from env import Json
+from kit.recipe.keys import merge_nested
+from kit.recipe.load import Source, read_source, resolve
+from kit.recipe.recipe import Recipe, build
+from kit.recipe.user_functions import RecipeFunctions, reward_of_verifier
 from kit.run import prepare
 
 # Environment variables of commands that tests start, without the variables set above.
@@ -122,19 +123,33 @@ def load(
 ) -> prepare.Prepared:
     """Load and check the tiny recipe with overlays of configs/ -> (recipe, inputs)."""
     files = [str(CPU), str(RECIPE), *overlays]
-    return prepare.prepare(*load_config(files, tiny(workspace, *changes)), command)
+    return prepare.prepare(read_source(files, tiny(workspace, *changes)), command)
 
 
-def make_partial(sections: dict | DictConfig, command="train", arguments=(), **kit) -> Recipe:
-    """A recipe with only these sections of verl's configuration, without checks.
+@functools.cache
+def read_tiny() -> Source:
+    """Read the tiny recipe, whose files need not exist."""
+    return read_source([str(CPU), str(RECIPE)], [])
 
-    arguments: of the advantage. kit: the kit's keys in verl's sections.
+
+def make_partial(sections: Json | None = None, command="train", arguments=()) -> Recipe:
+    """Make the tiny recipe with other values, without the checks of files, models and functions.
+
+    sections: nested. arguments: of the advantage. Equal ones are made once.
     """
-    config: Any = OmegaConf.create(sections)
-    OmegaConf.set_readonly(config, True)
-    kit_sections: Any = SimpleNamespace(kit=SimpleNamespace(**kit))
-    functions: Any = None
-    return Recipe(command, config, config, kit_sections, functions, frozenset(arguments), ())
+    return build_partial(json.dumps(sections or {}, default=list), command, frozenset(arguments))
+
+
+@functools.lru_cache(maxsize=500)
+def build_partial(sections: str, command: str, arguments: frozenset[str]) -> Recipe:
+    """Make the recipe of `make_partial`. sections: as JSON."""
+    tiny_source = read_tiny()
+    values = merge_nested(tiny_source.values, json.loads(sections))
+    source = dataclasses.replace(tiny_source, values=values, resolved=resolve(values))
+    functions = RecipeFunctions(reward_of_verifier, [], None)
+    recipe = build(source, command, functions=functions)
+    recipe.__dict__["arguments"] = arguments
+    return recipe
 
 
 def command(workspace: Path, *arguments: str) -> list[str]:

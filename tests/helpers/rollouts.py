@@ -178,9 +178,9 @@ def make_recipe(**rollout) -> Recipe:
     sections = {
         "actor_rollout_ref": {"rollout": settings},
         "data": {"max_prompt_length": 123, "max_response_length": 456},
-        "trainer": {"nnodes": 3},
+        "trainer": {"nnodes": 3, "one_step_off": 1, "stage_timeout_s": 90.0},
     }
-    return make_partial(sections, one_step_off=2, stage_timeout_s=90.0)
+    return make_partial(sections)
 
 
 # Chat templates like those of three model families. Calls have the format of Hermes.

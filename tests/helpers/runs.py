@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from omegaconf import OmegaConf
 
 import gym_client
 from kit.data.episode import Episode, append_tokens
 from kit.data.json_lines import read_metrics
 from kit.data.rollout_files import to_record, write_record
-from kit.recipe.load import load_config
-from kit.recipe.redaction import redacted
+from kit.recipe.load import read_source
+from kit.recipe.recipe import build
+from kit.recipe.redaction import write_yaml
 from kit.run import checkpoints
 from tests.helpers.recipes import CLEAN_ENV, command, row, tiny
 
@@ -258,8 +258,8 @@ def write_synthetic_run(
     """
     (folder / "rollouts").mkdir(parents=True)
     (folder / "advantages").mkdir()
-    config, _ = load_config(["math_cpu", "cpu"], [f"actor_rollout_ref.model.path={model}"])
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(redacted(config)))
+    source = read_source(["math_cpu", "cpu"], [f"actor_rollout_ref.model.path={model}"])
+    (folder / "config.yaml").write_text(write_yaml(build(source).redacted()))
     lines = [json.dumps(make_metrics(step, steps, episodes)) for step in range(steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     generator = np.random.default_rng(0)

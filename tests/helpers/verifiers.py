@@ -7,25 +7,20 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from kit.recipe.sections import read_sections
-from omegaconf import OmegaConf
 
 import gym_client
 from gym_client import GymError
 from kit.chat.parsed_response import ParsedResponse
-from kit.recipe.load import base_configs
 from kit.recipe.recipe import Recipe
-from kit.recipe.user_functions import load_recipe_functions
-from kit.run.features import make_features
 from kit.verify.python_verifiers.pool import make_pools
 from kit.verify.python_verifiers.settings import read_verifiers
 from kit.verify.verifiers import VerifierRouter
+from tests.helpers.recipes import make_partial
 
-FOLDER = Path(__file__).resolve().parents[1] / "gym" / "python_verifiers"
+FOLDER = Path(__file__).resolve().parents[1] / "verify" / "python_verifiers"
 EXAMPLE_SOURCE = (FOLDER / "example_verifiers.py").read_text()
 HOSTILE_SOURCE = (FOLDER / "hostile_verifiers.py").read_text()
 ROW = {"question": "say 7", "answer": "7", "responses_create_params": {}}
@@ -52,11 +47,7 @@ def make_recipe(verifier, allow_unsandboxed_code=False, **pool) -> Recipe:
     pool = {"processes": 1, "timeout_s": 20.0, "memory_gb": 1.0} | pool
     env = {"verifier": verifier, "verifier_pool": pool}
     env["allow_unsandboxed_code"] = allow_unsandboxed_code
-    _, base = base_configs()
-    config: Any = OmegaConf.merge(base, {"env": env})
-    functions = load_recipe_functions(config)
-    active = make_features(config, "train")
-    return Recipe("train", config, base, read_sections(config), functions, frozenset(), active)
+    return make_partial({"env": env, "gym": {"servers": {}}})
 
 
 def make_router(folder, verifier, **settings):
@@ -65,7 +56,7 @@ def make_router(folder, verifier, **settings):
     folder: for the logs. settings: the arguments of make_recipe.
     """
     recipe = make_recipe(verifier, **settings)
-    pools = make_pools(recipe, read_verifiers(recipe.verl).specs, folder)
+    pools = make_pools(recipe, read_verifiers(recipe.env, ()).specs, folder)
     return VerifierRouter(gym_client.Gym({}), pools)
 
 

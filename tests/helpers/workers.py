@@ -6,24 +6,18 @@ number.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
 
 import training
 from kit.data.episode import Episode, TurnSpan
-from kit.errors import UserFunctionError
 from kit.recipe.recipe import Recipe
-from kit.recipe.user_functions import estimator_arguments
-from kit.run.features import make_features
 from tests.helpers.recipes import load
 
 ACTOR = "actor_rollout_ref.actor"
@@ -84,19 +78,6 @@ class RecordingGroup:
         output = TensorDict({}, batch_size=[])
         tu.assign_non_tensor_data(output, "metrics", copy.copy(self.metrics))
         return output
-
-
-def changed(recipe: Recipe, *changes: str) -> Recipe:
-    """Copy a recipe with key=value changes, which are not checked.
-
-    An advantage that is no function of a file keeps the arguments of the recipe's.
-    """
-    config: Any = OmegaConf.merge(recipe.for_verl(), OmegaConf.from_dotlist(list(changes)))
-    active = make_features(config, recipe.command)
-    result = replace(recipe.with_config(config), features=active)
-    with contextlib.suppress(UserFunctionError):
-        return replace(result, arguments=frozenset(estimator_arguments(config)))
-    return result
 
 
 def two_rank_recipe(workspace: Path) -> Recipe:

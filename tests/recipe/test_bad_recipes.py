@@ -10,15 +10,14 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
-from omegaconf import OmegaConf
 
 import env
 from kit.errors import ConfigError, UserFunctionError
 from kit.recipe import checks, user_functions
-from kit.recipe.keys import flatten, is_used
-from kit.recipe.load import base_configs, load_config
-from kit.recipe.recipe import freeze
-from kit.recipe.user_functions import ADVANTAGE, LOSS_MODE, TEACHER
+from kit.recipe.keys import TEACHER, flatten, is_used
+from kit.recipe.load import read_defaults, read_source
+from kit.recipe.settings import make_settings
+from kit.recipe.user_functions import ADVANTAGE, LOSS_MODE
 from kit.run import prepare
 from kit.verify import network
 from tests.helpers.recipes import CPU, RECIPE, load, make_counter_row, tiny, write_rows
@@ -43,14 +42,14 @@ START = "gym.servers.s.start"
         ("trainer.learning_rate=1e-5", f"Did you mean {ACTOR}.optim.lr?"),  # a name of TRL
         ("reward_funcs=[my.py:f]", "Set env.verifier="),
         ("env.show_every=5", "It is now trainer.print_samples_every."),
-        ("trainer.experiment_name.x=1", "trainer.experiment_name has no keys below it."),
+        ("trainer.experiment_name.x=1", "trainer.experiment_name={x: 1} is invalid"),
         ("data.train_files=x", "Set env.train_files instead."),  # unused keys of verl
         ("algorithm.pf_ppo.weight_pow=1", "this trainer does not use. Remove it."),
     ],
 )
 def test_an_unknown_or_unused_key_is_an_error_with_the_key_to_set(change, hint):
     with pytest.raises(ConfigError) as error:
-        load_config(FILES, [change])
+        read_source(FILES, [change])
     assert hint in str(error.value)
 
 
@@ -86,7 +85,7 @@ VALUES = [
 @pytest.mark.parametrize("change", VALUES)
 def test_an_invalid_value_is_an_error_with_its_key(change):
     with pytest.raises(ConfigError) as error:
-        load_config(FILES, [change])
+        read_source(FILES, [change])
     text = str(error.value)
     assert change.partition("=")[0] in text and "\n" not in text and text.endswith(".")
 
@@ -108,11 +107,15 @@ def test_a_recipe_file_with_an_error_is_one_line_with_its_name(tmp_path, content
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
-        load_config([*FILES, str(path)], [])
+        read_source([*FILES, str(path)], [])
     assert "\n" not in str(error.value)
 
 
-KEYS_OF_RECIPES = sorted(filter(is_used, flatten(base_configs()[1]))) + ["env", "trainer", "gym"]
+KEYS_OF_RECIPES = sorted(filter(is_used, flatten(read_defaults().base.values))) + [
+    "env",
+    "trainer",
+    "gym",
+]
 ANY_KEY = st.one_of(st.sampled_from(KEYS_OF_RECIPES), st.text("ab.[]=+~ ", max_size=8))
 ANY_TEXT = st.one_of(
     st.text("ab01.-_:#'\"[]{}&*!%@$\\, \n\t?~|>=", max_size=12),
@@ -129,9 +132,9 @@ ANY_TEXT = st.one_of(
 @given(key=ANY_KEY, text=ANY_TEXT)
 @example(key="gym.servers", text="{? [a] : b}")
 def test_any_argument_is_merged_or_an_error_of_the_kit(key, text, monkeypatch):
-    monkeypatch.setattr("kit.recipe.load.apply_environment", lambda _config: None)
+    monkeypatch.setattr("kit.recipe.load.list_environment", lambda _values: {})
     try:
-        load_config(FILES, [f"{key}={text}"])
+        read_source(FILES, [f"{key}={text}"])
     except ConfigError as error:
         assert str(error)
 
@@ -223,7 +226,7 @@ def test_all_problems_with_keys_are_in_one_message():
         "data=3": "data is a section of keys",
     }
     with pytest.raises(ConfigError) as raised:
-        load_config(FILES, [*mistakes])
+        read_source(FILES, [*mistakes])
     check_messages(raised.value, mistakes.values())
 
 
@@ -241,7 +244,7 @@ def test_all_problems_with_sizes_and_files_are_in_one_message(workspace, monkeyp
     }
     changes = [*tiny(workspace), f"{MODEL}.path=a-name/of-the-hub", *mistakes]
     with pytest.raises(ConfigError) as raised:
-        prepare.check_recipe(*load_config(FILES, changes), "train")
+        prepare.check(read_source(FILES, changes), "train")
     check_messages(raised.value, mistakes.values())
 
 
@@ -262,8 +265,8 @@ SAMPLED = ["val_kwargs.n=4", "val_kwargs.do_sample=true", "val_kwargs.temperatur
 )
 def test_greedy_decoding_of_several_responses_is_an_error(command, changes, is_greedy):
     changes = ["env.val_files=[x]", *(f"{ROLLOUT}.{change}" for change in changes)]
-    config, _ = load_config(FILES, changes)
-    assert len(list(checks.check_sampling(config, command))) == is_greedy
+    settings = make_settings(read_source(FILES, changes), command)
+    assert len(list(checks.check_sampling(settings))) == is_greedy
 
 
 def test_a_teacher_with_another_vocabulary_is_an_error(workspace, tmp_path):
@@ -289,22 +292,21 @@ def test_a_tool_that_gyms_schema_rejects_is_an_error(workspace):
 def test_all_estimators_and_losses_of_verl_are_accepted_and_some_need_groups(workspace):
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, AdvantageEstimator
 
-    tiny_recipe, _ = load_config(FILES, tiny(workspace))
+    source = read_source(FILES, tiny(workspace))
 
     def with_changes(*changes):
-        return OmegaConf.merge(tiny_recipe, OmegaConf.from_dotlist(list(changes)))
+        return make_settings(source.override(changes), "train")
 
     estimators = [f"{ADVANTAGE}={estimator.value}" for estimator in AdvantageEstimator]
     names = [n for n in POLICY_LOSS_REGISTRY if not user_functions.is_user_function(n)]
     losses = [f"{LOSS_MODE}={name}" for name in names]
     assert len(estimators) >= 13 and len(losses) >= 12
     for change in estimators + losses:
-        config = with_changes(change)
-        problems = [*checks.check_names(config), *checks.check_models(freeze(config, config))]
+        changed = with_changes(change)
+        problems = [*checks.check_names(changed), *checks.check_roles(changed)]
         assert not problems, change
     without_group = set()
     for change in estimators:
-        config = with_changes(change, f"{ROLLOUT}.n=1")
-        if not list(checks.check_models(freeze(config, config))):
+        if not list(checks.check_roles(with_changes(change, f"{ROLLOUT}.n=1"))):
             without_group.add(change.partition("=")[2])
     assert without_group == {"gae", "reinforce_plus_plus", "remax"}

@@ -6,15 +6,16 @@ import json
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForTokenClassification, Qwen2Config, Qwen2ForCausalLM
 from verl.utils.model import update_model_config
 
 from kit.errors import ConfigError
 from kit.recipe import checks
-from kit.recipe.keys import TEACHER, diff, to_plain
-from kit.recipe.load import MICRO_BATCH_TOKENS, load_config
-from kit.recipe.recipe import freeze
+from kit.recipe.derive import MICRO_BATCH_TOKENS
+from kit.recipe.keys import TEACHER, diff
+from kit.recipe.load import read_source
+from kit.recipe.schema import KL_TYPES
+from kit.recipe.settings import make_settings
 from kit.run import prepare, summary, trial
 from tests.helpers.http import ScriptedServer
 from tests.helpers.recipes import CPU, RECIPE, ROOT, load, row, tiny, write_chats, write_rows
@@ -23,8 +24,8 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def load_tiny(*changes, files=(str(CPU), str(RECIPE))):
-    """The tiny recipe with changes, merged over verl's configuration."""
-    return load_config(files, changes)[0]
+    """The tiny recipe with changes, before its files are read."""
+    return make_settings(read_source(files, changes), "train")
 
 
 def test_a_recipe_is_found_by_its_name_from_anywhere(tmp_path, monkeypatch):
@@ -39,7 +40,7 @@ def test_the_accepted_kl_penalties_are_those_of_verl():
     from verl.trainer.ppo import core_algos
 
     ones = torch.ones(2, 2)
-    for kind in checks.KL_TYPES:
+    for kind in KL_TYPES:
         assert core_algos.kl_penalty(ones, ones, kind).shape == (2, 2)
 
 
@@ -47,7 +48,7 @@ def test_the_accepted_kl_penalties_are_those_of_verl():
 
 
 def test_derived_sizes(workspace):
-    recipe, inputs = load(workspace, "env.val_max_rows=3")
+    recipe, inputs, _ = load(workspace, "env.val_max_rows=3")
     rollout = recipe.rollout
     assert rollout.max_model_len == 32 + 12
     assert recipe.actor.optim.total_training_steps == 40
@@ -58,20 +59,22 @@ def test_derived_sizes(workspace):
     assert recipe.actor.ppo_max_token_len_per_gpu == 1024
     small = [f"{key}=100" for key in MICRO_BATCH_TOKENS]
     # a micro-batch must be large enough for a whole episode
-    longer = load(workspace, "data.max_prompt_length=1000", *small).recipe.for_verl()
-    assert [OmegaConf.select(longer, key) for key in MICRO_BATCH_TOKENS] == [1012] * 4
+    longer = load(workspace, "data.max_prompt_length=1000", *small).recipe
+    assert [longer.get(key) for key in MICRO_BATCH_TOKENS] == [1012] * 4
     assert "8 prompts x 8 responses = 64 episodes" in summary.summarize(recipe, inputs)
     overlap = load(workspace, f"env.val_files=[{workspace / 'train.jsonl'}]")
-    assert "WARNING     8 of the held-out prompts" in summary.summarize(*overlap)
+    assert "WARNING     8 of the held-out prompts" in summary.summarize(
+        overlap.recipe, overlap.inputs
+    )
 
 
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem
 )
 def test_every_recipe_merges(path):
-    config, defaults = load_config([str(path)], [])
-    assert diff(config, defaults)
-    assert config.trainer.device == ("cpu" if path == CPU else "cuda")
+    source = read_source([str(path)], [])
+    assert diff(source.values, source.defaults)
+    assert source.resolved["trainer"]["device"] == ("cpu" if path == CPU else "cuda")
 
 
 def test_a_new_value_head_predicts_0(tmp_path):
@@ -80,8 +83,8 @@ def test_a_new_value_head_predicts_0(tmp_path):
     policy = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2))
     policy.save_pretrained(tmp_path)
     hf_config = AutoConfig.from_pretrained(tmp_path, num_labels=1)
-    config, _ = load_config([str(CPU)], [])
-    update_model_config(hf_config, to_plain(config.critic.model.override_config))
+    critic_model = load_tiny(files=[str(CPU)]).critic.model
+    update_model_config(hf_config, critic_model.override_config)
     hf_config._attn_implementation = "sdpa"  # the recipe's is of kit/cpu, which is not imported
     critic = AutoModelForTokenClassification.from_pretrained(tmp_path, config=hf_config)
     assert critic.score.weight.abs().max() < 1e-5
@@ -105,7 +108,7 @@ def test_a_head_server_provides_servers_that_the_recipe_lacks(workspace):
         for i in range(8)
     ]
     files = f"env.train_files=[{write_rows(workspace / 'odd.jsonl', rows)}]"
-    recipe, inputs = load(workspace, files, "env.val_files=[]", f"gym.head_server={head.url}")
+    recipe, inputs, _ = load(workspace, files, "env.val_files=[]", f"gym.head_server={head.url}")
     assert [task.server for task in inputs.train] == ["reasoning_gym", "puzzles"] * 4
     # no row uses the server `unused`, so it is not contacted
     assert set(recipe.gym.servers) == {"reasoning_gym", "puzzles"}
@@ -137,7 +140,7 @@ def test_a_running_server_is_tried(workspace, kind, path, answer, message):
 def test_a_server_needs_two_routes_and_no_description(workspace, has_description):
     server = ScriptedServer(seed_session=[(200, {})], verify=[(200, {"reward": 0.25})])
     server.openapi = server.openapi if has_description else None
-    recipe, inputs = load_with_server(workspace, server, "null")
+    recipe, inputs, _ = load_with_server(workspace, server, "null")
     assert (recipe.gym.servers["s"].url, recipe.gym.servers["s"].kind) == (server.url, "verify")
     assert any("reward 0.25 for" in line for line in inputs.trials)
 
@@ -158,7 +161,7 @@ def test_another_reward_does_not_inherit_settings(workspace):
     dapo = str(folder / "dapo.yaml")
 
     def reward(*changes):
-        return load_config([str(RECIPE), dapo, *changes[:1]], changes[1:])[0].env.reward
+        return load_tiny(*changes[1:], files=[str(RECIPE), dapo, *changes[:1]]).env.reward
 
     other = reward(str(folder / "reward_model.yaml"))
     assert set(other) == {"function", "weights"}
@@ -166,7 +169,7 @@ def test_another_reward_does_not_inherit_settings(workspace):
     replaced = reward(dapo, "env.reward={function: x.py:f, per_token: 1}")
     assert replaced == {"function": "x.py:f", "per_token": 1}
     changed = reward(dapo, "env.reward.penalty=0.5")
-    assert (changed.limit, changed.penalty) == (12, 0.5)
+    assert (changed["limit"], changed["penalty"]) == (12, 0.5)
 
 
 def choose_prepare(name):
@@ -183,9 +186,9 @@ def choose_prepare(name):
 def test_an_overlay_is_short_and_works_with_both_math_recipes(workspace, path):
     assert len(path.read_text().splitlines()) <= 15
     for base in ("math.yaml", "math_cpu.yaml"):
-        config, _ = load_config([str(ROOT / "configs" / base), str(path)], [])
-        assert not [*checks.check_algorithm(config), *checks.check_names(config)]
-        assert not list(checks.check_models(freeze(config, config)))
+        settings = load_tiny(files=[str(ROOT / "configs" / base), str(path)])
+        assert not [*checks.check_algorithm(settings), *checks.check_names(settings)]
+        assert not list(checks.check_roles(settings))
     changes = tiny(workspace)
     if path.stem == "reward_model":
         changes.append(f"reward.reward_model.model_path={workspace / 'scored'}")
@@ -193,6 +196,6 @@ def test_an_overlay_is_short_and_works_with_both_math_recipes(workspace, path):
         changes.append(f"{TEACHER}={workspace / 'tied'}")
     if path.stem == "sft":
         changes += write_chats(workspace)
-    merged = load_config([str(CPU), str(RECIPE), str(path)], [*changes, "data.train_batch_size=8"])
-    recipe, inputs = choose_prepare(path.stem)(*merged)
+    merged = read_source([str(CPU), str(RECIPE), str(path)], [*changes, "data.train_batch_size=8"])
+    recipe, inputs, _ = choose_prepare(path.stem)(merged)
     trial.try_functions(recipe, inputs)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
-from omegaconf import OmegaConf
 
-from kit.errors import RunError
+from kit.errors import ConfigError, RunError
 from kit.recipe import model_files
 from kit.recipe.recipe import Recipe
-from tests.helpers.recipes import load
-from tests.helpers.workers import changed
+from tests.helpers.recipes import load, make_partial
 
 KEY = "actor_rollout_ref.model.path"
 
@@ -40,15 +37,14 @@ def test_a_chat_template_may_be_a_file(tmp_path, monkeypatch):
     Path("empty.jinja").write_text("nothing")
 
     def take(value):
-        config = OmegaConf.create({"actor_rollout_ref": {"model": {"custom_chat_template": value}}})
-        errors = [str(error) for error in model_files.take_chat_template(config)]
-        return config.actor_rollout_ref.model.custom_chat_template, errors
+        sections = {"actor_rollout_ref": {"model": {"custom_chat_template": value}}}
+        return model_files.read_chat_template(make_partial(sections))
 
-    assert take(None) == (None, [])
-    assert take("my.jinja") == take(str(tmp_path / "my.jinja")) == take(text) == (text, [])
+    assert take(None) is None
+    assert take("my.jinja") == take(str(tmp_path / "my.jinja")) == take(text) == text
     for value in ("your.jinja", "chatml", "empty.jinja"):
-        (error,) = take(value)[1]
-        assert "is neither a file in the current folder" in error and "has no {" in error
+        with pytest.raises(ConfigError, match=r"is neither a file in the current .* has no \{"):
+            take(value)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +54,7 @@ def recipe(workspace: Path) -> Recipe:
 
 
 def test_a_model_is_downloaded_once_and_then_the_workers_are_offline(recipe, downloads):
-    recipe = changed(recipe, "algorithm.adv_estimator=gae")  # the critic starts from the same model
+    recipe = recipe.change("algorithm.adv_estimator=gae")  # the critic starts from the same model
     assert recipe.has_critic
     messages: list[str] = []
     variables = model_files.download_models(recipe, messages.append)
@@ -74,7 +70,7 @@ def test_a_model_is_downloaded_once_and_then_the_workers_are_offline(recipe, dow
 def test_every_model_of_a_recipe_is_downloaded_unless_it_is_a_folder(workspace, recipe, downloads):
     recipe = recipe.change("reward.reward_model={enable: true, model_path: org/reward}")
     assert model_files.list_hub_models(recipe) == ["org/policy", "org/reward"]
-    evaluation = dataclasses.replace(recipe, command="evaluate")
+    evaluation = recipe.model_copy(update={"command": "evaluate"})
     assert model_files.list_hub_models(evaluation) == ["org/policy"]
     local = evaluation.change(f"{KEY}={workspace / 'tied'}")
     assert model_files.download_models(local, lambda _: None) == {"HF_HUB_OFFLINE": "1"}

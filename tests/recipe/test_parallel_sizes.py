@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from kit.recipe import checks, parallel_sizes
-from kit.recipe.load import ACTOR, ROLLOUT, load_config
-from kit.recipe.recipe import find_parallelism, freeze
+from kit.recipe import parallel_sizes
+from kit.recipe.keys import ACTOR, ROLLOUT
+from kit.recipe.load import read_source
+from kit.recipe.settings import make_settings
 
 TENSOR = f"{ROLLOUT}.tensor_model_parallel_size"
 POLICY = LlamaConfig(hidden_size=48, num_attention_heads=24, num_key_value_heads=4)
@@ -36,9 +37,8 @@ POLICY = LlamaConfig(hidden_size=48, num_attention_heads=24, num_key_value_heads
     ],
 )
 def test_groups_of_gpus_divide_the_machine(changes, message):
-    config, _ = load_config(["math"], ["trainer.n_gpus_per_node=8", *changes])
-    split = find_parallelism(config).model
-    problems = list(checks.check_sizes(config, "train", split))
+    source = read_source(["math"], ["trainer.n_gpus_per_node=8", *changes])
+    problems = list(parallel_sizes.check_gpus(make_settings(source, "train")))
     assert len(problems) == bool(message), problems
     assert re.search(message, "".join(problems))
 
@@ -58,8 +58,8 @@ def test_groups_of_gpus_divide_the_machine(changes, message):
     ],
 )
 def test_gpus_that_share_a_model_divide_its_heads(changes, message):
-    recipe = freeze(*load_config(["math"], changes))
-    problems = list(parallel_sizes.check_models(recipe, {"policy": POLICY}))
+    settings = make_settings(read_source(["math"], changes), "train")
+    problems = list(parallel_sizes.check_models(settings, {"policy": POLICY}))
     assert len(problems) == bool(message), problems
     assert re.search(message, "".join(problems))
 

@@ -1,21 +1,22 @@
 """Tests that a recipe contains no secrets when it is written or printed."""
 
 import base64
-import dataclasses
 import gzip
 
 import pytest
-from omegaconf import OmegaConf
+import yaml
 
-from kit.recipe.load import load_config
-from kit.recipe.redaction import HIDDEN, redacted, without_settings
+from kit.recipe.keys import select_nested
+from kit.recipe.load import read_source, resolve
+from kit.recipe.recipe import build
+from kit.recipe.redaction import HIDDEN, without_settings, write_yaml
 from kit.run import cli
 from kit.run.run import Run
 from tests.helpers.recipes import CPU, RECIPE, load, tiny
 
 
-def load_changed(*changes):
-    return load_config([str(CPU), str(RECIPE)], changes)[0]
+def write_changed(*changes) -> str:
+    return write_yaml(build(read_source([str(CPU), str(RECIPE)], changes)).redacted())
 
 
 def test_values_of_environment_variables_are_written_as_interpolations(workspace, monkeypatch):
@@ -28,14 +29,14 @@ def test_values_of_environment_variables_are_written_as_interpolations(workspace
         "url: 'http://planted.example/v1', address: '${oc.env:JUDGE_ADDRESS}'}"
     ]
     changes.append("gym.servers.judge.start.config.model=sk-planted-judge-by-hand")
-    config, _ = load_config([str(CPU), str(RECIPE)], tiny(workspace, *changes))
-    written = OmegaConf.to_yaml(redacted(config))
+    written = write_changed(*tiny(workspace, *changes))
     assert "planted" not in written
     assert (
         "key: ${oc.env:JUDGE_API_KEY}" in written and "http://${oc.env:SECRET_HOST}/v1" in written
     )
     # the written recipe can still be loaded
-    assert redacted(config).gym.servers.judge.start.config.judge.key == "sk-planted-judge"
+    judge = select_nested(resolve(yaml.safe_load(written)), "gym.servers.judge.start.config.judge")
+    assert judge["key"] == "sk-planted-judge"
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "aws_credential"])
@@ -50,7 +51,7 @@ def test_the_value_of_a_variable_with_a_secret_name_is_never_written(
     change = "gym.servers.reasoning_gym.start.config.url=http://planted8.example/v1"
     recipe = load(workspace, change).recipe
     for command in ("train", "evaluate"):
-        with Run(dataclasses.replace(recipe, command=command)) as run:
+        with Run(recipe.model_copy(update={"command": command})) as run:
             pass
     written = [path.read_text() for path in tmp_path.rglob("*.yaml")]
     assert len(written) == 2 and "planted8" not in "".join(written)
@@ -64,7 +65,9 @@ def test_a_dry_run_shows_no_secret(workspace, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "planted8")
     extra = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     prepared = load(workspace, f"{extra}.hf_token=planted8", f"{extra}.api_key=sk-planted")
-    text = cli.describe_plan(cli.Plan(*prepared, None, [], []), is_dry_run=True)
+    text = cli.describe_plan(
+        cli.Plan(prepared.recipe, prepared.inputs, None, None, []), is_dry_run=True
+    )
     assert f"{extra}.hf_token: ${{oc.env:HF_TOKEN}}" in text and f"{extra}.api_key: " in text
     assert "planted8" not in text and "sk-planted" not in text
 
@@ -82,8 +85,7 @@ LITERALS = [
 
 @pytest.mark.parametrize(("name", "value"), LITERALS)
 def test_a_literal_secret_is_hidden(name, value):
-    config = load_changed(f"gym.servers.judge.start.config={{{name}: {value}, model: kept}}")
-    written = OmegaConf.to_yaml(redacted(config).gym.servers.judge)
+    written = write_changed(f"gym.servers.judge.start.config={{{name}: {value}, model: kept}}")
     assert "planted" not in written and "model: kept" in written, written
     assert name in written
 
@@ -98,8 +100,10 @@ def test_a_report_shows_no_settings_of_servers_and_judges():
 
 def test_values_that_are_not_secret_are_written():
     """They have `key` or `token` in their name, but are no secrets."""
-    settings = {"eos_token": "<end>", "api_key_env": "JUDGE_KEY", "token": None}
-    config = load_changed("data.prompt_key=question")
-    OmegaConf.update(config, "gym.servers.judge.start.config", settings, force_add=True)
-    assert redacted(config).gym.servers.judge.start.config == settings
-    assert OmegaConf.to_yaml(redacted(config)).count(HIDDEN) == 0
+    settings = "{eos_token: <end>, api_key_env: JUDGE_KEY, token: null}"
+    written = write_changed(
+        "data.prompt_key=question", f"gym.servers.judge.start.config={settings}"
+    )
+    config = select_nested(yaml.safe_load(written), "gym.servers.judge.start.config")
+    assert config == {"eos_token": "<end>", "api_key_env": "JUDGE_KEY", "token": None}
+    assert HIDDEN not in written

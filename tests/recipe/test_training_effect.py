@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.errors import ConfigError
-from kit.recipe.load import ACTOR, load_config
-from kit.recipe.recipe import freeze
+from kit.recipe.derive import Facts, RowFacts
+from kit.recipe.keys import ACTOR
+from kit.recipe.load import read_source
+from kit.recipe.recipe import build
 from kit.recipe.training_effect import find_long_warmups, warn_of_lost_updates
 from tests.helpers.recipes import CPU, RECIPE, load, make_partial, tiny, write_chats
 
@@ -20,11 +22,8 @@ PPO = "algorithm.adv_estimator=gae"
 
 
 def make_recipe(*changes, command="train", files=("math_cpu", "cpu")):
-    config, defaults = load_config(files, [f"trainer.total_training_steps={STEPS}", *changes])
-    for section in (ACTOR, "critic"):  # as set_steps
-        optim = config.critic.optim if section == "critic" else config.actor_rollout_ref.actor.optim
-        optim.total_training_steps = STEPS
-    return freeze(config, defaults, command)
+    source = read_source(files, [f"trainer.total_training_steps={STEPS}", *changes])
+    return build(source, command, Facts(rows=RowFacts(None)))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,8 @@ def test_the_start_counts_the_steps_of_the_rows(workspace, command):
             from extras import sft
 
             chats = write_chats(workspace)
-            sft.prepare(*load_config([str(CPU), str(RECIPE)], tiny(workspace, *changes, *chats)))
+            files = [str(CPU), str(RECIPE)]
+            sft.prepare(read_source(files, tiny(workspace, *changes, *chats)))
 
 
 @given(st.sampled_from(["bf16", "fp16", "fp32"]), st.floats(-8, -3))

@@ -5,16 +5,16 @@ A mistake is found in a trial before the run starts. The error has the key and t
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
-from omegaconf import OmegaConf
 
 from kit.data.episode import Episode
 from kit.data.selection import select_trainable
 from kit.errors import RunError, UserFunctionError
 from kit.recipe import user_functions
-from kit.recipe.recipe import Recipe, freeze
+from kit.recipe.recipe import Recipe
 from kit.recipe.user_functions import ADVANTAGE, LOSS_MODE
 from kit.run import trial
 from tests.helpers.recipes import ROOT, load
@@ -60,10 +60,8 @@ def make_recipe(tiny_recipe):
     """A function that makes the tiny recipe with {key: value} changes."""
 
     def make(changes) -> Recipe:
-        config = tiny_recipe.recipe.for_verl()
-        for key, value in changes.items():
-            OmegaConf.update(config, key, value, merge=False)
-        return freeze(config, tiny_recipe.recipe.defaults)
+        arguments = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+        return tiny_recipe.recipe.change(*arguments)
 
     return make
 

@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import yaml
 
 from kit.errors import ConfigError
-from kit.recipe.keys import KEYS, find_changes, flatten, is_below, is_kit_key, is_used, matches_any
-from kit.recipe.load import base_configs, load_config, resolve_defaults
-from kit.recipe.numbers import find_rule
+from kit.recipe.keys import KEYS, flatten, is_below, is_kit_key, is_used, merge_nested, set_nested
+from kit.recipe.load import check_value, read_defaults, read_source
+from kit.recipe.recipe import find_changes
+from kit.recipe.schema import find_problems
+from tests.helpers.recipes import make_partial
 
 # Keys that are not checked.
 UNCHECKED_KEYS = re.compile(
@@ -29,37 +31,34 @@ def is_unchecked(key: str) -> bool:
 
 def load_defaults() -> dict[str, Any]:
     """{dotted key: default} of verl's YAML files and of configs/base.yaml."""
-    return flatten(load_config([], [])[0])
+    return flatten(read_defaults().base.resolved)
 
 
 def load_errors(tmp_path: Path, keys: dict[str, Any]) -> list[str]:
-    """The errors that load_config reports for a recipe with these keys."""
-    recipe = OmegaConf.create()
+    """The errors about a recipe with these keys."""
+    recipe: dict[str, Any] = {}
     for key, value in keys.items():
-        OmegaConf.update(recipe, key, value, force_add=True)
-    OmegaConf.save(recipe, tmp_path / "recipe.yaml")
+        set_nested(recipe, key, value)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     try:
-        load_config([str(tmp_path / "recipe.yaml")], [])
+        read_source([str(tmp_path / "recipe.yaml")], [])
     except ConfigError as error:
         return [line.partition(". ")[2] for line in str(error).splitlines()[1:]] or [str(error)]
     return []
 
 
 def change_value(key: str, value: Any) -> Any:
-    """A different valid value of a key, or if it is no number, of its type."""
-    value = resolve_defaults().get(key, value)  # resolved
-    rule = find_rule(key, value if not isinstance(value, (list, dict)) else None)
-    if rule:
-        candidates = [[0.5], [2], 0.5, 2, 1]
-        return next(new for new in candidates if rule.is_valid(new) and new != value)
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, (int, float)):
-        return value + 1
-    if isinstance(value, dict) and is_used(key):
-        return {"other": {}}
-    is_list = isinstance(value, list) or matches_any(key, KEYS.lists)
-    return ["other"] if is_list else "other"
+    """A different valid value of a key."""
+    candidates = [not value, 0.5, 2, 1, "fsdp2", "other", ["other"], [2], {"other": {}}]
+    candidates += ["token", "reinforce", "k3", "adaptive", "disable", "bf16", "0.5"]
+    kinds = (type(value), type(None)) if value is None else (type(value),)
+    likely = [new for new in candidates if isinstance(new, kinds)]
+    for new in likely + candidates:
+        values = merge_nested(read_defaults().base.resolved, {})
+        set_nested(values, key, new)
+        if new != value and not list(find_problems(values)) and not check_value(key, new, value):
+            return new
+    raise AssertionError(key)
 
 
 def test_used_keys_are_accepted_and_unused_keys_are_errors(tmp_path):
@@ -79,27 +78,19 @@ def test_used_keys_are_accepted_and_unused_keys_are_errors(tmp_path):
 def test_every_key_of_the_tables_exists():
     """The entries of KEYS.dataclass_fields have their own test."""
     keys = [*load_defaults(), *KEYS.dataclass_fields]
-    keys += flatten(base_configs("megatron")[1])  # sections that FSDP does not have
+    keys += flatten(read_defaults("megatron").base.values)  # sections that FSDP does not have
     for name in [*KEYS.used, *KEYS.kit, *KEYS.unused, *KEYS.renamed.values()]:
         assert any(is_below(key, name) for key in keys), name
 
 
 def test_find_changes_compares_with_the_value_that_verl_would_use():
-    """If a default refers to another key or section, it has the value of that key in the recipe."""
-    defaults = OmegaConf.create(
-        {"n": 1, "copy": "${n}", "other": "${n}", "section": {"size": 1}, "new": {}}
-        | {"same_section": "${section}", "changed_section": "${section}", "gym": {"attempts": 3}}
-    )
-    config = OmegaConf.create(
-        {"n": 8, "copy": 8, "other": 2, "section": {"size": 4}, "new": {"key": "x"}}
-        | {"same_section": {"size": 4}, "changed_section": {"size": 1}, "gym": {"attempts": 1}}
-    )
-    before = OmegaConf.to_container(config)
-    assert find_changes(config, defaults) == {
-        "n": (8, 1),
-        "other": (2, 8),
-        "section.size": (4, 1),
-        "changed_section.size": (1, 4),
-        "new.key": ("x", None),
-    }
-    assert OmegaConf.to_container(config) == before
+    """If a default refers to another key, it has the value of that key in the recipe."""
+    rollout = "actor_rollout_ref.rollout"
+    recipe = make_partial({"data": {"max_prompt_length": 77}})
+    changes = find_changes(recipe)
+    assert changes["data.max_prompt_length"] == (77, 512)
+    assert recipe.get(f"{rollout}.prompt_length") == 77  # verl's default refers to it
+    assert f"{rollout}.prompt_length" not in changes
+    assert changes["trainer.device"] == ("cpu", "cuda")
+    other = make_partial({"actor_rollout_ref": {"rollout": {"prompt_length": 3}}})
+    assert find_changes(other)[f"{rollout}.prompt_length"] == (3, other.data.max_prompt_length)
