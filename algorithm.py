@@ -422,8 +422,9 @@ def start_trainer(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trai
 
     if plan.replay:  # the learning-rate schedule still has the length of the recorded run
         run.end_at(plan.replay.recording.last)
-    workers, servers = launch.start(run, plan.inputs, stack, samples=not plan.replay)
-    servers = ReplayServers(plan.replay) if plan.replay else servers
+    workers, started = launch.start(run, plan.inputs, stack, samples=not plan.replay)
+    servers = ReplayServers(plan.replay) if plan.replay else started
+    assert workers and servers  # of the command `train`
     state = LoopState()
     with run.stage("sleep"):  # frees memory for the optimizer's state
         servers.sleep()

@@ -254,6 +254,7 @@ def run_command(recipe: Recipe, run: Run, inputs: RunInputs) -> None:
 
     with contextlib.ExitStack() as stack:
         workers = launch.start(run, inputs, stack, samples=False).workers
+        assert workers
         set_loss(recipe, workers)
         state = LoopState(command="sft")
         if run.files.checkpoint:

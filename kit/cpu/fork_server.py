@@ -383,7 +383,7 @@ else:
 
         def begin_imports(self, config: DictConfig) -> None:
             """Start the server, so that it imports the modules while the recipe is checked."""
-            with isolation.show_logical_gpus(config):
+            with isolation.show_logical_gpus(config.trainer.device):
                 Preload._server = start(os.environ["PRELOAD_MODULES"])
 
         def before_ray(self, launch: Launch) -> None:

@@ -23,7 +23,7 @@ from kit.engine.inputs import RunInputs
 from kit.errors import ConfigError, RunError, Stop, UserFunctionError, remove_control_characters
 from kit.features import Feature, OnFeatures, ignore_features
 from kit.recipe.keys import is_below
-from kit.recipe.load import COMMANDS, list_written, load_config
+from kit.recipe.load import COMMANDS, list_written, load_config, override
 from kit.recipe.packages import describe_import_error
 from kit.recipe.recipe import Recipe
 from kit.run import checkpoints, files, identity, isolation, prepare, summary, trial
@@ -100,7 +100,8 @@ def plan(
     notes: list[str] = []
     recording = recorded.find_recording(replay) if replay else None
     if recording:
-        resume_from = recorded.prepare(config, recording)
+        resume_from, changes = recorded.prepare(config.trainer, recording)
+        config = override(config, defaults, changes)
     if command in features.COMMANDS:
         module = features.load(command, f"the command {command}")
         recipe, inputs = module.prepare(config, defaults, on_features)

@@ -6,6 +6,8 @@ in that run. With another loss or advantage, the weights are the recorded ones o
 step. From then on the episodes are off-policy: the loss gets the recorded log-probs as the old
 ones. The same holds from the first step at which the measured distance is larger than arithmetic
 explains.
+
+Protects: weights, from episodes that another policy sampled and that count as on-policy.
 """
 
 from __future__ import annotations
@@ -17,9 +19,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from env import Task
 from kit.data.episode import Episode
@@ -69,22 +69,22 @@ class Recording(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The first step."""
+        """Return the first step."""
         return min(self.files)
 
     @property
     def last(self) -> int:
-        """The last step."""
+        """Return the last step."""
         return max(self.files)
 
     @property
     def steps(self) -> str:
-        """The steps as a part of a name: 4, or 4_9."""
+        """Return the steps as a part of a name: 4, or 4_9."""
         return str(self.first) if len(self.files) == 1 else f"{self.first}_{self.last}"
 
     @property
     def folder(self) -> Path:
-        """The folder of the run that wrote the files."""
+        """Return the folder of the run that wrote the files."""
         return self.files[self.first].parent.parent
 
 
@@ -103,7 +103,7 @@ class Replay:
 
     @property
     def note(self) -> str:
-        """The line of the summary."""
+        """Return the line of the summary."""
         recording = self.recording
         line = f"replay      steps {recording.first} to {recording.last} of {recording.folder}"
         if not self.changes:
@@ -136,14 +136,15 @@ def find_recording(pattern: str) -> Recording:
     return Recording({step: files[step] for step in steps})
 
 
-def prepare(config: DictConfig, recording: Recording) -> Path | None:
-    """Change the recipe to train on a recording in a separate run folder.
+def prepare(trainer: Mapping[str, Any], recording: Recording) -> tuple[Path | None, list[str]]:
+    """Return the checkpoint before the first step (None for step 1), and changes of the recipe.
 
-    Returns the checkpoint before the first step, or None for step 1. Raises ConfigError. No engine
+    The changes are key=value arguments: a replay trains in a separate run folder. No engine
     samples, so no held-out row is evaluated: `evaluate` does that with the export of the replay.
-    The rewards are the recorded ones, so there is no shadow verifier.
+    The rewards are the recorded ones, so there is no shadow verifier. trainer: the section of the
+    recipe. Raises ConfigError.
     """
-    checkpoint = find_checkpoint(config, recording)
+    checkpoint = find_checkpoint(trainer, recording)
     if checkpoint:
         before = recording.first - 1
         damage = checkpoints.find_damage(checkpoint)
@@ -154,22 +155,24 @@ def prepare(config: DictConfig, recording: Recording) -> Path | None:
                 f"{before}, but {checkpoint} is {problem}. Replay from a step after a checkpoint, "
                 "or save every step (trainer.save_freq=1), or set trainer.resume_from_path."
             )
-    name = f"{config.trainer.experiment_name}_replay_{recording.steps}"
-    config.trainer.experiment_name = name
-    config.trainer.default_local_dir = f"runs/{name}/checkpoints"
-    config.env.val_files = []
-    config.env.shadow_verifier = None
-    config.trainer.val_before_train = False
-    return checkpoint
+    name = f"{trainer['experiment_name']}_replay_{recording.steps}"
+    changes = [
+        f"trainer.experiment_name={name}",
+        f"trainer.default_local_dir=runs/{name}/checkpoints",
+        "trainer.val_before_train=false",
+        "env.val_files=[]",
+        "env.shadow_verifier=null",
+    ]
+    return checkpoint, changes
 
 
-def find_checkpoint(config: DictConfig, recording: Recording) -> Path | None:
-    """The checkpoint before the first step, which may be missing; None for step 1."""
-    if config.trainer.resume_mode == "resume_path":
-        return Path(config.trainer.resume_from_path or "nowhere")
+def find_checkpoint(trainer: Mapping[str, Any], recording: Recording) -> Path | None:
+    """Return the checkpoint before the first step, which may be missing; None for step 1."""
+    if trainer["resume_mode"] == "resume_path":
+        return Path(trainer["resume_from_path"] or "nowhere")
     if recording.first == 1:
         return None
-    folders = (recording.folder / "checkpoints", Path(config.trainer.default_local_dir))
+    folders = (recording.folder / "checkpoints", Path(trainer["default_local_dir"]))
     candidates = [folder / f"global_step_{recording.first - 1}" for folder in folders]
     return next((path for path in candidates if path.is_dir()), candidates[0])
 
@@ -177,7 +180,7 @@ def find_checkpoint(config: DictConfig, recording: Recording) -> Path | None:
 def load(
     recording: Recording,
     recipe: Recipe,
-    inputs: RunInputs,
+    inputs: RunInputs[Task],
     fingerprint: Fingerprint | None = None,
 ) -> Replay:
     """Read every file once, and check it against the model and the rows. Raises ConfigError.
@@ -205,7 +208,7 @@ def read_kl(recording: Recording) -> dict[int, float]:
     return {line["step"]: line[KL] for line in lines if line.get(KL) is not None}
 
 
-def check_tokens(path: Path, episodes: Sequence[Episode], inputs: RunInputs) -> None:
+def check_tokens(path: Path, episodes: Sequence[Episode], inputs: RunInputs[Task]) -> None:
     """Check that the model has the ids of the episodes, and decodes them to the recorded texts.
 
     It is an error if no text agrees. A few may differ: a parser removes calls and thoughts from
@@ -223,7 +226,7 @@ def check_tokens(path: Path, episodes: Sequence[Episode], inputs: RunInputs) -> 
     )
 
 
-def has_text_of_ids(episode: Episode, inputs: RunInputs) -> bool:
+def has_text_of_ids(episode: Episode, inputs: RunInputs[Task]) -> bool:
     """Return whether the ids of the last turn are decoded to the text of the response."""
     span = episode.turns[-1]
     decoded = str(inputs.tokenizer.decode(episode.response_ids[span.start : span.end]))
@@ -280,7 +283,7 @@ class ReplayServers:
 def set_old_log_probs(
     replay: Replay, step: int, actor: WorkerGroup, batch: DataProto, recipe: Recipe
 ) -> dict[str, float]:
-    """Set the old policy of a step, and measure the distance to the behavior policy -> metrics.
+    """Set the old policy of a step, and return metrics of its distance to the behavior policy.
 
     With the recipe of the recorded run, the old log-probs are computed as in that run: by a
     separate pass, by the update itself, or (bypass mode) by the rollout engine.
