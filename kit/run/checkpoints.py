@@ -358,13 +358,11 @@ def list_changes(before: Fingerprint, now: Fingerprint) -> dict[str, str]:
 
 def list_refused(recipe: Recipe, changes: Mapping[str, str], before: Json, now: Json) -> list[str]:
     """List the changes that do not fit the saved shards or optimizer. before, now: all values."""
-    has_other_ranks = math.prod(before[key] for key in RANKS) != math.prod(
-        now[key] for key in RANKS
-    )
+    ranks_before, ranks_now = (math.prod(values[key] for key in RANKS) for values in (before, now))
     refused = []
     for key, change in changes.items():
         optimizer = OPTIMIZER_KEY.match(key)
-        if key in FIXED_KEYS or (key in RANKS and has_other_ranks):
+        if key in FIXED_KEYS or (key in RANKS and ranks_before != ranks_now):
             refused.append(f"{change} (the saved shards do not fit)")
         elif optimizer:
             contents_key = f"{optimizer[1]}.checkpoint.load_contents"

@@ -6,6 +6,8 @@
 If you rerun the same command, it samples only the episodes that are missing or failed. It must then
 have the same model, template, sampling settings and verifier, by their content.
 rollouts.settings.json and evaluation.settings.json hold those of the first run.
+
+Protects: scores, from episodes of another policy, verifier or row in one file.
 """
 
 from __future__ import annotations
@@ -155,6 +157,7 @@ def run_command(recipe: Recipe, run: Run, inputs: RunInputs) -> None:
     collector.report_count()
     with contextlib.ExitStack() as stack:
         servers = launch.start(run, inputs, stack).servers
+        assert servers
         episodes = collector.sample(servers)
         metrics = run.stages.timings()
         if episodes:
@@ -233,7 +236,7 @@ def check_settings(path: Path, settings: Fingerprint, has_episodes: bool) -> Non
 
 
 def flatten_numbers(tree: Json, prefix: str) -> dict[str, float]:
-    """The finite numbers of a nested mapping, by path."""
+    """Return the finite numbers of a nested mapping, by path."""
     numbers: dict[str, float] = {}
     for name, value in tree.items():
         if isinstance(value, dict):

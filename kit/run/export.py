@@ -1,4 +1,7 @@
-"""Export a checkpoint's policy as a Hugging Face folder."""
+"""Export a checkpoint's policy as a Hugging Face folder.
+
+Protects: an earlier export, from a full disk, and the dtype and adapter of the sampled policy.
+"""
 
 from __future__ import annotations
 

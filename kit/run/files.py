@@ -4,6 +4,8 @@ The disk may be full at any write:
 
 - A file that is replaced is written under another name, then renamed.
 - A file that grows gets its old length back if a line does not fit.
+
+Protects: the files of a run, from half-written content and from a second run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Read the logs of a run's worker processes: the cause of a failure, and the last lines.
 
 `logs` is always the folder logs/ of a run. Ray's logs are in logs/ray.
+
+Convenience: an error names its cause instead of a folder with 30 logs.
 """
 
 from __future__ import annotations

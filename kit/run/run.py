@@ -76,5 +76,5 @@ class Run:
         return self.stages.stage(name)
 
     def is_due(self, step: int, freq: int) -> bool:
-        """Whether `step` is the last step, or a multiple of a positive `freq`."""
+        """Return whether `step` is the last step, or a multiple of a positive `freq`."""
         return step == self.last or (freq > 0 and step % freq == 0)

@@ -73,7 +73,7 @@ class StopState:
     is_closing: bool = False
 
     def ends(self, stage: str) -> bool:
-        """Whether the run must stop in this stage."""
+        """Return whether the run must stop in this stage."""
         return bool(self.reason) and (self.is_urgent or stage not in UNINTERRUPTIBLE)
 
 
