@@ -44,16 +44,13 @@ EXPORT_HINT = "Rerun the same command to export the model"
 
 
 class Monitor(Protocol):
-    """Watches the processes of a run (an optional feature)."""
+    """Watches the processes of a run, and removes them and their folders (an optional feature)."""
 
-    def register_folder(self, folder: str) -> None:
-        """Delete a folder when the run ends."""
+    def register_folder(self, folder: str) -> None: ...
 
-    def stop_watching(self) -> None:
-        """Report no process from now on."""
+    def stop_watching(self) -> None: ...
 
-    def kill_all(self) -> None:
-        """Kill all processes of the run."""
+    def kill_all(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,17 +108,14 @@ class Stages:
 
         Call it again after ray.init, which installs a SIGTERM handler of Ray.
         """
-        handlers: dict[signal.Signals, _HANDLER] = {
-            signal.SIGINT: self.handle_stop_signal,
-            signal.SIGTERM: self.handle_stop_signal,
-            signal.SIGALRM: self.handle_alarm,
-        }
-        for signum, handler in handlers.items():
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             previous = signal.getsignal(signum)
-            # A shell starts a command in the background (&) with SIGINT ignored: keep that.
-            if signum == signal.SIGALRM or previous is not signal.SIG_IGN:
-                signal.signal(signum, handler)
             self.previous_handlers.setdefault(signum, previous)
+            if signum == signal.SIGALRM:
+                signal.signal(signum, self.handle_alarm)
+            # A shell starts a command in the background (&) with SIGINT ignored: keep that.
+            elif previous is not signal.SIG_IGN:
+                signal.signal(signum, self.handle_stop_signal)
 
     def restore_handlers(self) -> None:
         """Restore the previous signal handlers: a notebook continues after the run."""
@@ -320,26 +314,24 @@ class Stages:
     def save_on_stop(self, save: Callable[[], Path | None]) -> Iterator[None]:
         """Save before a stop or an error leaves the block, if the workers hold complete weights.
 
+        They do if a Gym server is lost or a reward raises an exception. They do not in the middle
+        of an update, or if a worker is lost.
+
         save: saves, and returns the path of the last checkpoint; None if there is none.
         """
         try:
             yield
             self.stop_if_requested()
         except (Stop, Exception) as error:
-            if self._can_save(error):
+            is_whole = self.failed_stage not in UNINTERRUPTIBLE and not is_ray_error(
+                error.__cause__
+            )
+            if isinstance(error, Stop):
+                is_whole = error.save
+            if is_whole:
                 checkpoint = save()
                 say(f"Last checkpoint: {checkpoint or 'none, no step was completed'}")
             raise
-
-    def _can_save(self, error: BaseException) -> bool:
-        """Return whether the weights are complete after this error.
-
-        They are if a Gym server is lost or a reward raises an exception. They are not in the
-        middle of an update, or if a worker is lost.
-        """
-        if isinstance(error, Stop):
-            return error.save
-        return self.failed_stage not in UNINTERRUPTIBLE and not is_ray_error(error.__cause__)
 
 
 def exit_now(status: int, monitor: Monitor | None) -> None:

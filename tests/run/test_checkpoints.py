@@ -41,7 +41,7 @@ class Group:
 
 
 def make_config(folder: Path, **trainer) -> DictConfig:
-    """A configuration that saves to a folder. trainer: keys of its section `trainer`."""
+    """Make a configuration that saves to a folder. trainer: keys of its section `trainer`."""
     settings = {
         "default_local_dir": str(folder),
         "resume_mode": "auto",
@@ -80,7 +80,7 @@ def find_resume_point(folder: Path, **trainer) -> tuple[Path | None, list[str]]:
 
 
 def check(checkpoint: Path, config: DictConfig, command="train", arguments=()) -> list[str]:
-    """Check that a recipe can resume from a checkpoint -> lines to print."""
+    """Check that a recipe can resume from a checkpoint, and return lines to print."""
     return checkpoints.check(checkpoint, make_partial(config, command, arguments))
 
 
@@ -287,7 +287,7 @@ REWARD = "def f(episode):\n    return {}\n"
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """The current folder, with rows and a reward."""
+    """Return the current folder, with rows and a reward."""
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "rows.jsonl", [row(f"say {n}") for n in range(8)])
     (tmp_path / "rw.py").write_text(REWARD.format(1.0))
@@ -295,7 +295,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 def start(workspace) -> tuple:
-    """Plan a run of the rows and the reward -> (recipe, fingerprint)."""
+    """Plan a run of the rows and the reward, and return (recipe, fingerprint)."""
     contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,extra]"
     changes = ["env.train_files=[rows.jsonl]", "env.reward=rw.py:f", contents]
     recipe, inputs = load(workspace, *changes)

@@ -28,14 +28,14 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root: it acts as
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """A folder with a short path that every user may enter."""
+    """Make a folder with a short path that every user may enter."""
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
 
 
 def run_as_nobody(*command: str | Path) -> str:
-    """Run a command as another user -> its error output, which is empty if it succeeds."""
+    """Run a command as another user, and return its error output."""
     done = subprocess.run(
         command, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, text=True, cwd="/"
     )
@@ -144,7 +144,7 @@ print("joined", ray.get(ray.remote(num_cpus=0)(lambda: 7).remote()))
 
 
 def run_driver(address: str, home: Path, **variables: str) -> str:
-    """Let another driver run a task on a Ray -> its output."""
+    """Let another driver run a task on a Ray, and return its output."""
     environment = {name: value for name, value in CLEAN_ENV.items() if not name.startswith("RAY_")}
     environment |= {"HOME": str(home), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", **variables}
     driver = subprocess.run(

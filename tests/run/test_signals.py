@@ -8,9 +8,8 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ from tests.helpers.recipes import load
 
 @pytest.fixture
 def run(workspace, tmp_path, monkeypatch):
-    """A run in an empty folder. Also asserts that signal handlers and variables are restored."""
+    """Yield a run in an empty folder. Assert that it restores signal handlers and variables."""
     monkeypatch.chdir(tmp_path)
     recipe, _ = load(workspace, "trainer.stage_timeout_s=60")
     signums = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
@@ -122,7 +121,7 @@ class SignalAfterPop(deque):
 
 @pytest.fixture
 def stages(tmp_path, monkeypatch) -> Iterator[Stages]:
-    """Stages with an event loop. Their `begin_shutdown` waits at most 5 s."""
+    """Yield stages with an event loop. Their `begin_shutdown` waits at most 5 s."""
 
     def exit_now(status, _monitor):
         raise SystemExit(f"exit_now({status})")
@@ -209,42 +208,6 @@ def test_a_stop_in_the_last_round_of_the_work_does_not_stop_later_work(stages):
 # --- a notebook ----------------------------------------------------------------------------------
 
 
-def call_in_loop(function: Callable[[], Any]) -> Any:
-    async def cell() -> Any:
-        result = function()
-        assert await asyncio.sleep(0.01, "more") == "more"  # the notebook's loop continues
-        return result
-
-    return asyncio.run(cell())
-
-
-def test_coroutines_run_one_after_the_other_in_a_notebook() -> None:
-    async def echo(text: bytes) -> bytes:
-        if "process" not in state:
-            pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-            state["process"] = await asyncio.create_subprocess_exec("cat", **pipes)
-        state["process"].stdin.write(text)
-        return await state["process"].stdout.readline()
-
-    async def fail() -> None:
-        raise ZeroDivisionError("of the work")
-
-    async def stop_process() -> int:
-        state["process"].stdin.close()
-        return await state["process"].wait()
-
-    def use() -> list[Any]:
-        with make_runner() as runner:
-            results: list[Any] = [runner.run(echo(b"one\n")), runner.run(echo(b"two\n"))]
-            with pytest.raises(ZeroDivisionError, match="of the work"):
-                runner.run(fail())
-            results.append(runner.run(stop_process()))
-        return results
-
-    state: dict[str, Any] = {}
-    assert call_in_loop(use) == [b"one\n", b"two\n", 0]
-
-
 def test_a_stop_in_a_notebook_cancels_the_work(tmp_path: Path) -> None:
     """After it, the loop can still run what saves and closes, and then the notebook's can."""
     ended = []
@@ -277,6 +240,10 @@ def test_a_stop_in_a_notebook_cancels_the_work(tmp_path: Path) -> None:
         finally:
             stages.restore_handlers()
 
+    async def cell() -> str:
+        result = use()
+        return result + await asyncio.sleep(0.01, " and more")  # the notebook's loop continues
+
     tasks: list[asyncio.Task] = []
-    assert call_in_loop(use) == "saved"
+    assert asyncio.run(cell()) == "saved and more"
     assert sorted(ended) == [0, 1, 2]
