@@ -86,8 +86,9 @@ class Launch:
     inputs: RunInputs
     stack: contextlib.ExitStack
     policy: dict[str, str] | None  # the policy endpoint; None if nothing is sampled
-    # further processes to start with the Gym servers
+    # further processes to start with the Gym servers, and their names for the console
     gym_processes: list[ProcessSpec] = dataclasses.field(default_factory=list)
+    gym_process_names: list[str] = dataclasses.field(default_factory=list)
     serves_policy: bool = False  # whether a feature calls the policy endpoint
     python: str = sys.executable  # the interpreter of Ray's workers
     worker_variables: dict[str, str] = dataclasses.field(default_factory=dict)  # environment
@@ -273,7 +274,8 @@ def start_servers_and_ray(launch: Launch) -> Mapping[str, str]:
         launch.stack.enter_context(isolation.set_ray_token())
     launch.stack.callback(ray.shutdown)
     launch.stack.callback(run.stages.begin_shutdown)
-    say(f"Starting Ray and the Gym servers {', '.join(servers)}" if servers else "Starting Ray")
+    names = ", ".join([*servers, *launch.gym_process_names])
+    say(f"Starting Ray and the Gym servers {names}" if servers else "Starting Ray")
     group = GymServers(servers, launch.logs, launch.policy, launch.gym_processes)
     launch.gym_servers = group
     launch.stack.callback(group.close)

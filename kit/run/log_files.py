@@ -51,11 +51,6 @@ def read_log_tail(logs: Path, pid: int, parents: Mapping[int, int]) -> str:
     return describe_first_tail(paths, logs)
 
 
-def read_newest_log_tail(logs: Path) -> str:
-    """Return the tail of the log that was written last."""
-    return describe_first_tail(list_worker_logs(logs), logs)
-
-
 def find_root_cause(error: BaseException, logs: Path) -> str:
     """Return a line about an error of Ray: which worker died or failed, why, and its log."""
     text = str(error)

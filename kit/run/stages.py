@@ -150,10 +150,11 @@ class Stages:
             return
         message = f"stage {self.current_stage}: {self.lost_process}. {RESUME_HINT}."
         if not self.lost_process:
+            newest = log_files.list_worker_logs(self.logs)
             message = (
                 f"Stage '{self.current_stage}' made no progress for {self.timeout_s:g} s "
                 "(trainer.stage_timeout_s). Raise it if the stage is just slow. "
-                f"{log_files.read_newest_log_tail(self.logs)}."
+                f"{log_files.describe_first_tail(newest, self.logs)}."
             )
         self._stop(Stop(f'{message} See docs/troubleshooting.md, "Ray".'), is_urgent=True)
 

@@ -6,7 +6,6 @@ import pytest
 
 from kit.run import log_files
 
-
 DEAD = "EngineDeadError: EngineCore encountered an issue"
 IN_THE_WEIGHT_SYNC = "Exception: Call to collective_rpc method failed: cancelled"
 KILLED = "Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down"
