@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
@@ -379,7 +379,8 @@ def read(path: Path) -> Json:
     import torch.distributed.tensor  # noqa: F401  (defines DTensor, the type of FSDP's shards)
 
     make_array = np.empty(0).__reduce__()[0]
-    numpy_rng = [make_array, np.ndarray, np.dtype, np.dtypes.UInt32DType]  # its state is saved, too
+    # the state of NumPy's random numbers is saved, too
+    numpy_rng: list[Any] = [make_array, np.ndarray, np.dtype, np.dtypes.UInt32DType]
     try:
         with torch.serialization.safe_globals(numpy_rng):
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")

@@ -140,7 +140,7 @@ def check_recipe(
     recipe = recipe.with_config(config)
     model_problems = [feature.check_model(recipe, files.hf_config) for feature in active]
     raise_all([as_error(problem) for problem in itertools.chain(*model_problems)])
-    inputs = RunInputs(
+    inputs: RunInputs = RunInputs(
         train=[],
         validation=[],
         dropped=[],
