@@ -193,8 +193,6 @@ def find_damage(checkpoint: Path) -> str:
     try:
         sizes = json.loads((checkpoint / MANIFEST).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
-        sizes = None
-    if not isinstance(sizes, dict):
         return f"it has no {MANIFEST}, which is written last"
     for name, size in sizes.items():
         path = checkpoint / name

@@ -36,12 +36,14 @@ class LoopRunner:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end. Raises asyncio.CancelledError after `cancel_work`."""
-        loop = self.get_loop()
-        task = loop.create_task(work)
-        self.work = task
+
+        async def run_as_task() -> T:
+            self.work = asyncio.current_task()
+            return await work
+
         try:
             with hide_running_loop():
-                return loop.run_until_complete(task)
+                return self.runner.run(run_as_task())
         finally:
             self.work = None
 

@@ -206,7 +206,9 @@ def with_merged_adapter(launch: Launch) -> Recipe:
     target = launch.run.folder / "merged_model"
     launch.stack.callback(shutil.rmtree, target, ignore_errors=True)
     say(f"Merging {recipe.model.lora_adapter_path} into a copy of the model, {target}")
-    write_merged(recipe.model, recipe.rollout.dtype, target)
+    model = recipe.model
+    adapter = model.lora_adapter_path
+    write_merged(model.path, adapter, recipe.rollout.dtype, target, model.trust_remote_code)
     config = recipe.for_verl()
     config.actor_rollout_ref.model.path = str(target.absolute())
     config.actor_rollout_ref.model.lora_adapter_path = None

@@ -58,20 +58,23 @@ class StopState:
     """Whether a run is running (all values are the defaults), stopping or closing.
 
     reason: the exception that ends the run; the next stage raises it if this one cannot.
-    since: time.monotonic() of the reason. is_urgent: whether an update must stop, too: it would
-    not end. is_canceling: the work of the event loop was canceled, and has not ended yet.
-    is_closing: the run's processes are ending.
+    since: time.monotonic() of the reason. is_canceling: the work of the event loop was canceled,
+    and has not ended yet. is_closing: the run's processes are ending.
     """
 
     reason: Stop | None = None
     since: float = 0.0
-    is_urgent: bool = False
     is_canceling: bool = False
     is_closing: bool = False
 
     def ends(self, stage: str) -> bool:
-        """Return whether the run must stop in this stage."""
-        return bool(self.reason) and (self.is_urgent or stage not in UNINTERRUPTIBLE)
+        """Return whether the run must stop in this stage. A signal waits for the end of an update.
+
+        After a loss or a timeout, the update would not end, and cannot be saved.
+        """
+        if self.reason is None:
+            return False
+        return not self.reason.save or stage not in UNINTERRUPTIBLE
 
 
 class Stages:
@@ -156,7 +159,7 @@ class Stages:
                 "(trainer.stage_timeout_s). Raise it if the stage is just slow. "
                 f"{log_files.describe_first_tail(newest, self.logs)}."
             )
-        self._stop(Stop(f'{message} See docs/troubleshooting.md, "Ray".'), is_urgent=True)
+        self._stop(Stop(f'{message} See docs/troubleshooting.md, "Ray".'))
 
     def report_lost(self, message: str) -> None:
         """Stop the run for a lost process. Can be called from any thread."""
@@ -166,7 +169,7 @@ class Stages:
 
     # --- stopping ---
 
-    def _stop(self, reason: Stop, is_urgent: bool = False) -> None:
+    def _stop(self, reason: Stop) -> None:
         """Stop this stage: raise `reason`, or cancel what the event loop runs. Then `stage` raises.
 
         If this stage must not be interrupted, the next one stops. While canceled work ends, the
@@ -177,11 +180,9 @@ class Stages:
         then neither end nor be canceled. So it is raised there only if the work blocks the loop.
         """
         state = self.stop_state
-        if state.is_canceling or (state.is_urgent and not is_urgent):
+        if state.is_canceling:
             return
-        state = dataclasses.replace(
-            state, reason=reason, since=time.monotonic(), is_urgent=is_urgent
-        )
+        state = dataclasses.replace(state, reason=reason, since=time.monotonic())
         self.stop_state = state
         if not self.current_stage or not state.ends(self.current_stage):
             return

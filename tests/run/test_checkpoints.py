@@ -327,27 +327,29 @@ def test_a_resume_names_edited_rows_and_functions(workspace, here):
     assert "After step 1" in line and "1 added, 1 removed" in line
 
 
-def find(folder: str, name: str, **trainer):
-    recipe = make_partial(make_config(Path(folder), experiment_name=name, **trainer))
-    return checkpoints.find_resume_point(recipe)
-
-
 def test_a_folder_with_checkpoints_of_another_run_is_refused(here):
     checkpoint = save(Path("ck"), 1, experiment_name="one")
-    assert find("ck", "one")[0] == checkpoint
+    assert find_resume_point(Path("ck"), experiment_name="one")[0] == checkpoint
     for mode in ("auto", "disable"):
         with pytest.raises(ConfigError, match="has checkpoints of the run one, and this is two"):
-            find("ck", "two", resume_mode=mode)
+            find_resume_point(Path("ck"), experiment_name="two", resume_mode=mode)
     named = {"resume_mode": "resume_path", "resume_from_path": str(checkpoint)}
-    assert find("mine", "two", **named) == (checkpoint, [f"{checkpoint} is of the run one."])
+    named["experiment_name"] = "two"
+    assert find_resume_point(Path("mine"), **named) == (
+        checkpoint,
+        [f"{checkpoint} is of the run one."],
+    )
     with pytest.raises(ConfigError, match="Nothing is left to train"):
-        find("mine", "two", **named, total_training_steps=1)  # it would export weights of `one`
+        find_resume_point(
+            Path("mine"), **named, total_training_steps=1
+        )  # it would export weights of `one`
 
 
 def test_a_run_whose_folder_was_renamed_owns_its_checkpoints(here):
     save(Path("runs/one/checkpoints"), 1, experiment_name="one")
     Path("runs/one").rename("runs/two")
-    checkpoint, notes = find("runs/two/checkpoints", "two")
+    folder = Path("runs/two/checkpoints")
+    checkpoint, notes = find_resume_point(folder, experiment_name="two")
     assert checkpoint == Path("runs/two/checkpoints/global_step_1") and notes == []
 
 
