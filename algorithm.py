@@ -128,11 +128,7 @@ class Trainer:
             self.evaluate_if_due()
         if not self.scores:  # no step was left: the run resumed after its last one
             self.evaluate()
-        self.finish()
-
-    def finish(self) -> None:
-        """Let `train` export the model after the processes have ended."""
-        self.run.stages.is_export_pending = True
+        self.run.mark_complete()  # `train` exports the model after the processes have ended
 
     def step_or_skip(self) -> dict[str, float]:
         """Run one step, which may end as a skipped one -> its metrics."""
@@ -415,7 +411,7 @@ def train(plan: cli.Plan) -> Iterator[Trainer]:
             trainer = start_trainer(plan, run, stack)
             with run.stages.save_on_stop(trainer.save):
                 yield trainer
-        if run.stages.is_export_pending:
+        if run.stages.is_complete:
             run.files.export()
             run.log.print_result(trainer.scores)
 
@@ -426,8 +422,9 @@ def start_trainer(plan: cli.Plan, run: Run, stack: contextlib.ExitStack) -> Trai
 
     if plan.replay:  # the learning-rate schedule still has the length of the recorded run
         run.end_at(plan.replay.recording.last)
-    workers, servers = launch.start(run, plan.inputs, stack, samples=not plan.replay)
-    servers = ReplayServers(plan.replay) if plan.replay else servers
+    workers, started = launch.start(run, plan.inputs, stack, samples=not plan.replay)
+    servers = ReplayServers(plan.replay) if plan.replay else started
+    assert workers and servers  # of the command `train`
     state = LoopState()
     with run.stage("sleep"):  # frees memory for the optimizer's state
         servers.sleep()

@@ -259,6 +259,7 @@ def run_command(recipe: Recipe, run: Run, inputs: RunInputs) -> None:
 
     with contextlib.ExitStack() as stack:
         workers = launch.start(run, inputs, stack, samples=False).workers
+        assert workers
         set_loss(recipe, workers)
         state = LoopState(command="sft")
         if run.files.checkpoint:
@@ -267,7 +268,7 @@ def run_command(recipe: Recipe, run: Run, inputs: RunInputs) -> None:
         trainer = Trainer(recipe, run, inputs, workers, state)
         with run.stages.save_on_stop(trainer.save):
             trainer.fit()
-        run.stages.is_export_pending = True
+        run.mark_complete()
     run.files.export()  # only now: the workers no longer hold memory, and no monitor watches them
     say(f"The model is in {run.folder}/export. Train it with RL by")
     say(f"    actor_rollout_ref.model.path={run.folder}/export")

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pandas as pd
+from numpy.lib.npyio import NpzFile
 
 from env import Json, drop_nulls
 from kit.data.episode import SAMPLED_IDS
@@ -29,11 +30,12 @@ from kit.data.metrics import ALL_TOKENS, FAILED_AS_0, HIGH, LOW, name_test_set
 from kit.data.rollout_files import read_records, read_scale
 from kit.errors import ConfigError
 from kit.recipe.recipe_text import read_saved
-from kit.run import checkpoints, files, identity
+from kit.run import checkpoints, identity
 
 # Limits on the rollout files that are read. 64 MiB takes 3 s. The last step and the last
 # evaluation are always read, whatever their size.
 MAX_ROLLOUT_BYTES = 64 * 2**20
+MAX_ARRAY_BYTES = 2**28  # of an .npz file, unpacked
 MAX_EPISODES = 20_000  # of all files; at most a quarter of them from one file
 NO_STEP = -1  # the step of episodes whose file name has no step number
 CONFIGS = ("config.yaml", "evaluate.yaml", "rollout.yaml")  # of train and sft, evaluate, rollout
@@ -299,7 +301,7 @@ class RunFolder:
         if not path.is_file():
             return {}
         try:
-            with files.open_arrays(path) as file:
+            with open_arrays(path) as file:
                 ends = np.cumsum(file["lengths"])
                 values = np.split(file["values"], ends[:-1])
                 indices = [tuple(index) for index in file["record_index"].tolist()]
@@ -307,6 +309,15 @@ class RunFolder:
         except (OSError, ValueError, zipfile.BadZipFile) as error:  # a kill left it incomplete
             self.unreadable.append(f"{path.name}: {error!r:.80}")
             return {}
+
+
+def open_arrays(path: Path) -> NpzFile:
+    """Open an .npz file. Raises ValueError if it would unpack to more than MAX_ARRAY_BYTES."""
+    with zipfile.ZipFile(path) as archive:
+        size = sum(entry.file_size for entry in archive.infolist())
+    if size > MAX_ARRAY_BYTES:
+        raise ValueError(f"{path}: its arrays have {size:,} bytes, over {MAX_ARRAY_BYTES:,}")
+    return cast(NpzFile, np.load(path))
 
 
 def is_run(folder: Path) -> bool:

@@ -15,7 +15,6 @@ import threading
 import time
 
 import httpx
-import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -29,7 +28,7 @@ from kit.engine.sampling import SampleStore
 from kit.errors import ConfigError, RunError, UserFunctionError, remove_control_characters
 from kit.recipe import adapters
 from kit.recipe.recipe_text import read_saved
-from kit.run import checkpoints, files
+from kit.run import checkpoints
 from kit.run.console import LogFormatter, say
 from kit.verify import network, servers
 from kit.verify.network import GymStartError, discover_servers
@@ -346,14 +345,6 @@ def test_a_request_with_many_objects_is_not_parsed():
     for body in (b"[" + b"{}," * 200_000 + b"{}]", b'"' + b"x" * 2**21 + b'"'):
         with pytest.raises(ValueError, match="objects and lists"):
             endpoint.parse_body(body)
-
-
-def test_arrays_that_would_unpack_to_much_memory_are_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MAX_ARRAY_BYTES", 10**6)
-    np.savez_compressed(tmp_path / "a.npz", values=np.zeros(10**6))
-    assert (tmp_path / "a.npz").stat().st_size < 10**4
-    with pytest.raises(ValueError, match="its arrays have 8,"):
-        files.open_arrays(tmp_path / "a.npz")
 
 
 # --- lists of what is allowed ---------------------------------------------------------------------

@@ -297,7 +297,7 @@ def test_a_run_without_a_trainer_samples_from_the_merged_adapter(models, tmp_pat
     check(recipe)
     trained = compute_logits(make_engine(recipe).module)
     model = recipe.actor_rollout_ref.model
-    export.write_merged(model, "float32", tmp_path / "merged")
+    export.write_merged(model.path, str(path), "float32", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     assert torch.allclose(compute_logits(merged), trained, atol=1e-5)
     base = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float32)

@@ -45,7 +45,7 @@ def test_a_run_evaluates_and_saves_after_the_steps_in_the_recipe(workspace, reco
     with algorithm.train(make_plan(workspace, *sizes)) as trainer:
         assert trainer.scores == {}
         trainer.fit()
-        assert trainer.run.stages.is_export_pending
+        assert trainer.run.stages.is_complete
     kinds = ("validate", "rollout", "save", "update_weights", "export")
     calls = [name for name in recorder.calls if name.startswith(kinds)]
     assert calls == [

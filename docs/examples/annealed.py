@@ -12,4 +12,4 @@ with train(plan(["math_cpu", "cpu"], ["trainer.experiment_name=annealed"])) as t
         training.set_policy_loss(trainer.workers.actor, trainer.recipe)
         metrics = trainer.step_or_skip()
         trainer.evaluate_if_due()
-    trainer.finish()
+    trainer.run.mark_complete()

@@ -12,6 +12,8 @@ Log-probs of prompt tokens, which nothing reads, are zeros.
 
 kit/cpu/platform.py imports this file in each process that trains. The import registers the engines
 with verl and patches verl's functions of logits and micro-batches.
+
+Convenience: training on a CPU without computing each prompt n times.
 """
 
 from __future__ import annotations
@@ -122,7 +124,7 @@ def select_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention of a grid: q, k, v [n, H or H_kv, L or P+L, D] -> [n, L, H, D of v]."""
+    """Attend in a grid: q, k, v [n, H or H_kv, L or P+L, D] -> [n, L, H, D of v]."""
     n, H, L, _ = q.shape
     H_kv, keys = k.shape[1:3]
     if keys > MAX_GRID_KEYS:

@@ -12,6 +12,8 @@ kernels for each length, in each layer. The next batch would have other lengths,
 
 Dimensions: B rows of the micro-batch, T tokens in verl's row, U tokens in the packed row, A tokens
 of all responses, n rows of a grid, L queries and P prompt keys of a grid's row.
+
+Convenience: training on a CPU without computing each prompt n times.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ in configs/machines/cpu.yaml, with the number and the reason.
     15 LLaVA            PixtralWithoutTorchvision, monkey_patch_vllm_plugins
     16 draft tokens     vllm_patches.py
     17 experts          vllm_patches.py: mixtures of experts
+
+Protects: a run on a CPU, from weights, log-probs and sums that are silently wrong there (3, 8, 17).
 """
 
 import contextlib
@@ -195,7 +197,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry  # noqa: E402
 
 
 def attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:  # as for grid_attention
-    """Attention `cpu_packed` of cpu_engine.py, imported when it is first called (9).
+    """Compute attention `cpu_packed` of cpu_engine.py, imported when it is first called (9).
 
     Every process must know the name, since it is in the config of checkpoints too. Only processes
     that train call it.

@@ -1,6 +1,8 @@
 """Replacements for functions of vLLM 0.28 that are slow or wrong on a CPU.
 
 vllm_worker.py applies them in vLLM's worker. Numbers are the points in platform.py's header.
+
+Protects: samples on a CPU, from uninitialized temperatures (16) and unpacked experts (17).
 """
 
 from __future__ import annotations

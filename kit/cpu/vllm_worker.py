@@ -2,6 +2,8 @@
 
 Only vLLM's worker may import it: the imports take half a minute. Numbers are the points in
 platform.py's header.
+
+Protects: samples on a CPU, from weights of an earlier step (7, 8).
 """
 
 from __future__ import annotations

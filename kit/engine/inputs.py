@@ -1,10 +1,13 @@
-"""All that a run needs besides its configuration. kit/run/prepare.py loads it."""
+"""All that a run needs besides its configuration. kit/run/prepare.py loads it.
+
+Convenience: one value for what many functions need.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import env
 from kit.chat.processor import TextProcessor
@@ -16,13 +19,15 @@ from kit.verify.python_verifiers.settings import PythonVerifiers
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+Row = TypeVar("Row")  # env.Task, or an example for supervised training
+
 
 @dataclasses.dataclass
-class RunInputs:
+class RunInputs(Generic[Row]):
     """All that a run needs besides its configuration: tasks and the model's files."""
 
-    train: list[Any]  # env.Task, or examples for supervised training
-    validation: list[Any]
+    train: list[Row]
+    validation: list[Row]
     dropped: list[str]  # rows whose prompt is over data.max_prompt_length
     tokenizer: PreTrainedTokenizerBase
     processor: TextProcessor  # or the one of a model that reads images
@@ -37,6 +42,6 @@ class RunInputs:
     per_epoch: float = math.inf  # prompts for each row of files to be used once; inf without files
 
     @property
-    def tasks(self) -> list[Any]:  # as `train`
-        """Every task that is known before the run."""
+    def tasks(self) -> list[Row | env.Task]:
+        """Return every task that is known before the run."""
         return [*self.train, *self.generated, *self.validation]

@@ -326,7 +326,8 @@ def find_invalid_values(merged: Merged, base: Merged, unknown: Sequence[str]) ->
     """
     messages = []
     known = list(unknown)
-    for key, (written, _) in diff(merged.values, base.values).items():
+    changed = diff(merged.values, base.values)
+    for key, (written, _) in changed.items():
         if is_below(key, *unknown):
             continue
         value = select_nested(merged.resolved, key)
@@ -336,8 +337,15 @@ def find_invalid_values(merged: Merged, base: Merged, unknown: Sequence[str]) ->
         if problem:
             messages.append(problem)
             known.append(key)
-    problems = [text for key, text in find_problems(merged.resolved) if not is_below(key, *known)]
-    return messages + problems
+    problems = {}
+    for key, text in find_problems(merged.resolved):
+        if not is_below(key, *known):
+            problems[key] = text
+    # a key that refers to an invalid one has the same value
+    own = [
+        key for key in problems if any(is_below(one, key) or is_below(key, one) for one in changed)
+    ]
+    return messages + [problems[key] for key in own or problems]
 
 
 def check_value(key: str, value: object, default: object) -> str:

@@ -1,14 +1,11 @@
 """Save, find, check and load checkpoints, in verl's layout.
 
-    save(workers, folder, state, recipe)    <folder>/global_step_<N>/{actor,critic,data.pt,...}
-    find_newest(folder)                     the last complete one
-    check(checkpoint, recipe)               whether this recipe can resume from it
-    load(workers, checkpoint)               restore the workers, return the state of the loop
+A checkpoint is written to a folder saving_<N>, which is then renamed to global_step_<N>. The
+manifest (the size of every file) is written last. So a folder is complete if its manifest agrees
+with its files, under both names. A run may be killed at any time. All ranks must share a file
+system: the manifest is written only if the shards of every rank are there.
 
-A checkpoint is written to a folder saving_<N>, which is then renamed. The manifest (the size of
-every file) is written last. So a folder is complete if its manifest agrees with its files, under
-both names. A run may be killed at any time. All ranks must share a file system: the manifest is
-written only if the shards of every rank are there.
+Protects: trained weights, from a save that is cut, a recipe that does not fit, and code in files.
 """
 
 from __future__ import annotations
@@ -21,9 +18,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from env import Json
 from kit.data.fingerprint import Fingerprint
@@ -41,20 +38,18 @@ FINGERPRINT = "config.fingerprint.json"  # next to config.yaml, in a run folder,
 POINTER = "latest_checkpointed_iteration.txt"  # verl's file: the step of the last checkpoint
 EXPORTED = "step.txt"  # in an export: the step of its weights
 NAME = re.compile(r"(?:global_step|saving)_(\d+)")
-RANKS = ("trainer.n_gpus_per_node", "trainer.nnodes")  # their product is the number of ranks
 # {an entry of verl's save_contents: the prefix of FSDP's file names}
 SHARDS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
-LAYOUT = "the shards are laid out for it"
-# Keys that a resumed run must not change, and the reason. It may change all others.
-FIXED_KEYS = {
-    "trainer.n_gpus_per_node": "each rank loads the shard that it wrote",
-    "trainer.nnodes": "each rank loads the shard that it wrote",
-    "model_engine": LAYOUT,
-    "actor_rollout_ref.actor.strategy": LAYOUT,
-    "critic.strategy": LAYOUT,
-    "actor_rollout_ref.model.lora_rank": "the adapters have other shapes",
-    "actor_rollout_ref.model.target_modules": "the adapters are in other modules",
-}
+# Keys that a resumed run must not change, since its ranks load the saved shards. It may change all
+# others, and the number of nodes if that of ranks stays.
+RANKS = ("trainer.n_gpus_per_node", "trainer.nnodes")  # their product is the number of ranks
+FIXED_KEYS = (
+    "model_engine",
+    "actor_rollout_ref.actor.strategy",
+    "critic.strategy",
+    "actor_rollout_ref.model.lora_rank",
+    "actor_rollout_ref.model.target_modules",
+)
 # The saved optimizer restores these values, so a new value in the recipe would have no effect. They
 # may change if load_contents does not have the optimizer.
 OPTIMIZER_KEY = re.compile(
@@ -195,8 +190,6 @@ def find_damage(checkpoint: Path) -> str:
     try:
         sizes = json.loads((checkpoint / MANIFEST).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
-        sizes = None
-    if not isinstance(sizes, dict):
         return f"it has no {MANIFEST}, which is written last"
     for name, size in sizes.items():
         path = checkpoint / name
@@ -208,7 +201,7 @@ def find_damage(checkpoint: Path) -> str:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name. Raises ConfigError for another name."""
+    """Return the step in a checkpoint's name. Raises ConfigError for another name."""
     match = NAME.fullmatch(checkpoint.name)
     if match:
         return int(match[1])
@@ -216,18 +209,14 @@ def step_of(checkpoint: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the newest first, complete or not."""
+    """List the checkpoints in a folder, the newest first, complete or not."""
     paths = [path for path in folder.glob("*_*") if path.is_dir() and NAME.fullmatch(path.name)]
-    return sorted(paths, key=age_key, reverse=True)
-
-
-def age_key(checkpoint: Path) -> tuple[int, bool]:
-    """Sort key: the step, then whether the folder was renamed. The renamed one is newer."""
-    return step_of(checkpoint), checkpoint.name.startswith("global")
+    # of one step, global_step_N comes before saving_N, as in the order of their names
+    return sorted(sorted(paths), key=step_of, reverse=True)
 
 
 def find_newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """(the newest complete checkpoint, a line about each newer one that is not complete)."""
+    """Return the newest complete checkpoint, and a line about each newer one that is not."""
     notes: list[str] = []
     for checkpoint in list_checkpoints(folder):
         damage = find_damage(checkpoint)
@@ -242,7 +231,7 @@ class NothingLeftError(ConfigError):
 
 
 def find_resume_point(recipe: Recipe) -> tuple[Path | None, list[str]]:
-    """(the checkpoint to resume from, lines to print), by verl's trainer.resume_mode.
+    """Return the checkpoint to resume from, and lines to print, by verl's trainer.resume_mode.
 
     resume_mode: auto, disable or resume_path. Raises NothingLeftError, and ConfigError if there are
     checkpoints and none is complete, or if the newest in this run's folder is of another run.
@@ -291,7 +280,7 @@ def find_resume_point(recipe: Recipe) -> tuple[Path | None, list[str]]:
 
 
 def is_of_run(checkpoint: Path, recipe: Recipe) -> bool:
-    """Whether a checkpoint is of this run: in its folder, which may be renamed, or by its name."""
+    """Return whether a checkpoint is of this run: in its folder (maybe renamed), or by its name."""
     name = recipe.trainer.experiment_name
     is_inside = checkpoint.resolve().is_relative_to((Path("runs") / name).resolve())
     return is_inside or read_owner(checkpoint) in (name, None)
@@ -303,7 +292,7 @@ def read_owner(checkpoint: Path) -> object:
 
 
 def is_exported(run: str, step: int) -> bool:
-    """Whether the export of a run holds the weights of a step. run: its experiment_name."""
+    """Return whether the export of a run holds the weights of a step. run: its experiment_name."""
     return read_exported_step(Path("runs") / run / "export") == step
 
 
@@ -323,11 +312,11 @@ def read_exported_step(export: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-# --- check ---------------------------------------------------------------------------------------
+# --- check and load ------------------------------------------------------------------------------
 
 
 def check(checkpoint: Path, recipe: Recipe, fingerprint: Fingerprint | None = None) -> list[str]:
-    """Check that this recipe can resume from a checkpoint -> lines to print.
+    """Check that this recipe can resume from a checkpoint, and return lines to print.
 
     fingerprint: of the run that resumes. Raises RunError for a checkpoint of another command or
     layout, or with other contents than tensors and plain values.
@@ -341,8 +330,7 @@ def check(checkpoint: Path, recipe: Recipe, fingerprint: Fingerprint | None = No
     before = identity.read_run(checkpoint)
     now = fingerprint or Fingerprint(flatten(recipe.redacted()))
     changes = list_changes(before, now)
-    fixed = find_fixed_keys(recipe, list(changes), before.values, now.values)
-    refused = [f"{changes[key]} ({reason})" for key, reason in fixed.items()]
+    refused = list_refused(recipe, changes, before.values, now.values)
     if recipe.has_critic and not (checkpoint / "critic").is_dir():
         refused.append("a critic, which that run did not have")
     if refused:
@@ -363,22 +351,20 @@ def list_changes(before: Fingerprint, now: Fingerprint) -> dict[str, str]:
     return {key: text for key, text in changes.items() if not UNREPORTED_KEY.match(key)}
 
 
-def find_fixed_keys(recipe: Recipe, keys: list[str], before: Json, now: Json) -> dict[str, str]:
-    """Return {key: reason} for the changed `keys` that must not change."""
-    fixed_keys = dict(FIXED_KEYS)
-    if math.prod(before[key] for key in RANKS) == math.prod(now[key] for key in RANKS):
-        for key in RANKS:  # the same number of ranks, on another number of nodes
-            del fixed_keys[key]
-    for key in keys:
-        match = OPTIMIZER_KEY.match(key)
-        if match:
-            contents_key = f"{match[1]}.checkpoint.load_contents"
-            contents = recipe.get(contents_key) or ["optimizer"]
-            if "optimizer" in contents:
-                fixed_keys[key] = (
-                    f"the saved optimizer has its value; {contents_key}=[model] starts a new one"
-                )
-    return {key: fixed_keys[key] for key in keys if key in fixed_keys}
+def list_refused(recipe: Recipe, changes: Mapping[str, str], before: Json, now: Json) -> list[str]:
+    """List the changes that do not fit the saved shards or optimizer. before, now: all values."""
+    ranks_before, ranks_now = (math.prod(values[key] for key in RANKS) for values in (before, now))
+    refused = []
+    for key, change in changes.items():
+        optimizer = OPTIMIZER_KEY.match(key)
+        if key in FIXED_KEYS or (key in RANKS and ranks_before != ranks_now):
+            refused.append(f"{change} (the saved shards do not fit)")
+        elif optimizer:
+            contents_key = f"{optimizer[1]}.checkpoint.load_contents"
+            if "optimizer" in (recipe.get(contents_key) or ["optimizer"]):
+                reason = "the saved optimizer has its value"
+                refused.append(f"{change} ({reason}; {contents_key}=[model] starts a new one)")
+    return refused
 
 
 def read(path: Path) -> Json:
@@ -387,17 +373,11 @@ def read(path: Path) -> Json:
     import torch
     import torch.distributed.tensor  # noqa: F401  (defines DTensor, the type of FSDP's shards)
 
-    rng_state = np.random.get_state()[1]  # type: ignore[index]  # NumPy's RNG is saved, too
-    array_constructor = rng_state.__reduce__()[0]
-    safe = [
-        array_constructor,
-        np.ndarray,
-        np.dtype,
-        np.dtypes.UInt32DType,
-        type(np.dtype("uint32")),
-    ]
+    make_array = np.empty(0).__reduce__()[0]
+    # the state of NumPy's random numbers is saved, too
+    numpy_rng: list[Any] = [make_array, np.ndarray, np.dtype, np.dtypes.UInt32DType]
     try:
-        with torch.serialization.safe_globals(safe):
+        with torch.serialization.safe_globals(numpy_rng):
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except Exception as error:  # zip, pickle and torch raise different ones
         raise RunError(
@@ -406,11 +386,8 @@ def read(path: Path) -> Json:
         ) from error
 
 
-# --- load and export -----------------------------------------------------------------------------
-
-
 def load(workers: Workers, checkpoint: Path) -> LoopState:
-    """Restore model, optimizer and RNG of every worker -> the state of the loop."""
+    """Restore model, optimizer and RNG of every worker, and return the state of the loop."""
     for name, group in {"actor": workers.actor, "critic": workers.critic}.items():
         if group is not None:
             group.load_checkpoint(str((checkpoint / name).absolute()))

@@ -6,6 +6,8 @@
 If you rerun the same command, it samples only the episodes that are missing or failed. It must then
 have the same model, template, sampling settings and verifier, by their content.
 rollouts.settings.json and evaluation.settings.json hold those of the first run.
+
+Protects: scores, from episodes of another policy, verifier or row in one file.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import env
 from env import Json
@@ -62,11 +65,10 @@ class Collector:
     validate: True for `evaluate`, False for `rollout`.
     """
 
-    def __init__(self, recipe: Recipe, run: Run, inputs: RunInputs, validate: bool):
+    def __init__(self, recipe: Recipe, run: Run, inputs: RunInputs[env.Task], validate: bool):
         rollout = recipe.rollout
         self.recipe = recipe
         self.run = run
-        self.inputs = inputs
         self.validate = validate
         self.tasks = inputs.validation if validate else inputs.train
         self.n = rollout.val_kwargs.n if validate else rollout.n
@@ -94,25 +96,20 @@ class Collector:
         failures_path = self.run.folder / "failures.jsonl"
         with self.path.open("ab") as out, failures_path.open("ab") as failures:
 
-            def save(index: int, episode: Episode) -> None:
-                self.save(out, failures, self.missing[index], episode)
-                on_done(index, episode)
+            def save(number: int, episode: Episode) -> None:
+                index = self.missing[number]
+                record = rollout_files.to_record(episode, *index)
+                if episode.status == "ok":
+                    self.done[index] = Collected.of(episode, record)
+                    rollout_files.write_record(out, record)
+                    out.flush()
+                else:
+                    summary = {"rollout": self.recipe.command, **record["_episode"]}
+                    rollout_files.write_record(failures, summary)
+                on_done(number, episode)
 
             with self.run.stage("gen"):
                 return servers.rollout(requests, sampling, save)
-
-    def save(
-        self, out: IO[bytes], failures: IO[bytes], index: RecordIndex, episode: Episode
-    ) -> None:
-        """Write one episode to its file."""
-        record = rollout_files.to_record(episode, *index)
-        if episode.status == "ok":
-            self.done[index] = Collected.of(episode, record)
-            rollout_files.write_record(out, record)
-            out.flush()
-        else:
-            summary = {"rollout": self.recipe.command, **record["_episode"]}
-            rollout_files.write_record(failures, summary)
 
     def score(self, servers: Servers, failed: Sequence[Episode]) -> dict[str, float]:
         """Compute the scores of each test set and of each server, and print them."""
@@ -142,7 +139,7 @@ class Collector:
         return dict(itertools.islice(numbers.items(), MAX_SERVER_SCORES))
 
 
-def run_command(recipe: Recipe, run: Run, inputs: RunInputs) -> None:
+def run_command(recipe: Recipe, run: Run, inputs: RunInputs[env.Task]) -> None:
     """Collect the missing episodes and print their scores.
 
     Raises ConfigError if the file holds episodes of other rows or of another policy, and RunError
@@ -154,6 +151,7 @@ def run_command(recipe: Recipe, run: Run, inputs: RunInputs) -> None:
     collector.report_count()
     with contextlib.ExitStack() as stack:
         servers = launch.start(run, inputs, stack).servers
+        assert servers
         episodes = collector.sample(servers)
         metrics = run.stages.timings()
         if episodes:
@@ -176,14 +174,14 @@ def read_collected(path: Path, tasks: Sequence[env.Task]) -> dict[RecordIndex, C
     collected: dict[RecordIndex, Collected] = {}
     if not path.is_file():
         return collected
-    copies: dict[str, list[int]] = {}  # {digest of a row: the indices of its copies}
+    copies: defaultdict[str, list[int]] = defaultdict(list)  # {digest of a row: its indices}
     for number, task in enumerate(tasks):
-        copies.setdefault(hash_row(task.row), []).append(number)
+        copies[hash_row(task.row)].append(number)
     rows: dict[tuple[str, int], int] = {}  # {digest and index of a row in the file: its index now}
     for _, record in rollout_files.read_records(path):
         place = (record["_episode"].get("content", ""), record.get("_ng_task_index", -1))
         if place not in rows:
-            if not copies.get(place[0]):
+            if not copies[place[0]]:
                 raise ConfigError(
                     f"{path} holds episodes of other rows: {record['_episode']['row_id']} is not "
                     "among the present ones with this content. Set another "
@@ -232,7 +230,7 @@ def check_settings(path: Path, settings: Fingerprint, has_episodes: bool) -> Non
 
 
 def flatten_numbers(tree: Json, prefix: str) -> dict[str, float]:
-    """The finite numbers of a nested mapping, by path."""
+    """Return the finite numbers of a nested mapping, by path."""
     numbers: dict[str, float] = {}
     for name, value in tree.items():
         if isinstance(value, dict):

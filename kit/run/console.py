@@ -1,6 +1,8 @@
 """The console output of a run.
 
 Each step is one line. At a terminal there is a progress bar below the lines, unless with --quiet.
+
+Protects: the terminal, from control characters that a policy or a server wrote.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class Display:
 
 
 def describe_seconds(timing: Mapping[str, float]) -> str:
-    """The seconds of a step and of its stages: `20.6s (gen 5.8 update 13.8 sync 1.0)`."""
+    """Return the seconds of a step and of its stages: `20.6s (gen 5.8 update 13.8 sync 1.0)`."""
     stages = [
         f"{STAGE_LABELS.get(name, name)} {seconds:.1f}"
         for name, seconds in timing.items()
@@ -113,7 +115,7 @@ def count_nouns(number: int, noun: str) -> str:
 
 
 def step_values(metrics: Mapping[str, float], is_reward_shaped: bool) -> dict[str, str]:
-    """The values of a step's line, by label.
+    """Return the values of a step's line, by label.
 
     `reward` is the verifier's mean over all verified episodes. is_reward_shaped: whether env.reward
     or a KL term changes the reward. If so, `verifier` and `shaped` are shown instead.

@@ -1,85 +1,88 @@
-"""An event loop for the coroutines of a run, also in a notebook, whose thread is busy with a loop.
+"""An event loop for the coroutines of a run, also in a notebook, whose thread runs another loop.
 
-asyncio.Runner works in every thread, but not while another event loop runs in it. A notebook and
-`asyncio.run` keep one running.
+Protects: the results of the work, from an exception of a signal handler within the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from kit.engine.interfaces import EventLoop
 
-SIGNAL_CHECK_S = 0.5
-CANCEL_TIMEOUT_S = 5.0  # for interrupted work to end
 T = TypeVar("T")
 
 
-class ThreadRunner:
-    """The methods of asyncio.Runner, with the event loop in another thread.
+class LoopRunner:
+    """An asyncio.Runner whose work a signal handler can cancel. Its loop runs only during `run`."""
 
-    That thread lasts until the end of the block, since the kernel may end a process together with
-    the thread that started it. As in asyncio.Runner, the loop runs only during `run`.
-    """
-
-    def __enter__(self) -> ThreadRunner:
+    def __init__(self) -> None:
         self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        self.thread = ThreadPoolExecutor(1, "event-loop")
-        self._wait_for_thread()  # starts it: a signal must not interrupt that during `run`
+        self.work: asyncio.Task[Any] | None = None  # while `run` waits for it
+
+    def __enter__(self) -> LoopRunner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.thread.submit(self.runner.close).result()
-        self.thread.shutdown()
+        with hide_running_loop():
+            self.runner.close()
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the event loop."""
         return self.runner.get_loop()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine and wait for it. If a signal ends the wait, cancel the coroutine."""
-        loop = self.get_loop()
-        tasks: list[asyncio.Task[T]] = []
+        """Run a coroutine to its end. Raises asyncio.CancelledError after `cancel_work`."""
 
-        def run_in_thread() -> T:
-            tasks.append(loop.create_task(work))
-            return loop.run_until_complete(tasks[0])
-
-        def cancel() -> None:
-            for task in tasks:
-                task.cancel()  # no effect if it has ended
+        async def run_as_task() -> T:
+            self.work = asyncio.current_task()
+            return await work
 
         try:
-            future = self.thread.submit(run_in_thread)
-            # If the kernel gives a signal to the other thread, it does not end a wait of this one.
-            while not wait([future], SIGNAL_CHECK_S).done:
-                pass
-            return future.result()
-        except BaseException:
-            loop.call_soon_threadsafe(cancel)
-            with contextlib.suppress(TimeoutError):
-                self._wait_for_thread(CANCEL_TIMEOUT_S)
-            raise
+            with hide_running_loop():
+                return self.runner.run(run_as_task())
+        finally:
+            self.work = None
 
-    def _wait_for_thread(self, timeout_s: float | None = None) -> None:
-        """Wait until the thread has done all earlier work. Raises TimeoutError."""
-        self.thread.submit(bool).result(timeout_s)
+    def cancel_work(self) -> bool:
+        """Cancel the coroutine that runs, from a signal handler. Return False if none runs."""
+        if not self.work or not self.work.cancel():
+            return False
+        self.get_loop().call_soon_threadsafe(bool)  # the loop may be waiting for an event
+        return True
 
 
-def make_runner() -> EventLoop:
+def make_runner() -> LoopRunner:
     """Return a runner that works in this thread."""
-    if get_running_loop():
-        return ThreadRunner()
-    return asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    return LoopRunner()
 
 
-def get_running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that runs in this thread, or None."""
+@contextlib.contextmanager
+def hide_running_loop() -> Iterator[None]:
+    """Let another event loop run in the block, while the one of a notebook waits for its cell."""
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
     try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
+        yield
+    finally:
+        asyncio._set_running_loop(outer)
+
+
+def cancel_all(runner: EventLoop) -> None:
+    """Cancel all tasks of an event loop: the episodes that a stop has interrupted."""
+    while True:
+        try:
+            runner.run(_cancel_tasks())
+            return
+        except KeyboardInterrupt:  # asyncio raises a task's Stop again for each task that awaits it
+            pass
+
+
+async def _cancel_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

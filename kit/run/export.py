@@ -1,4 +1,7 @@
-"""Export a checkpoint's policy as a Hugging Face folder."""
+"""Export a checkpoint's policy as a Hugging Face folder.
+
+Protects: an earlier export, from a full disk, and the dtype and adapter of the sampled policy.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from unittest import mock
 import torch
 from safetensors import safe_open
 
+from env import Json
 from kit.recipe.adapters import ADAPTER_FOLDER
 from kit.recipe.recipe_text import read_saved
-from kit.recipe.schema import PolicyModel
 from kit.run import files
 from kit.run.checkpoints import EXPORTED, step_of
 
@@ -58,6 +61,7 @@ def merge(checkpoint: Path, target: Path) -> None:
     The weights have the dtype of the rollout engine. So the folder has the policy that the run
     sampled from and evaluated.
     """
+    from transformers import AutoModelForCausalLM
     from verl.model_merger.base_model_merger import ModelMergerConfig
     from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
@@ -73,36 +77,26 @@ def merge(checkpoint: Path, target: Path) -> None:
         local_dir=str(actor),
         hf_model_config_path=str(actor / "huggingface"),
     )
-    saved = read_saved(checkpoint / "config.yaml")["actor_rollout_ref"]
-    model = PolicyModel.model_validate(saved["model"])
-    dtype = getattr(torch, saved["rollout"]["dtype"], torch.bfloat16)  # vLLM's "auto" is no dtype
-    has_adapter = model.lora_rank > 0
-    # an adapter is merged in float32, as for the rollout engine, and rounded after that
+    recipe = read_saved(checkpoint / "config.yaml")["actor_rollout_ref"]
+    model = recipe["model"]
+    dtype = getattr(torch, recipe["rollout"]["dtype"], torch.bfloat16)  # vLLM's "auto" is no dtype
+    has_adapter = model["lora_rank"] > 0
+    # verl writes an adapter apart from its base model. It is merged in float32, as for the rollout
+    # engine, and rounded after that.
     written = torch.float32 if has_adapter else dtype
     # The merger calls Tensor.bfloat16 on each shard. If the run samples in float32, that would be
     # another policy: after 20 steps of the demo, bfloat16 has the initial value for 83% of weights.
     with mock.patch.object(torch.Tensor, "bfloat16", lambda shard: shard.to(written)):
         FSDPModelMerger(config).merge_and_save()
     if has_adapter:
-        merge_adapter(target, dtype, model)
+        base = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        complete_adapter_config(target / ADAPTER_FOLDER, base, model)
+        save_merged(base, target / ADAPTER_FOLDER, dtype, target)
     hf_config = json.loads((target / "config.json").read_text())
     hf_config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(hf_config, indent=2))
     if "vision_config" in hf_config:
-        copy_processor(model.path, target)
-
-
-def merge_adapter(target: Path, dtype: torch.dtype, settings: PolicyModel) -> None:
-    """Merge the LoRA adapter, which verl writes to a separate folder, into the base model.
-
-    dtype: of the merged weights. The adapter and the base model in `target` are in float32.
-    settings: actor_rollout_ref.model of the run.
-    """
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    complete_adapter_config(target / ADAPTER_FOLDER, base, settings)
-    save_merged(base, target / ADAPTER_FOLDER, dtype, target)
+        copy_processor(model["path"], target)
 
 
 def save_merged(base: PreTrainedModel, adapter: Path, dtype: torch.dtype, target: Path) -> None:
@@ -113,11 +107,13 @@ def save_merged(base: PreTrainedModel, adapter: Path, dtype: torch.dtype, target
     model.merge_and_unload().to(dtype).save_pretrained(target)
 
 
-def complete_adapter_config(folder: Path, base: torch.nn.Module, settings: PolicyModel) -> None:
+def complete_adapter_config(folder: Path, base: torch.nn.Module, model: Json) -> None:
     """Complete the adapter_config.json that verl writes, so that training can continue from it.
 
     verl writes the last part of each adapted module's name, such as q_proj. If the recipe adapts
     only some of the modules with that name, this lists their whole names.
+
+    model: the section actor_rollout_ref.model.
     """
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as weights:
         keys = list(weights.keys())
@@ -126,26 +122,28 @@ def complete_adapter_config(folder: Path, base: torch.nn.Module, settings: Polic
     named = {name for name, _ in base.named_modules() if name.rpartition(".")[2] in parts}
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text()) | {
-        "base_model_name_or_path": settings.path,
-        "lora_alpha": settings.lora_alpha,
+        "base_model_name_or_path": model["path"],
+        "lora_alpha": model["lora_alpha"],
         "target_modules": sorted(parts if named == adapted else adapted),
     }
     path.write_text(json.dumps(config, indent=2))
 
 
-def write_merged(settings: PolicyModel, dtype: str, target: Path) -> None:
-    """Write the model of a recipe with its adapter merged in, for a run that does not train.
+def write_merged(
+    model: str, adapter: str, dtype: str, target: Path, trust_remote_code: bool = False
+) -> None:
+    """Write a model with its adapter merged in, for a run that does not train.
 
-    settings: actor_rollout_ref.model. dtype: of the rollout engine. The adapter is merged in
-    float32 and rounded after that, as in training.
+    dtype: of the rollout engine. The adapter is merged in float32 and rounded after that, as in
+    training.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    options = {"trust_remote_code": settings.trust_remote_code}
-    base = AutoModelForCausalLM.from_pretrained(settings.path, dtype=torch.float32, **options)
+    options = {"trust_remote_code": trust_remote_code}
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **options)
     written = getattr(torch, dtype, torch.bfloat16)  # vLLM's "auto" is no dtype
-    save_merged(base, Path(settings.lora_adapter_path or ""), written, target)
-    AutoTokenizer.from_pretrained(settings.path, **options).save_pretrained(target)
+    save_merged(base, Path(adapter), written, target)
+    AutoTokenizer.from_pretrained(model, **options).save_pretrained(target)
 
 
 def copy_processor(model: str, target: Path) -> None:

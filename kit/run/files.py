@@ -4,6 +4,8 @@ The disk may be full at any write:
 
 - A file that is replaced is written under another name, then renamed.
 - A file that grows gets its old length back if a line does not fit.
+
+Protects: the files of a run, from half-written content and from a second run.
 """
 
 from __future__ import annotations
@@ -11,18 +13,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
-import numpy as np
 from filelock import FileLock, Timeout
-from numpy.lib.npyio import NpzFile
 
 from kit.errors import RunError
 
-MAX_ARRAY_BYTES = 2**28  # of an .npz file, unpacked
 LOCK_NAME = "run.lock"
 PARTIAL_SUFFIX = ".part"  # ends the name of a file that is not complete yet
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -44,15 +42,6 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(describe_write_error(path, error)) from error
-
-
-def open_arrays(path: Path) -> NpzFile:
-    """Open an .npz file. Raises ValueError if it would unpack to more than MAX_ARRAY_BYTES."""
-    with zipfile.ZipFile(path) as archive:
-        size = sum(entry.file_size for entry in archive.infolist())
-    if size > MAX_ARRAY_BYTES:
-        raise ValueError(f"{path}: its arrays have {size:,} bytes, over {MAX_ARRAY_BYTES:,}")
-    return cast(NpzFile, np.load(path))
 
 
 @contextlib.contextmanager

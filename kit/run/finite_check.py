@@ -1,4 +1,7 @@
-"""Check batches and weights for NaN and infinity, and batches for samples from other weights."""
+"""Check batches and weights for NaN and infinity, and batches for samples from other weights.
+
+Protects: weights and checkpoints, from updates with numbers that no step should use.
+"""
 
 from __future__ import annotations
 
@@ -112,14 +115,14 @@ def list_nonfinite_tensors(batch: DataProto) -> list[str]:
 
 
 def find_nonfinite_weights(workers: Workers) -> list[str]:
-    """The names of weights and optimizer states that hold NaN or infinity on any rank."""
+    """Return the names of weights and optimizer states with NaN or infinity, of all ranks."""
     return ask_engines(workers, list_nonfinite_weights, ("actor", "critic"))
 
 
 def ask_engines(
     workers: Workers, question: Callable[[Engine, str], list[str]], names: Sequence[str]
 ) -> list[str]:
-    """Call a function with the engines of these roles and the role, on all ranks -> all answers."""
+    """Call a function with each engine of these roles and its role, and return all answers."""
 
     def ask(worker: Engine, name: str) -> list[str]:  # runs in the worker, of any class of verl's
         role = getattr(worker, "worker_dict", {name: worker})[name]
@@ -135,19 +138,17 @@ def ask_engines(
 
 
 def read_packing_note(engine: Engine, name: str) -> list[str]:
-    """What the trial of the model changed, if it did (kit/engine/packing_trial.py)."""
+    """Return what the trial of the model changed, if it did (kit/engine/packing_trial.py)."""
     note = getattr(engine, "packing_note", "")
     return [f"{name} {note}"] if note else []
 
 
 def list_nonfinite_weights(engine: Engine, _name: str) -> list[str]:
-    """The names of weights and optimizer states with NaN or infinity."""
+    """Return the names of weights and optimizer states with NaN or infinity."""
     # with Megatron, one module for each pipeline stage
     modules = engine.module if isinstance(engine.module, list) else [engine.module]
-    tensors = []
-    for module in modules:
-        parameters = module.named_parameters()
-        tensors += [item for item in parameters if item[1].untyped_storage().size()]
+    parameters = itertools.chain.from_iterable(module.named_parameters() for module in modules)
+    tensors = [item for item in parameters if item[1].untyped_storage().size()]
     for state in getattr(engine.optimizer, "state", {}).values():
         for key, value in state.items():
             if torch.is_tensor(value):

@@ -2,6 +2,8 @@
 
 A run folder and a checkpoint have config.yaml, with the recipe, and config.fingerprint.json, with
 the digests of what the recipe names and of the rows. `evaluate` has its own pair.
+
+Protects: comparisons, resumes and replays, from rows, functions and weights that changed.
 """
 
 from __future__ import annotations
@@ -64,12 +66,12 @@ MACHINE_KEYS = (".python", ".port", ".host", ".url", ".concurrency", ".timeout_s
 
 
 def decides_score(key: str) -> bool:
-    """Whether a key decides a score of held-out rows."""
+    """Return whether a key decides a score of held-out rows."""
     return is_below(key, *SCORE_KEYS) and not key.endswith((*MACHINE_KEYS, ".val_kwargs.n"))
 
 
 def verifies(key: str) -> bool:
-    """Whether a key decides the reward of a response."""
+    """Return whether a key decides the reward of a response."""
     return is_below(key, *VERIFIER_KEYS) and not key.endswith(MACHINE_KEYS)
 
 

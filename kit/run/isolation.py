@@ -1,4 +1,7 @@
-"""Isolate a run from other runs and users: its folders, and Ray's folder, token and GPUs."""
+"""Isolate a run from other runs and users: its folders, and Ray's folder, token and GPUs.
+
+Protects: a run's processes, from other users who reach its sockets, and from other runs.
+"""
 
 from __future__ import annotations
 
@@ -81,19 +84,14 @@ def _make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True)
     status = folder.lstat()
     parent_mode = folder.parent.stat().st_mode
-    problem = ""
-    if not stat.S_ISDIR(status.st_mode):
-        problem = "is a symbolic link or a file"
-    elif status.st_uid != os.getuid():
-        problem = f"belongs to user {status.st_uid}, not to you ({os.getuid()})"
-    elif status.st_mode & 0o077:
-        problem = "is open to other users"
-    elif parent_mode & 0o022 and not parent_mode & stat.S_ISVTX:
-        problem = f"can be replaced by other users, who can write to {folder.parent}"
-    if problem:
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    is_open = bool(status.st_mode & 0o077)
+    is_replaceable = bool(parent_mode & 0o022) and not parent_mode & stat.S_ISVTX
+    if not is_own or is_open or is_replaceable:
         raise RunError(
-            f"{folder} {problem}, so other users could take over Ray's sockets. Run `chmod 700 "
-            f"{folder}`, or set {FOLDER_KEY} to a folder that only you can use"
+            f"Other users could take over Ray's sockets in {folder}: it is not yours, or others "
+            f"can enter or replace it. Run `chmod 700 {folder}`, or set {FOLDER_KEY} to a folder "
+            "that only you can use"
         )
 
 
@@ -102,7 +100,7 @@ def show_logical_gpus(device: str) -> Iterator[None]:
     """Hide CUDA_VISIBLE_DEVICES from the processes that a recipe for a CPU starts in the block.
 
     Such a recipe gives Ray logical GPUs. Ray and its workers read their ids from this variable, and
-    users set it to "" or -1 to compute on the CPU.
+    users set it to "" or -1 to compute on the CPU. device: trainer.device.
     """
     names = ["CUDA_VISIBLE_DEVICES"] if device == "cpu" else []
     with change_environment(dict.fromkeys(names)):

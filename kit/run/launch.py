@@ -2,6 +2,8 @@
 
 The run's ExitStack stops them in reverse order. Importing verl and vLLM takes 10 s, so functions
 import them late, while Ray starts. Optional features take part (features.py).
+
+Protects: the machine and other runs: everything that starts is stopped, in reverse order.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ TOKEN_S = 0.25  # for each token of the longest response
 class Started(NamedTuple):
     """The started parts of a run."""
 
-    workers: Any  # training.Workers, or None if the command trains nothing
-    servers: Any  # inference.Servers, or None if nothing is sampled
+    workers: Workers | None  # None if the command trains nothing
+    servers: Servers | None  # None if nothing is sampled
 
 
 class PolicyEndpoint(NamedTuple):
@@ -71,7 +73,7 @@ class PolicyEndpoint(NamedTuple):
     api_key: str
 
     def as_server(self) -> dict[str, str]:
-        """The endpoint in the form of Gym's configuration."""
+        """Return the endpoint in the form of Gym's configuration."""
         base_url = f"http://{self.host}:{self.port}/v1"
         return {"base_url": base_url, "api_key": self.api_key, "model": "policy"}
 
@@ -96,12 +98,12 @@ class Launch:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the run."""
+        """Return the recipe of the run."""
         return self.run.recipe
 
     @property
     def logs(self) -> Path:
-        """The folder for logs."""
+        """Return the folder for logs."""
         return self.run.folder / "logs"
 
 
@@ -208,7 +210,9 @@ def with_merged_adapter(launch: Launch) -> Recipe:
     target = launch.run.folder / "merged_model"
     launch.stack.callback(shutil.rmtree, target, ignore_errors=True)
     say(f"Merging {recipe.model.lora_adapter_path} into a copy of the model, {target}")
-    write_merged(recipe.model, recipe.rollout.dtype, target)
+    model = recipe.model
+    adapter = model.lora_adapter_path or ""
+    write_merged(model.path, adapter, recipe.rollout.dtype, target, model.trust_remote_code)
     return recipe.change(
         f"{MODEL}.path={target.absolute()}",
         f"{MODEL}.lora_adapter_path=null",
@@ -217,7 +221,7 @@ def with_merged_adapter(launch: Launch) -> Recipe:
 
 
 def make_policy_endpoint(recipe: Recipe) -> PolicyEndpoint:
-    """The address and key of the policy endpoint. If unset, a free port and a new key are used."""
+    """Return the address and key of the policy endpoint: by default a free port and a new key."""
     settings = recipe.gym.policy_endpoint
     port = settings.port or network.find_free_port(settings.host)
     key = os.environ.get("POLICY_API_KEY") or secrets.token_hex(16)
@@ -225,14 +229,14 @@ def make_policy_endpoint(recipe: Recipe) -> PolicyEndpoint:
 
 
 def serves_agents(launch: Launch) -> bool:
-    """Whether anything calls the policy endpoint: an agent, a feature, or the user's client."""
+    """Return whether an agent, a feature or the user's client calls the policy endpoint."""
     settings = launch.recipe.gym
     has_agent = any(server.kind in RUNS_EPISODES for server in settings.servers.values())
     return bool(has_agent or launch.serves_policy or settings.policy_endpoint.port)
 
 
 def connect_to_engine(launch: Launch, manager: LLMServerManager) -> RolloutContext:
-    """The client of the rollout engine, with its timeouts."""
+    """Return the client of the rollout engine, with its timeouts."""
     from kit.engine.client import Client
 
     recipe = launch.recipe
@@ -260,7 +264,7 @@ def finish_workers(launch: Launch, workers: Workers) -> None:
 
 
 def start_servers_and_ray(launch: Launch) -> Mapping[str, str]:
-    """Start the Gym servers, and Ray while they import their packages -> {server: url}."""
+    """Start the Gym servers, and Ray while they import their packages. Return {server: url}."""
     run = launch.run
     recipe = launch.recipe
     servers = {}
@@ -293,6 +297,7 @@ def start_ray(launch: Launch) -> None:
     Ray takes 6 s, the imports 10 s. Raises RunError if Ray has less than the run needs.
     """
     run = launch.run
+    recipe = launch.recipe
     # If Ray does not start, this also waits for the imports: at Python's exit they would fail.
     with ThreadPoolExecutor(1) as imports:
         importing = imports.submit(import_engine, launch)
@@ -309,11 +314,11 @@ def start_ray(launch: Launch) -> None:
         link.unlink(missing_ok=True)
         link.symlink_to(Path(session) / "logs")
         importing.result()
-    wait_for_resources(launch.recipe, 0.0 if raylets else JOIN_S)
+    wait_for_resources(recipe, 0.0 if raylets else JOIN_S)
 
 
 def init_ray(settings: Json) -> str:
-    """Start or join Ray -> the folder of its session. Raises RunError with Ray's reason."""
+    """Start or join Ray, and return the folder of its session. Raises RunError."""
     try:
         context: Any = ray.init(**settings)  # its type depends on the address
     except Exception as error:  # Ray raises this class if, for example, the start times out
@@ -329,7 +334,7 @@ def init_ray(settings: Json) -> str:
 
 
 def ray_settings(launch: Launch) -> Json:
-    """The arguments of ray.init."""
+    """Return the arguments of ray.init."""
     settings = dict(launch.recipe.ray_kwargs.ray_init)
     if settings.get("address"):
         # `ray start` has set these

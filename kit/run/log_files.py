@@ -1,6 +1,8 @@
 """Read the logs of a run's worker processes: the cause of a failure, and the last lines.
 
 `logs` is always the folder logs/ of a run. Ray's logs are in logs/ray.
+
+Convenience: an error names its cause instead of a folder with 30 logs.
 """
 
 from __future__ import annotations
@@ -47,11 +49,6 @@ def read_log_tail(logs: Path, pid: int, parents: Mapping[int, int]) -> str:
         paths += sorted(own, key=lambda path: path.stat().st_size, reverse=True)
         pid = parents.get(pid, 0)
     return describe_first_tail(paths, logs)
-
-
-def read_newest_log_tail(logs: Path) -> str:
-    """Return the tail of the log that was written last."""
-    return describe_first_tail(list_worker_logs(logs), logs)
 
 
 def find_root_cause(error: BaseException, logs: Path) -> str:

@@ -154,7 +154,7 @@ def check(source: Source, command: str, on_features: OnFeatures = ignore_feature
         unused_servers=frozenset(unused),
         model=ModelFacts(text_config.vocab_size, text_config.hidden_size, positions),
     )
-    inputs = RunInputs(
+    inputs: RunInputs = RunInputs(
         train=[],
         validation=[],
         dropped=[],

@@ -1,4 +1,7 @@
-"""List and kill the processes that this process started."""
+"""List and kill the processes that this process started.
+
+Protects: the machine, from processes that a run leaves.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ in that run. With another loss or advantage, the weights are the recorded ones o
 step. From then on the episodes are off-policy: the loss gets the recorded log-probs as the old
 ones. The same holds from the first step at which the measured distance is larger than arithmetic
 explains.
+
+Protects: weights, from episodes that another policy sampled and that count as on-policy.
 """
 
 from __future__ import annotations
@@ -67,22 +69,22 @@ class Recording(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The first step."""
+        """Return the first step."""
         return min(self.files)
 
     @property
     def last(self) -> int:
-        """The last step."""
+        """Return the last step."""
         return max(self.files)
 
     @property
     def steps(self) -> str:
-        """The steps as a part of a name: 4, or 4_9."""
+        """Return the steps as a part of a name: 4, or 4_9."""
         return str(self.first) if len(self.files) == 1 else f"{self.first}_{self.last}"
 
     @property
     def folder(self) -> Path:
-        """The folder of the run that wrote the files."""
+        """Return the folder of the run that wrote the files."""
         return self.files[self.first].parent.parent
 
 
@@ -101,7 +103,7 @@ class Replay:
 
     @property
     def note(self) -> str:
-        """The line of the summary."""
+        """Return the line of the summary."""
         recording = self.recording
         line = f"replay      steps {recording.first} to {recording.last} of {recording.folder}"
         if not self.changes:
@@ -177,7 +179,7 @@ def find_checkpoint(trainer: TrainerSection, recording: Recording) -> Path | Non
 def load(
     recording: Recording,
     recipe: Recipe,
-    inputs: RunInputs,
+    inputs: RunInputs[Task],
     fingerprint: Fingerprint | None = None,
 ) -> Replay:
     """Read every file once, and check it against the model and the rows. Raises ConfigError.
@@ -205,7 +207,7 @@ def read_kl(recording: Recording) -> dict[int, float]:
     return {line["step"]: line[KL] for line in lines if line.get(KL) is not None}
 
 
-def check_tokens(path: Path, episodes: Sequence[Episode], inputs: RunInputs) -> None:
+def check_tokens(path: Path, episodes: Sequence[Episode], inputs: RunInputs[Task]) -> None:
     """Check that the model has the ids of the episodes, and decodes them to the recorded texts.
 
     It is an error if no text agrees. A few may differ: a parser removes calls and thoughts from
@@ -223,7 +225,7 @@ def check_tokens(path: Path, episodes: Sequence[Episode], inputs: RunInputs) -> 
     )
 
 
-def has_text_of_ids(episode: Episode, inputs: RunInputs) -> bool:
+def has_text_of_ids(episode: Episode, inputs: RunInputs[Task]) -> bool:
     """Return whether the ids of the last turn are decoded to the text of the response."""
     span = episode.turns[-1]
     decoded = str(inputs.tokenizer.decode(episode.response_ids[span.start : span.end]))
@@ -280,7 +282,7 @@ class ReplayServers:
 def set_old_log_probs(
     replay: Replay, step: int, actor: WorkerGroup, batch: DataProto, recipe: Recipe
 ) -> dict[str, float]:
-    """Set the old policy of a step, and measure the distance to the behavior policy -> metrics.
+    """Set the old policy of a step, and return metrics of its distance to the behavior policy.
 
     With the recipe of the recorded run, the old log-probs are computed as in that run: by a
     separate pass, by the update itself, or (bypass mode) by the rollout engine.

@@ -1,4 +1,7 @@
-"""A run of a command: its stages, its files and its log."""
+"""A run of a command: its stages, its files and its log.
+
+Protects: the folder of a run, which is locked and closed in order.
+"""
 
 from __future__ import annotations
 
@@ -68,10 +71,14 @@ class Run:
         self.display.total = step
         self.display.set_progress(self.files.saved_step, step)
 
+    def mark_complete(self) -> None:
+        """Note that the last step is done: the model is exported after the processes have ended."""
+        self.stages.is_complete = True
+
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Time a stage, show it, and raise Stop if it hangs or the run must stop."""
         return self.stages.stage(name)
 
     def is_due(self, step: int, freq: int) -> bool:
-        """Whether `step` is the last step, or a multiple of a positive `freq`."""
+        """Return whether `step` is the last step, or a multiple of a positive `freq`."""
         return step == self.last or (freq > 0 and step % freq == 0)

@@ -1,6 +1,8 @@
 """The files of a run in runs/<trainer.experiment_name>, and the locks of its folders.
 
 docs/reference.md explains every file.
+
+Protects: the files of a run, from a full disk, a killed process and a second run.
 """
 
 from __future__ import annotations
@@ -69,14 +71,14 @@ class RunFiles:
 
     @property
     def functions(self) -> str:
-        """The digest of the functions that generate training rows, "" without one."""
+        """Return the digest of the functions that generate training rows, "" without one."""
         return self.fingerprint.contents.get("env.train_files", "")
 
     # --- folders and the environment ---
 
     @property
     def saved_step(self) -> int:
-        """The step of the last checkpoint, 0 if there is none."""
+        """Return the step of the last checkpoint, 0 if there is none."""
         return checkpoints.step_of(self.checkpoint) if self.checkpoint else 0
 
     def open(self) -> None:
@@ -129,7 +131,7 @@ class RunFiles:
     # --- checkpoints and the export ---
 
     def save(self, workers: Workers, state: checkpoints.LoopState) -> Path | None:
-        """Save the workers' weights, unless they are saved or not finite -> the last checkpoint."""
+        """Save the weights unless they are saved or not finite. Return the last checkpoint."""
         if state.step <= self.saved_step:
             return self.checkpoint
         from kit.run import finite_check  # imports torch, for which a refused recipe need not wait

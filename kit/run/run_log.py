@@ -1,4 +1,7 @@
-"""The log of a run: metrics.jsonl, the trackers of the recipe, and lines on the console."""
+"""The log of a run: metrics.jsonl, the trackers of the recipe, and lines on the console.
+
+Convenience: what a run measures, in a file, in trackers and on the console.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ class RunLog:
 
     @property
     def suffix(self) -> str:
-        """The end of the names of a command's own files: another may use the folder of a run."""
+        """Return the end of the names of a command's own files: others share the folder."""
         return "" if self.recipe.trains else f"_{self.recipe.command}"
 
     def open_trackers(self, names: list[str]) -> Trackers:
@@ -187,7 +190,7 @@ class RunLog:
             say(f"Report: {self.folder}/report.html")
 
     def read_first_scores(self) -> Json:
-        """The metrics of the first evaluation, of this run or of one that it resumes."""
+        """Return the metrics of the first evaluation, of this run or of one that it resumes."""
         for metrics in json_lines.read_metrics(self.folder / "metrics.jsonl"):
             if any(name.startswith("val-core/") for name in metrics):
                 return metrics

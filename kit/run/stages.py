@@ -1,12 +1,15 @@
 """The stages of a run: time them, and stop the run in order.
 
 A run stops for a stage timeout, Ctrl-C and SIGTERM, or a lost process.
+
+Protects: checkpoints and workers, from a stop in the middle of an update or a wait without end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import os
 import re
@@ -23,7 +26,7 @@ from kit.engine.interfaces import EventLoop
 from kit.errors import RunError, Stop
 from kit.run import log_files, processes
 from kit.run.console import Display, say
-from kit.run.event_loops import get_running_loop
+from kit.run.event_loops import LoopRunner, cancel_all
 
 if TYPE_CHECKING:
     from signal import _HANDLER  # what signal.signal sets and returns
@@ -31,9 +34,9 @@ if TYPE_CHECKING:
 
 PEER_LOSS_S = 30  # seconds until Ray notices that a node is lost
 SHUTDOWN_TIMEOUT_S = 60  # seconds for the processes to end, before they are killed
-BLOCKED_LOOP_S = 5  # seconds for a stopped event loop to return
+BLOCKED_LOOP_S = 5  # seconds for the canceled work of an event loop to end
 SAME_SIGNAL_S = 1.0  # a second signal within this time is a copy of the first
-# stages that finish before the run stops, since half an update is useless
+# stages that finish before a signal stops the run, since half an update is useless
 UNINTERRUPTIBLE = ("update_critic", "update_actor", "update_weights", "save_checkpoint")
 OUTER_STAGE = "step"  # contains the other stages; it is only timed
 RESUME_HINT = "Rerun the same command to resume from the last checkpoint"
@@ -41,16 +44,37 @@ EXPORT_HINT = "Rerun the same command to export the model"
 
 
 class Monitor(Protocol):
-    """Watches the processes of a run (an optional feature)."""
+    """Watches the processes of a run, and removes them and their folders (an optional feature)."""
 
-    def register_folder(self, folder: str) -> None:
-        """Delete a folder when the run ends."""
+    def register_folder(self, folder: str) -> None: ...
 
-    def stop_watching(self) -> None:
-        """Report no process from now on."""
+    def stop_watching(self) -> None: ...
 
-    def kill_all(self) -> None:
-        """Kill all processes of the run."""
+    def kill_all(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class StopState:
+    """Whether a run is running (all values are the defaults), stopping or closing.
+
+    reason: the exception that ends the run; the next stage raises it if this one cannot.
+    since: time.monotonic() of the reason. is_canceling: the work of the event loop was canceled,
+    and has not ended yet. is_closing: the run's processes are ending.
+    """
+
+    reason: Stop | None = None
+    since: float = 0.0
+    is_canceling: bool = False
+    is_closing: bool = False
+
+    def ends(self, stage: str) -> bool:
+        """Return whether the run must stop in this stage. A signal waits for the end of an update.
+
+        After a loss or a timeout, the update would not end, and cannot be saved.
+        """
+        if self.reason is None:
+            return False
+        return not self.reason.save or stage not in UNINTERRUPTIBLE
 
 
 class Stages:
@@ -72,15 +96,10 @@ class Stages:
         self.current_stage = ""
         self.failed_stage = ""
         self.last_progress_at = time.monotonic()  # of the current stage
-        self.stop_signal = 0  # the signal that requested a stop
-        self.stop_signal_at = 0.0
-        self.lost_process = ""  # a message about it
-        self.is_closing = False  # between begin_shutdown and end_shutdown
-        self.is_export_pending = False  # the steps are done, and the export is still to come
-        self.ending: Stop | None = None  # the exception that ends the run
-        self.loop_stop: asyncio.Handle | None = None  # a call that stops this thread's event loop
-        self.loop_stop_at = 0.0  # time of that call
-        self.notebook_loop = get_running_loop()  # a notebook calls all of this inside its loop
+        self.stop_state = StopState()
+        self.signal_at = 0.0  # time.monotonic() of the first Ctrl-C or SIGTERM
+        self.lost_process = ""  # a message about it, from any thread
+        self.is_complete = False  # the last step is done; what remains is the export
         self.monitor: Monitor | None = None
         self.loop: EventLoop | None = None
         self.previous_handlers: dict[int, _HANDLER] = {}  # by signal
@@ -92,17 +111,14 @@ class Stages:
 
         Call it again after ray.init, which installs a SIGTERM handler of Ray.
         """
-        handlers: dict[signal.Signals, _HANDLER] = {
-            signal.SIGINT: self.handle_stop_signal,
-            signal.SIGTERM: self.handle_stop_signal,
-            signal.SIGALRM: self.handle_alarm,
-        }
-        for signum, handler in handlers.items():
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             previous = signal.getsignal(signum)
-            # A shell starts a command in the background (&) with SIGINT ignored: keep that.
-            if signum == signal.SIGALRM or previous is not signal.SIG_IGN:
-                signal.signal(signum, handler)
             self.previous_handlers.setdefault(signum, previous)
+            if signum == signal.SIGALRM:
+                signal.signal(signum, self.handle_alarm)
+            # A shell starts a command in the background (&) with SIGINT ignored: keep that.
+            elif previous is not signal.SIG_IGN:
+                signal.signal(signum, self.handle_stop_signal)
 
     def restore_handlers(self) -> None:
         """Restore the previous signal handlers: a notebook continues after the run."""
@@ -112,82 +128,38 @@ class Stages:
 
     def handle_stop_signal(self, signum: int, _frame: FrameType | None) -> None:
         """Handle Ctrl-C or SIGTERM: the first saves and exits, the second exits immediately."""
-        if self.stop_signal:
+        if self.signal_at:
             # A wrapper may forward a signal that the terminal sends to the whole group.
-            if time.monotonic() < self.stop_signal_at + SAME_SIGNAL_S:
-                return
-            exit_now(128 + signum, self.monitor)
-        self.stop_signal_at = time.monotonic()
-        self.stop_signal = signum
+            if time.monotonic() >= self.signal_at + SAME_SIGNAL_S:
+                exit_now(128 + signum, self.monitor)
+            return
+        self.signal_at = time.monotonic()
         name = signal.Signals(signum).name
         repeat = "Press Ctrl-C" if signum == signal.SIGINT else f"Send {name}"
         say(f"{name}: saving and exiting. {repeat} again to exit immediately.")
-        if self.current_stage and self.current_stage not in UNINTERRUPTIBLE:
-            self.stop_if_requested()
-
-    def stop_if_requested(self) -> None:
-        """Stop the run if a stop signal has arrived."""
-        if self.stop_signal:
-            self.stop(Stop("interrupted", 128 + self.stop_signal, save=True))
+        self._stop(Stop("interrupted", 128 + signum, save=True))
 
     def handle_alarm(self, *_: object) -> None:
         """Handle SIGALRM: a timeout has passed, or `report_lost` was called."""
-        if self.is_closing:
+        state = self.stop_state
+        if state.is_closing:
             self._exit_after_timeout()
         if not self.current_stage:
             return  # the next stage checks `lost_process`
-        if self.loop_stop:
-            self._raise_in_blocked_loop()
+        if state.is_canceling and state.reason:
+            if time.monotonic() > state.since + BLOCKED_LOOP_S - 1:
+                signal.alarm(BLOCKED_LOOP_S)  # again, in case something catches this exception
+                raise state.reason
             return
         message = f"stage {self.current_stage}: {self.lost_process}. {RESUME_HINT}."
         if not self.lost_process:
+            newest = log_files.list_worker_logs(self.logs)
             message = (
                 f"Stage '{self.current_stage}' made no progress for {self.timeout_s:g} s "
                 "(trainer.stage_timeout_s). Raise it if the stage is just slow. "
-                f"{log_files.read_newest_log_tail(self.logs)}."
+                f"{log_files.describe_first_tail(newest, self.logs)}."
             )
-        self.stop(Stop(f'{message} See docs/troubleshooting.md, "Ray".'))
-
-    def _raise_in_blocked_loop(self) -> None:
-        """Raise Stop if a call inside the event loop does not return, so the loop cannot stop."""
-        if self.ending and time.monotonic() > self.loop_stop_at + BLOCKED_LOOP_S - 1:
-            signal.alarm(BLOCKED_LOOP_S)  # again, in case something catches this exception
-            raise self.ending
-
-    # --- stopping ---
-
-    def stop(self, ending: Stop) -> None:
-        """Raise `ending`, or stop this thread's event loop; then `stage` raises it.
-
-        Only the first call has an effect, since the first reason is the cause.
-
-        Raising inside a loop is not safe. The exception of a signal handler may replace a callback
-        that the loop has already taken from its queue. The task that waits for this callback could
-        then neither end nor be cancelled.
-        """
-        if self.loop_stop:
-            return
-        self.ending = ending
-        loop = get_running_loop()
-        if loop is None or loop is self.notebook_loop:
-            raise self.ending
-        self.loop_stop_at = time.monotonic()
-        self.loop_stop = loop.call_soon_threadsafe(loop.stop)
-        signal.alarm(BLOCKED_LOOP_S)
-
-    def _exit_after_timeout(self) -> None:
-        """Print the error that ended the run, which nothing else will print, and exit."""
-        error = sys.exc_info()[1]
-        cause = f"{str(error).rstrip('.')}; " if error else ""
-        message = f"{cause}the run's processes did not end in {SHUTDOWN_TIMEOUT_S} s and are killed"
-        if self.is_export_pending and not error:
-            message += f"; {EXPORT_HINT}"
-        print(f"error: {message}", file=sys.stderr)
-        if isinstance(error, Stop):
-            status = error.status
-        else:
-            status = int(bool(error or self.is_export_pending))
-        exit_now(status, self.monitor)
+        self._stop(Stop(f'{message} See docs/troubleshooting.md, "Ray".'))
 
     def report_lost(self, message: str) -> None:
         """Stop the run for a lost process. Can be called from any thread."""
@@ -195,49 +167,81 @@ class Stages:
         if self.current_stage:
             os.kill(os.getpid(), signal.SIGALRM)
 
+    # --- stopping ---
+
+    def _stop(self, reason: Stop) -> None:
+        """Stop this stage: raise `reason`, or cancel what the event loop runs. Then `stage` raises.
+
+        If this stage must not be interrupted, the next one stops. While canceled work ends, the
+        first reason stays, since it is the cause.
+
+        Raising inside a loop is not safe. The exception of a signal handler may replace a callback
+        that the loop has already taken from its queue. The task that waits for this callback could
+        then neither end nor be canceled. So it is raised there only if the work blocks the loop.
+        """
+        state = self.stop_state
+        if state.is_canceling:
+            return
+        state = dataclasses.replace(state, reason=reason, since=time.monotonic())
+        self.stop_state = state
+        if not self.current_stage or not state.ends(self.current_stage):
+            return
+        if not isinstance(self.loop, LoopRunner) or not self.loop.cancel_work():
+            raise reason
+        self.stop_state = dataclasses.replace(state, is_canceling=True)
+        signal.alarm(BLOCKED_LOOP_S)
+
+    def stop_if_requested(self) -> None:
+        """Raise Stop if there is a reason to stop the run."""
+        if self.stop_state.reason:
+            raise self.stop_state.reason
+
     def record_progress(self) -> None:
         """Restart the timeout of the current stage (trainer.stage_timeout_s)."""
         self.last_progress_at = time.monotonic()
-        if self.current_stage and not self.loop_stop:
+        if self.current_stage and not self.stop_state.is_canceling:
             signal.alarm(max(1, round(self.timeout_s)))
-            # Another thread may call this, while the main thread stops the loop.
-            if self.loop_stop:
-                signal.alarm(BLOCKED_LOOP_S)
 
     # --- shutdown ---
 
     def begin_shutdown(self) -> None:
         """Prepare to stop the run's processes within SHUTDOWN_TIMEOUT_S. Cancel all tasks."""
         self.current_stage = ""
-        self.is_closing = True
+        self.stop_state = dataclasses.replace(self.stop_state, is_closing=True)
         signal.alarm(SHUTDOWN_TIMEOUT_S)
         if self.monitor:
             self.monitor.stop_watching()
-        runner = self.loop
+        loop = self.loop
         self.loop = None
-        if not runner:
-            return
-        if isinstance(runner, asyncio.Runner):
-            cancel_tasks_of_stopped_loop(runner.get_loop())
-        else:  # its loop is in another thread, which signals do not stop
-            runner.run(cancel_tasks())
+        if loop:
+            cancel_all(loop)
 
     def end_shutdown(self) -> None:
         """End the shutdown: the processes have ended, and timeouts now apply to the export."""
-        self.is_closing = False
-        self.is_export_pending = False
+        self.stop_state = dataclasses.replace(self.stop_state, is_closing=False)
         self.monitor = None
+
+    def _exit_after_timeout(self) -> None:
+        """Print the error that ended the run, which nothing else will print, and exit."""
+        error = sys.exc_info()[1]
+        cause = f"{str(error).rstrip('.')}; " if error else ""
+        message = f"{cause}the run's processes did not end in {SHUTDOWN_TIMEOUT_S} s and are killed"
+        if self.is_complete and not error:
+            message += f"; {EXPORT_HINT}"
+        print(f"error: {message}", file=sys.stderr)
+        status = int(bool(error or self.is_complete))
+        exit_now(error.status if isinstance(error, Stop) else status, self.monitor)
 
     # --- stages ---
 
     def begin_step(self, step: int) -> None:
-        """Clear the timings for a new step. Raises Stop if a stop signal has arrived."""
+        """Clear the timings for a new step. Raises Stop if there is a reason to stop the run."""
         self.stop_if_requested()
         self.timing.clear()
         self.display.set_progress(step - 1)
 
     def timings(self) -> dict[str, float]:
-        """Seconds of the step's stages, as metrics."""
+        """Return the seconds of the step's stages, as metrics."""
         return {f"timing_s/{stage}": seconds for stage, seconds in self.timing.items()}
 
     def count_episodes(self, total: int) -> Callable[[int, Episode], None]:
@@ -265,10 +269,10 @@ class Stages:
             if name != OUTER_STAGE:
                 self._begin_stage(name)
             yield
-            if self.loop_stop and self.ending:  # the work ended before the event loop stopped
-                raise self.ending
-        except KeyboardInterrupt as error:
-            raise (self.ending or error) from None
+            if self.stop_state.is_canceling:  # the work ended before it was canceled
+                self.stop_if_requested()
+        except (KeyboardInterrupt, asyncio.CancelledError) as error:
+            raise (self.stop_state.reason or error) from None
         except Exception as error:
             self._convert_error(name, error)
             raise
@@ -276,9 +280,7 @@ class Stages:
             if name != OUTER_STAGE:
                 signal.alarm(0)
                 self.current_stage = outer
-            if self.loop_stop:
-                self.loop_stop.cancel()
-                self.loop_stop = None
+            self.stop_state = dataclasses.replace(self.stop_state, is_canceling=False)
             self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - begin
 
     def _begin_stage(self, name: str) -> None:
@@ -286,17 +288,16 @@ class Stages:
         self.current_stage = name
         if self.lost_process:
             self.handle_alarm()
-        if name not in UNINTERRUPTIBLE:
+        if self.stop_state.ends(name):
             self.stop_if_requested()
         self.display.show_stage(name)
         self.record_progress()
 
     def _convert_error(self, name: str, error: Exception) -> None:
         """Raise Stop or RunError instead of a stage's error, or return to keep the error."""
-        if self.loop_stop and self.ending:
-            if not (isinstance(error, RuntimeError) and "Event loop stopped" in str(error)):
-                say(f"stage {name} failed while the run was stopping: {error!r:.300}")
-            raise self.ending from error
+        if self.stop_state.is_canceling and self.stop_state.reason:
+            say(f"stage {name} failed while the run was stopping: {error!r:.300}")
+            raise self.stop_state.reason from error
         if name != OUTER_STAGE:
             self.failed_stage = name
         if not is_ray_error(error):
@@ -315,26 +316,24 @@ class Stages:
     def save_on_stop(self, save: Callable[[], Path | None]) -> Iterator[None]:
         """Save before a stop or an error leaves the block, if the workers hold complete weights.
 
+        They do if a Gym server is lost or a reward raises an exception. They do not in the middle
+        of an update, or if a worker is lost.
+
         save: saves, and returns the path of the last checkpoint; None if there is none.
         """
         try:
             yield
             self.stop_if_requested()
         except (Stop, Exception) as error:
-            if self._can_save(error):
+            is_whole = self.failed_stage not in UNINTERRUPTIBLE and not is_ray_error(
+                error.__cause__
+            )
+            if isinstance(error, Stop):
+                is_whole = error.save
+            if is_whole:
                 checkpoint = save()
                 say(f"Last checkpoint: {checkpoint or 'none, no step was completed'}")
             raise
-
-    def _can_save(self, error: BaseException) -> bool:
-        """Return whether the weights are complete after this error.
-
-        They are if a Gym server is lost or a reward raises an exception. They are not in the
-        middle of an update, or if a worker is lost.
-        """
-        if isinstance(error, Stop):
-            return error.save
-        return self.failed_stage not in UNINTERRUPTIBLE and not is_ray_error(error.__cause__)
 
 
 def exit_now(status: int, monitor: Monitor | None) -> None:
@@ -350,24 +349,3 @@ def exit_now(status: int, monitor: Monitor | None) -> None:
 def is_ray_error(error: BaseException | None) -> bool:
     """Return whether an exception's class is defined by Ray."""
     return type(error).__module__.split(".")[0] == "ray"
-
-
-async def cancel_tasks() -> None:
-    """Cancel the episodes that a stop interrupted. Else they would continue during shutdown."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def cancel_tasks_of_stopped_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel all tasks that a stop may have left in the event loop of this thread."""
-    # If the loop was stopped in its last round, the callback that stops it is still queued: run it.
-    loop.call_soon(loop.stop)
-    with contextlib.suppress(KeyboardInterrupt):
-        loop.run_forever()
-    cancelling = loop.create_task(cancel_tasks())
-    # asyncio raises a task's KeyboardInterrupt once more for each task that waits for it.
-    while not cancelling.done():
-        with contextlib.suppress(KeyboardInterrupt):
-            loop.run_until_complete(cancelling)

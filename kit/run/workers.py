@@ -2,6 +2,8 @@
 
 Each role is a worker class of verl. Roles without separate GPUs (trainer.resource_pools) share a
 process, by verl's create_colocated_worker_cls.
+
+Convenience: a recipe chooses the models and their processes, without code.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def start_workers(recipe: Recipe) -> Workers:
 
 
 def choose_actor_role(recipe: Recipe) -> str:
-    """verl's name for the models in the actor's worker.
+    """Return verl's name for the models in the actor's worker.
 
     If a KL term or the advantage needs the frozen reference, the worker also holds it. Exceptions:
     the reference is the base model of a LoRA adapter, a teacher, or on separate GPUs.
@@ -59,7 +61,7 @@ def choose_actor_role(recipe: Recipe) -> str:
 
 
 def optional_roles(recipe: Recipe) -> dict[str, Role]:
-    """The critic, the reward model and a separate reference, if the recipe needs them."""
+    """Return the critic, the reward model and a separate reference, if the recipe needs them."""
     roles: dict[str, Role] = {}
     if recipe.has_critic:  # GAE
         critic = make_value_model_config(recipe)
@@ -130,7 +132,7 @@ def start_roles(recipe: Recipe, roles: dict[str, Role]) -> Workers:
 
 
 def start_group(recipe: Recipe, roles: dict[str, Role]) -> dict[str, WorkerGroup]:
-    """Start one process per GPU with all `roles` in it -> the worker group of each role."""
+    """Start one process per GPU with all `roles` in it, and return the group of each role."""
     first = next(iter(roles))
     classes = {}
     for name, role in roles.items():

@@ -23,7 +23,7 @@ SPAWN = "from multiprocessing.spawn import spawn_main\n"
 
 @contextlib.contextmanager
 def running(modules: str) -> Iterator[fork_server.ForkServer]:
-    """A server that imports these modules."""
+    """Start a server that imports these modules."""
     server = fork_server.start(modules)
     try:
         yield server
@@ -33,7 +33,7 @@ def running(modules: str) -> Iterator[fork_server.ForkServer]:
 
 @pytest.fixture(scope="module")
 def python() -> Iterator[str]:
-    """The path of the `python` wrapper of a fork server that has imported ray and other modules."""
+    """Yield the path of the `python` of a fork server that has imported ray and other modules."""
     # ray.util.collective.util defines a class with ray.remote
     with running("json wave ray ray.util.collective.util") as server:
         server.set_env(SHARED="by all")

@@ -35,7 +35,7 @@ UNEQUAL = ("time", "timing", "perf/", "verify/", "actor/perf", "critic/perf")
 
 
 def list_leftovers() -> set[Path]:
-    """Files that a run could leave on the machine outside of its folders."""
+    """List files that a run could leave on the machine outside of its folders."""
     return {*Path("/dev/shm").iterdir(), *Path("/tmp").glob("rl-colocate-zmq-*")}
 
 
@@ -90,11 +90,11 @@ class LiveRun:
         return self.log.read_text(errors="replace")
 
     def processes(self, title: str = "") -> list[psutil.Process]:
-        """The processes of the run whose command line matches `title`."""
+        """Return the processes of the run whose command line matches `title`."""
         return find_processes(self.mark, title)
 
     def steps(self) -> list[int]:
-        """The training steps in metrics.jsonl."""
+        """Return the training steps in metrics.jsonl."""
         lines = read_metrics(self.folder / "metrics.jsonl")
         return [line["step"] for line in lines if "rollout/failed_frac" in line]
 
@@ -119,7 +119,7 @@ class LiveRun:
             process.send_signal(signum)
 
     def ports(self) -> set[tuple[str, tuple[Any, ...]]]:
-        """(process, address) of all ports on which the run listens."""
+        """Return (process, address) of all ports on which the run listens."""
         names: dict[int | None, str] = {}
         for process in self.processes():
             with contextlib.suppress(psutil.Error):  # it was just killed
@@ -132,7 +132,7 @@ class LiveRun:
         return {(names[c.pid], tuple(c.laddr)) for c in listening}
 
     def end(self, status: int, patience: float = 120.0) -> float:
-        """Wait for the end -> seconds. Assert the exit status, and that the run leaves nothing."""
+        """Wait for the end, and return the seconds. Assert the status, and that nothing is left."""
         from extras.supervisor import process_monitor
 
         begin = time.monotonic()
@@ -181,7 +181,7 @@ def assert_same(one, two, where: str = "") -> None:
 
 
 def assert_same_checkpoints(one: Path, two: Path) -> int:
-    """Assert that two checkpoints have the same tensors and values -> the number of files."""
+    """Assert that two checkpoints have the same values. Return the number of files."""
     files = sorted(one.rglob("*.pt"))
     for path in files:
         assert_same(
@@ -205,18 +205,18 @@ def assert_same_steps(one: Path, two: Path, steps: range) -> None:
 
 
 def read_rollouts(run: Path, step: int) -> list[dict]:
-    """The records of a step's episodes."""
+    """Return the records of a step's episodes."""
     lines = (run / f"rollouts/step_{step}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
 def list_values(records: list[dict], key: str) -> list[list]:
-    """The values of a key in the output items of each episode."""
+    """Return the values of a key in the output items of each episode."""
     return [[item.get(key) for item in record["response"]["output"]] for record in records]
 
 
 def list_metrics(run: Path, steps: range) -> list[dict]:
-    """The metrics of the training steps, without those that differ in every run."""
+    """Return the metrics of the training steps, without those that differ in every run."""
     lines = [m for m in read_metrics(run / "metrics.jsonl") if "rollout/failed_frac" in m]
     assert [m["step"] for m in lines] == list(steps)
     return [{k: v for k, v in m.items() if not k.startswith(UNEQUAL)} for m in lines]

@@ -140,6 +140,7 @@ def session(workspace: Path, *changes: str) -> Iterator[Stack]:
     recipe, inputs = load(workspace, *SESSION, *changes, reference, name)
     with Run(recipe) as run, contextlib.ExitStack() as exits:
         workers, servers = launch.start(run, inputs, exits)
+        assert workers and servers
         fresh = workspace / "fresh"
         workers.actor.save_checkpoint(str(fresh), None, 0, None)
         servers.sleep()

@@ -6,9 +6,11 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kit.errors import ConfigError
+from lab import run_folder
 from lab.report import diagnosis, report_page
 from lab.run_folder import RunFolder
 from tests.helpers.models import make_model
@@ -69,3 +71,11 @@ def test_an_evaluation_in_the_directory_and_a_resume_change_no_training_numbers(
     assert diagnosis.summarize(run) == before
     assert "step_7" not in set(run.episodes["file"])
     assert list(diagnosis.find_problems(run)) == []
+
+
+def test_arrays_that_would_unpack_to_much_memory_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "MAX_ARRAY_BYTES", 10**6)
+    np.savez_compressed(tmp_path / "a.npz", values=np.zeros(10**6))
+    assert (tmp_path / "a.npz").stat().st_size < 10**4
+    with pytest.raises(ValueError, match="its arrays have 8,"):
+        run_folder.open_arrays(tmp_path / "a.npz")

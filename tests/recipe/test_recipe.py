@@ -44,7 +44,7 @@ def test_change_makes_another_recipe(recipe):
 
 def test_change_computes_again_what_follows(recipe):
     changed = recipe.change("data.max_response_length=60", "trainer.total_training_steps=9")
-    assert changed.rollout.max_model_len == recipe.rollout.max_model_len + 60 - 20
+    assert changed.rollout.max_model_len == recipe.rollout.max_model_len + 60 - 12
     assert changed.actor.optim.total_training_steps == 9
     assert changed.model.path == recipe.model.path
 

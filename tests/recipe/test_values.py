@@ -37,7 +37,6 @@ def test_a_text_of_the_command_line_stays_as_typed(key, text):
         ("env.train_files=[2026_11_26, {path: ~/b, weight: 0.5}]", None),
         (f"{MODEL}.target_modules=[q_proj, v_proj]", ["q_proj", "v_proj"]),
         ("gym.concurrency={a: 3, default: auto}", {"a": 3, "default": "auto"}),
-        ("trainer.logger=wandb", ["wandb"]),  # as in verl
         ("gym.servers=null", {}),
         (rf"{NAME}=a\${{b}}", "a${b}"),
         (f"{MODEL}.path=~/a/b", os.path.expanduser("~/a/b")),
@@ -75,6 +74,7 @@ def test_the_kits_sections_are_read_as_the_code_uses_them(monkeypatch):
         f"gym.policy_endpoint.port={port}",
         f"gym.servers.s.start={{config: null, port: '{port}'}}",
         "trainer.resource_pools.ref=2",
+        "trainer.logger=wandb",  # as in verl
     ]
     settings = make_settings(read_source(FILES, changes), "train")
     gym, env = settings.gym, settings.env
@@ -83,3 +83,4 @@ def test_the_kits_sections_are_read_as_the_code_uses_them(monkeypatch):
     start = gym.servers["s"].start
     assert start and (start.config, start.port, start.env) == (None, 8123, None)
     assert settings.trainer.resource_pools.sizes() == {"ref": 2}
+    assert settings.trainer.logger == ["wandb"]

@@ -51,6 +51,8 @@ def change_value(key: str, value: Any) -> Any:
     """A different valid value of a key."""
     candidates = [not value, 0.5, 2, 1, "fsdp2", "other", ["other"], [2], {"other": {}}]
     candidates += ["token", "reinforce", "k3", "adaptive", "disable", "bf16", "0.5"]
+    if not is_used(key):
+        return next(new for new in candidates if new != value)
     kinds = (type(value), type(None)) if value is None else (type(value),)
     likely = [new for new in candidates if isinstance(new, kinds)]
     for new in likely + candidates:

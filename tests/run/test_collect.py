@@ -40,7 +40,7 @@ CHANGES = [
 
 
 def collect_rollouts(stack, monkeypatch, *changes, command="rollout"):
-    """Run a command over the session's servers -> (lines of its file, the run)."""
+    """Run a command over the session's servers, and return the lines of its file and the run."""
     import inference
 
     recipe, inputs = load(stack.workspace, *SESSION, *CHANGES, *changes, command=command)

@@ -15,7 +15,7 @@ import pytest
 
 from kit.cpu import fork_server
 from kit.errors import RunError
-from kit.run import cli, isolation, launch
+from kit.run import isolation, launch
 from tests.helpers.recipes import ROOT, load
 
 
@@ -58,15 +58,6 @@ def test_a_python_with_an_odd_path_is_quoted_for_ray(
         launch.start_ray(starting)
     assert shlex.split(settings[0]["runtime_env"]["py_executable"]) == [python]
     assert settings[0]["_temp_dir"] == "/tmp/mine made private"
-
-
-def test_a_long_tmpdir_is_an_error_before_anything_starts(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe, _ = load(workspace)
-    monkeypatch.setattr(isolation.tempfile, "tempdir", "/tmp/" + "x" * 80)
-    with pytest.raises(RunError, match="Set TMPDIR to a shorter path"):
-        cli.begin_imports((), recipe.verl)
 
 
 @pytest.mark.parametrize(

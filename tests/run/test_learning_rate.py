@@ -50,7 +50,7 @@ class Worker:
         return tu.get_tensordict({}, {"metrics": metrics})
 
     def train_step(self, position: int | None, mini_batches: int = 2) -> float:
-        """Take the optimizer steps of a training step -> the rate that verl reports for it."""
+        """Take the optimizer steps of a training step, and return the rate that verl reports."""
         for index in range(mini_batches):
             data = tu.get_tensordict({}, {"update_lr_scheduler": index == mini_batches - 1})
             if position is not None:
@@ -62,7 +62,7 @@ class Worker:
         return float(metrics["lr"])
 
     def save(self) -> dict[str, Any]:
-        """The state that verl's FSDPCheckpointManager saves."""
+        """Return the state that verl's FSDPCheckpointManager saves."""
         return {
             "optimizer": self.engine.optimizer.state_dict(),
             "lr_scheduler": self.engine.lr_scheduler.state_dict(),

@@ -6,30 +6,18 @@ import pytest
 
 from kit.run import log_files
 
+DEAD = "EngineDeadError: EngineCore encountered an issue"
+IN_THE_WEIGHT_SYNC = "Exception: Call to collective_rpc method failed: cancelled"
+KILLED = "Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down"
+
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "log", "expected"),
     [
-        "EngineDeadError: EngineCore encountered an issue. See stack trace (above)",
-        # a worker died during the weight sync
-        "Exception: Call to collective_rpc method failed: cancelled",
-    ],
-)
-@pytest.mark.parametrize(
-    ("log", "expected"),
-    [
-        (
-            "Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down",
-            "died: Worker proc VllmWorker-0",
-        ),
-        (
-            "EngineCore hit an error\ntorch.OutOfMemoryError: CUDA\n",
-            "died: torch.OutOfMemoryError: ",
-        ),
-        (
-            "EngineDeadError: EngineCore encountered an issue\nRuntimeError: cancelled\n",
-            "died and logged no cause",
-        ),
+        (DEAD, KILLED, "died: Worker proc VllmWorker-0"),
+        (IN_THE_WEIGHT_SYNC, KILLED, "died: Worker proc VllmWorker-0"),
+        (DEAD, "torch.OutOfMemoryError: CUDA\n", "died: torch.OutOfMemoryError: "),
+        (DEAD, f"{DEAD}\nRuntimeError: cancelled\n", "died and logged no cause"),
     ],
 )
 def test_the_cause_in_the_log_of_a_dead_engine_is_reported(tmp_path, log, expected, error):

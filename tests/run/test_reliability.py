@@ -84,7 +84,7 @@ def test_a_replay_equals_the_steps_that_it_repeats(workspace):
 
 
 def finish_whole(run: LiveRun) -> Path:
-    """Wait for the end of five steps -> the run's folder."""
+    """Wait for the end of five steps, and return the run's folder."""
     run.process.wait(timeout=300)
     run.end(0)
     assert (run.folder / "checkpoints" / "global_step_2").is_dir()
@@ -95,7 +95,7 @@ def finish_whole(run: LiveRun) -> Path:
 
 
 def run_in_two_parts(workspace: Path, changes: list[str]) -> Path:
-    """Stop the same run with SIGTERM, and resume it with one changed key -> its folder.
+    """Stop the same run with SIGTERM, and resume it with one changed key. Return its folder.
 
     Also assert that its ports are open only to this machine.
     """
@@ -124,7 +124,7 @@ def run_in_two_parts(workspace: Path, changes: list[str]) -> Path:
 
 
 def replay_steps_3_and_4(workspace: Path, changes: list[str], whole: Path) -> Path:
-    """Repeat the updates of two steps -> the folder of the replay."""
+    """Repeat the updates of two steps, and return the folder of the replay."""
     kept = [change for change in changes if "logger" not in change]
     arguments = tiny(workspace, "trainer.experiment_name=again", *kept)
     arguments += ["--replay", str(whole / "rollouts" / "step_[34].jsonl")]
@@ -135,7 +135,7 @@ def replay_steps_3_and_4(workspace: Path, changes: list[str], whole: Path) -> Pa
 
 
 def metrics_of_update_4(folder: Path) -> dict:
-    """The metrics of the update of step 4, without those that differ in every run."""
+    """Return the metrics of the update of step 4, without those that differ in every run."""
     metrics: dict = {}
     for line in metrics_of(folder):
         if line["step"] == 4:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 import gym_client
 import training
@@ -37,20 +37,6 @@ def write_step(folder: Path, step: int, inputs, token: int = 0, groups=("0", "1"
             append_tokens(episode, [sampled, sampled], [-1.0, -1.0])
             write_record(out, to_record(episode, 0, k))
     return path
-
-
-def make_config(name: str = "again", **trainer) -> DictConfig:
-    sections = {
-        "trainer": {
-            "experiment_name": name,
-            "default_local_dir": f"runs/{name}/checkpoints",
-            "resume_mode": "auto",
-            "val_before_train": True,
-            **trainer,
-        },
-        "env": {"val_files": ["x"], "shadow_verifier": "my.py:score"},
-    }
-    return OmegaConf.create(sections)
 
 
 def write_checkpoint(folder: Path, step: int) -> Path:
@@ -89,21 +75,26 @@ def test_a_replay_starts_from_the_step_before_its_first(tmp_path):
     saved = {step: write_checkpoint(tmp_path, step) for step in (1, 2, 3)}
     touch(tmp_path, "step_3.jsonl", "step_4.jsonl")
     recording = replay.find_recording(f"{tmp_path}/rollouts/step_*.jsonl")
-    config = make_config()
-    assert replay.prepare(config, recording) == saved[2]
-    assert config.trainer.experiment_name == "again_replay_3_4"
-    assert config.trainer.default_local_dir == "runs/again_replay_3_4/checkpoints"
-    assert not config.env.val_files and not config.trainer.val_before_train
-    assert config.env.shadow_verifier is None
-    config = make_config(resume_mode="resume_path", resume_from_path=str(saved[3]))
+    trainer = {"experiment_name": "again", "default_local_dir": "runs/again/checkpoints"}
+    trainer["resume_mode"] = "auto"
+    checkpoint, changes = replay.prepare(trainer, recording)
+    assert checkpoint == saved[2]
+    assert changes == [
+        "trainer.experiment_name=again_replay_3_4",
+        "trainer.default_local_dir=runs/again_replay_3_4/checkpoints",
+        "trainer.val_before_train=false",
+        "env.val_files=[]",
+        "env.shadow_verifier=null",
+    ]
+    named = trainer | {"resume_mode": "resume_path", "resume_from_path": str(saved[3])}
     with pytest.raises(ConfigError, match=r"weights after step 2, but .* of another step"):
-        replay.prepare(config, recording)
+        replay.prepare(named, recording)
     shutil.rmtree(saved[2])
     with pytest.raises(ConfigError, match="global_step_2 is not complete: there is no such folder"):
-        replay.prepare(make_config(), recording)
+        replay.prepare(trainer, recording)
     touch(tmp_path, "step_1.jsonl")
     first = replay.find_recording(f"{tmp_path}/rollouts/step_1.jsonl")
-    assert replay.prepare(make_config(), first) is None
+    assert replay.prepare(trainer, first)[0] is None
 
 
 # --- the checks of the episodes and of the recipe ------------------------------------------------

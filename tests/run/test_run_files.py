@@ -68,7 +68,7 @@ class Disk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def wrap(self, function):
-        """A function whose calls count as writes."""
+        """Return a function whose calls count as writes."""
 
         def call(*arguments, **named):
             self.count_write()
@@ -93,7 +93,7 @@ class Group:
 
 @pytest.fixture
 def command(workspace, tmp_path, monkeypatch):
-    """A function that runs `train` with doubles of workers and servers -> its error message."""
+    """Return a function that runs `train` with doubles, and returns its error message."""
     monkeypatch.chdir(tmp_path)
     changes = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1")
     recipe, data = load(workspace, *changes)

@@ -6,12 +6,10 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +23,7 @@ from tests.helpers.recipes import load
 
 @pytest.fixture
 def run(workspace, tmp_path, monkeypatch):
-    """A run in an empty folder. Also asserts that signal handlers and variables are restored."""
+    """Yield a run in an empty folder. Assert that it restores signal handlers and variables."""
     monkeypatch.chdir(tmp_path)
     recipe, _ = load(workspace, "trainer.stage_timeout_s=60")
     signums = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
@@ -54,13 +52,13 @@ def test_a_signal_interrupts_sampling_but_lets_an_update_finish(run):
 
 def test_a_stage_without_progress_ends_the_run(run):
     run.stages.timeout_s = 1
-    with pytest.raises(Stop, match="Stage 'ref' made no progress for 1 s"), run.stage("ref"):
-        time.sleep(20)
     on_done = run.stages.count_episodes(3)
     with run.stage("gen"):
         for _ in range(3):  # an episode that ends is progress
             time.sleep(0.6)
             on_done(0, None)
+    with pytest.raises(Stop, match="Stage 'ref' made no progress for 1 s"), run.stage("ref"):
+        time.sleep(20)
 
 
 def test_nothing_catches_a_stop(run):
@@ -123,7 +121,7 @@ class SignalAfterPop(deque):
 
 @pytest.fixture
 def stages(tmp_path, monkeypatch) -> Iterator[Stages]:
-    """Stages with an event loop. Their `begin_shutdown` waits at most 5 s."""
+    """Yield stages with an event loop. Their `begin_shutdown` waits at most 5 s."""
 
     def exit_now(status, _monitor):
         raise SystemExit(f"exit_now({status})")
@@ -131,7 +129,7 @@ def stages(tmp_path, monkeypatch) -> Iterator[Stages]:
     monkeypatch.setattr("kit.run.stages.SHUTDOWN_TIMEOUT_S", 5)
     monkeypatch.setattr("kit.run.stages.exit_now", exit_now)
     new_stages = Stages(60, tmp_path, Display("train", 1, 0))
-    with asyncio.Runner() as new_stages.loop:
+    with make_runner() as new_stages.loop:
         new_stages.install_handlers()
         yield new_stages
         new_stages.restore_handlers()
@@ -179,8 +177,8 @@ def test_a_call_that_blocks_the_event_loop_does_not_block_the_stop(stages, monke
         stages.begin_shutdown()
 
 
-def test_a_stop_in_the_last_round_of_a_loop_does_not_stop_later_work(stages):
-    """The work ends in the same round as the loop, so a callback stays in the queue."""
+def test_a_stop_in_the_last_round_of_the_work_does_not_stop_later_work(stages):
+    """The work ends in the round in which it is canceled."""
     runner = stages.loop
     loop = runner.get_loop()
     ended = []
@@ -209,54 +207,9 @@ def test_a_stop_in_the_last_round_of_a_loop_does_not_stop_later_work(stages):
 
 # --- a notebook ----------------------------------------------------------------------------------
 
-# A process that the kernel ends together with the thread that started it.
-DIES_WITH_PARENT = """
-import ctypes, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-for line in sys.stdin:
-    print(line, end="", flush=True)
-"""
-
-
-def call_in_loop(function: Callable[[], Any]) -> Any:
-    async def cell() -> Any:
-        return function()
-
-    return asyncio.run(cell())
-
-
-def test_coroutines_run_one_after_the_other_in_a_notebook() -> None:
-    async def echo(text: bytes) -> bytes:
-        if "process" not in state:
-            state["process"] = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", DIES_WITH_PARENT,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            )  # fmt: skip
-        state["process"].stdin.write(text)
-        return await state["process"].stdout.readline()
-
-    async def fail() -> None:
-        raise ZeroDivisionError("of the work")
-
-    async def stop_process() -> int:
-        state["process"].stdin.close()
-        return await state["process"].wait()
-
-    def use() -> list[Any]:
-        with make_runner() as runner:
-            results: list[Any] = [runner.run(echo(b"one\n")), runner.run(echo(b"two\n"))]
-            with pytest.raises(ZeroDivisionError, match="of the work"):
-                runner.run(fail())
-            assert not runner.get_loop().is_running()  # it runs only during `run`
-            results.append(runner.run(stop_process()))
-        return results
-
-    state: dict[str, Any] = {}
-    assert call_in_loop(use) == [b"one\n", b"two\n", 0]
-
 
 def test_a_stop_in_a_notebook_cancels_the_work(tmp_path: Path) -> None:
-    """After it, the loop can still run what saves and closes."""
+    """After it, the loop can still run what saves and closes, and then the notebook's can."""
     ended = []
 
     async def episode(number: int) -> None:
@@ -287,6 +240,10 @@ def test_a_stop_in_a_notebook_cancels_the_work(tmp_path: Path) -> None:
         finally:
             stages.restore_handlers()
 
+    async def cell() -> str:
+        result = use()
+        return result + await asyncio.sleep(0.01, " and more")  # the notebook's loop continues
+
     tasks: list[asyncio.Task] = []
-    assert call_in_loop(use) == "saved"
+    assert asyncio.run(cell()) == "saved and more"
     assert sorted(ended) == [0, 1, 2]

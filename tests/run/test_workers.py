@@ -58,7 +58,7 @@ class ProcessGroup(RoleGroup):
 
 @pytest.fixture
 def groups(monkeypatch) -> list[ProcessGroup]:
-    """The groups that were started."""
+    """Return the groups that were started."""
 
     def colocate(parts):
         print("the base class")
@@ -77,7 +77,7 @@ def groups(monkeypatch) -> list[ProcessGroup]:
 
 @pytest.fixture(scope="module")
 def recipe(workspace) -> Recipe:
-    """The tiny recipe on two nodes of three GPUs."""
+    """Return the tiny recipe on two nodes of three GPUs."""
     recipe = load(workspace)[0]
     sizes = [
         "trainer.nnodes=2",
@@ -89,7 +89,7 @@ def recipe(workspace) -> Recipe:
 
 @pytest.fixture
 def reward_model_settings(workspace) -> list[str]:
-    """The settings of a reward model."""
+    """Return the settings of a reward model."""
     return [
         "reward.reward_model.enable=true",
         f"reward.reward_model.model_path={workspace / 'scored'}",
@@ -110,13 +110,15 @@ def test_grpo_starts_one_group_with_only_the_actor(recipe, groups):
     assert group.arguments["ray_wait_register_center_timeout"] == 77
 
 
-def test_each_group_of_ranks_gets_the_timeout_of_the_recipe(recipe, groups):
-    for seconds in (1800, 5400):
-        timeout = f"actor_rollout_ref.nccl_timeout={seconds}"
-        groups.clear()
-        start_workers(changed(recipe, "trainer.resource_pools.critic=1", GAE, timeout))
-        variables = [group.arguments["worker_env"] for group in groups]
-        assert variables == [{TIMEOUT_VARIABLE: str(seconds)}] * 2
+def test_a_critic_on_separate_gpus_is_a_separate_group(recipe, groups):
+    changes = ["trainer.resource_pools.critic=2", "actor_rollout_ref.nccl_timeout=5400"]
+    workers = start_workers(changed(recipe, GAE, *changes))
+    actor, critic = groups
+    assert workers == Workers(actor, critic, None, None)
+    assert critic.arguments["resource_pool"] == ([2, 2], 1) and critic.part.cls is TrainingWorker
+    assert critic.calls == ["reset", "set_loss_fn"] and actor.calls == []
+    variables = [group.arguments["worker_env"] for group in groups]
+    assert variables == [{TIMEOUT_VARIABLE: "5400"}] * 2
 
 
 @pytest.mark.parametrize(
@@ -165,20 +167,10 @@ def test_roles_without_separate_gpus_share_a_process_on_each_gpu(
     assert loss.func is value_loss and loss.keywords["config"].cliprange_value == 0.3
 
 
-def test_a_critic_on_separate_gpus_is_a_separate_group(recipe, groups):
-    workers = start_workers(changed(recipe, GAE, "trainer.resource_pools.critic=2"))
-    actor, critic = groups
-    assert workers == Workers(actor, critic, None, None)
-    assert critic.arguments["resource_pool"] == ([2, 2], 1) and critic.part.cls is TrainingWorker
-    assert critic.calls == ["reset", "set_loss_fn"] and actor.calls == []
-
-
 # --- optional roles ------------------------------------------------------------------------------
 
 
-def test_grpo_has_no_other_role_than_the_actor(recipe):
-    assert optional_roles(recipe) == {}
-    # without a KL term, no reference is needed
+def test_without_a_kl_term_no_reference_is_needed(recipe):
     assert optional_roles(changed(recipe, "trainer.resource_pools.ref=1")) == {}
 
 
