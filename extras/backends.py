@@ -34,7 +34,7 @@ class Backends(Feature):
     """Another rollout engine than vLLM with its defaults."""
 
     def check_recipe(self, config: DictConfig) -> Iterator[str]:
-        """The rollout engine supports the options that the recipe sets."""
+        """Check that the rollout engine supports the options that the recipe sets."""
         rollout = config.actor_rollout_ref.rollout
         if rollout.name not in ENGINES:
             yield f"{ROLLOUT}.name={rollout.name} is not one of {', '.join(ENGINES)}. Change it."
@@ -55,7 +55,7 @@ class Backends(Feature):
             rollout.max_model_len = longest + 1  # verl's SGLang server leaves one token free
 
     def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[str]:
-        """The model fits transformers' rollouts, and fp8 rollouts the device."""
+        """Check that the model fits transformers' rollouts, and fp8 rollouts the device."""
         rollout = recipe.rollout
         if rollout.name == "hf" and expert_count(hf_config.get_text_config()):
             yield (
@@ -72,7 +72,7 @@ class Backends(Feature):
 
 
 def check_sglang(config: DictConfig) -> Iterator[str]:
-    """SGLang has GPUs, and verl's SGLang server reads the options that the recipe sets."""
+    """Check that SGLang has GPUs, and that verl's server for it reads the options of the recipe."""
     rollout = config.actor_rollout_ref.rollout
     if config.trainer.device == "cpu":
         yield f"{ROLLOUT}.name=sglang needs GPUs. Use vllm or hf."
@@ -90,7 +90,7 @@ def check_sglang(config: DictConfig) -> Iterator[str]:
 
 
 def check_transformers(config: DictConfig) -> Iterator[str]:
-    """Rollouts by transformers use one whole model on each GPU."""
+    """Check that rollouts by transformers use one whole model on each GPU."""
     rollout = config.actor_rollout_ref.rollout
     model = config.actor_rollout_ref.model
     if not model.external_lib:
@@ -107,7 +107,7 @@ def check_transformers(config: DictConfig) -> Iterator[str]:
 
 
 def check_speculative(config: DictConfig) -> Iterator[str]:
-    """Speculative decoding uses n-grams, with vLLM."""
+    """Check that speculative decoding uses n-grams, with vLLM."""
     rollout = config.actor_rollout_ref.rollout
     method = rollout.engine_kwargs.vllm.speculative_config.get("method")
     if rollout.name != "vllm":

@@ -222,7 +222,7 @@ def prepare(
 
 
 def load_examples(recipe: Recipe, inputs: RunInputs, entries: Sequence[Any]) -> list[Example]:
-    """The conversations of env.train_files or env.val_files that fit the recipe's lengths."""
+    """Return the conversations of env.train_files or env.val_files that fit the lengths."""
     limits = recipe.data
     examples = []
     copies: Counter[str] = Counter()
@@ -286,7 +286,7 @@ class Trainer:
             self.step()
 
     def step(self) -> None:
-        """One optimizer step, and the checkpoint and the evaluation that are due after it."""
+        """Take one optimizer step, and save and evaluate if that is due after it."""
         import training
         from kit.run import finite_check
 
@@ -318,7 +318,7 @@ class Trainer:
         run.display.print_step(step, values, run.stages.timing)
 
     def compute_validation_loss(self) -> dict[str, float]:
-        """The mean loss over all trained tokens of the held-out rows, in nats."""
+        """Return the mean loss over all trained tokens of the held-out rows, in nats."""
         import training
 
         total = 0.0
@@ -334,7 +334,7 @@ class Trainer:
         return {"val/loss": total / tokens} if tokens else {}
 
     def save(self) -> Path | None:
-        """Save the workers' weights if they are finite -> the last checkpoint."""
+        """Save the workers' weights if they are finite, and return the last checkpoint."""
         return self.run.files.save(self.workers, self.state)
 
 

@@ -31,7 +31,7 @@ class OneStepOff(Feature):
     """Sampling one step ahead."""
 
     def check_recipe(self, config: DictConfig) -> Iterator[str]:
-        """trainer.one_step_off fits the rollout engine."""
+        """Check that trainer.one_step_off fits the rollout engine."""
         rollout = config.actor_rollout_ref.rollout
         if rollout.free_cache_engine and not rollout.nnodes:
             yield (

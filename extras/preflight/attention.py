@@ -31,12 +31,12 @@ CALLS_FLASH_ATTENTION = ("qwen2_vl", "qwen2_5_vl")  # by model_type: verl's code
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported."""
+    """Return whether a package can be imported."""
     return features.is_installed(package)
 
 
 def trains_here(config: DictConfig, command: str) -> bool:
-    """Whether this GPU node trains with FSDP.
+    """Return whether this GPU node trains with FSDP.
 
     If this node has no GPU, the run will use another one, which may have flash-attn.
     """
@@ -47,12 +47,12 @@ def trains_here(config: DictConfig, command: str) -> bool:
 
 
 def lacks_flash_attention(config: DictConfig, command: str) -> bool:
-    """Whether this GPU node trains with FSDP, and has no flash-attn."""
+    """Return whether this GPU node trains with FSDP, and has no flash-attn."""
     return trains_here(config, command) and not any(map(is_installed, PACKAGES))
 
 
 def check_model(config: DictConfig, hf_config: PretrainedConfig, command: str) -> Iterator[str]:
-    """A problem for each part of verl that calls flash-attn, which is not installed."""
+    """Yield a problem for each part of verl that calls flash-attn, which is not installed."""
     key = f"{ACTOR}.ulysses_sequence_parallel_size"
     size = OmegaConf.select(config, key)
     kind = hf_config.model_type
@@ -94,7 +94,7 @@ def choose(config: DictConfig, hf_config: PretrainedConfig, command: str) -> Non
 
 
 def has_short_window(hf_config: PretrainedConfig, longest: int) -> bool:
-    """Whether a token sees less than an episode of `longest` tokens, which the substitute lacks.
+    """Return whether a token sees less than `longest` tokens, which the substitute lacks.
 
     The rows of the trial of models (kit/engine/packing_trial.py) are too short to show that. It
     finds everything else that the substitute cannot compute.
@@ -116,7 +116,7 @@ def load_substitute(config: DictConfig) -> None:
 
 
 def describe(config: DictConfig, command: str) -> list[str]:
-    """A line with the attention that replaces flash-attn, if any does."""
+    """Return a line with the attention that replaces flash-attn, if any does."""
     if not lacks_flash_attention(config, command):
         return []
     attention = config.actor_rollout_ref.model.override_config.attn_implementation

@@ -121,7 +121,7 @@ def render_page(runs: Sequence[RunFolder], comparison: Mapping[str, object] | No
 
 
 def pack(part: Any) -> str:
-    """Compress a text, or a value as JSON, to base64 for the page. NaN becomes null."""
+    """Pack a text, or a value as JSON, as base64 for the page. NaN becomes null."""
     try:
         text = part.encode() if isinstance(part, str) else orjson.dumps(part, option=KEYS)
     except TypeError:  # half of a surrogate pair: only the escapes of `json` can express it

@@ -124,7 +124,7 @@ WRONG = fence("print(8)")
 
 @pytest.fixture
 def build_router(tmp_path, monkeypatch):
-    """A function that makes a router for a verifier: build_router("verl", memory_gb=1.0).
+    """Return a function that makes a router for a verifier: build_router("verl").
 
     The logs are in tmp_path.
     """

@@ -81,7 +81,7 @@ def model(workspace):
 
 @pytest.fixture
 def probe(workspace, model, tmp_path, monkeypatch, capsys):
-    """A function that probes a verifier of SOURCE -> (exit status, weaknesses, console)."""
+    """Return a function that probes a verifier: (exit status, weaknesses, console)."""
     monkeypatch.chdir(tmp_path)
     found = []
 
