@@ -56,7 +56,7 @@ if TYPE_CHECKING:  # verl takes 7 s to import
     from tensordict import TensorDict
     from verl import DataProto
 
-    from training import WorkerGroup
+    from training import WorkerGroup, Workers
 
 IS_TRAINED = 1  # in the mask of a conversation
 IS_CONTEXT = 0
@@ -275,7 +275,7 @@ class Trainer:
     recipe: Recipe
     run: Run
     inputs: RunInputs
-    workers: Any  # training.Workers
+    workers: Workers
     state: LoopState
 
     def fit(self) -> None:
@@ -338,7 +338,7 @@ class Trainer:
         return self.run.files.save(self.workers, self.state)
 
 
-def set_loss(recipe: Recipe, workers: Any) -> None:
+def set_loss(recipe: Recipe, workers: Workers) -> None:
     """Give the workers verl's sft_loss."""
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.utils.losses import sft_loss

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from kit.verify.python_verifiers.calls import CallResult, Json, VerifierError, describe_failure
+from kit.data.ground_truths import Json
+from kit.verify.python_verifiers.calls import CallResult, VerifierError, describe_failure
 from kit.verify.python_verifiers.process import replace_by_null
 from kit.verify.python_verifiers.process_tree import kill_descendants
 

@@ -166,3 +166,12 @@ def test_a_gym_server_is_named_by_its_name():
     game = SimpleNamespace(session=lambda name, row: Session("step"))
     with pytest.raises(RunError, match="judge plays turns"):
         asyncio.run(score(feature, make_episode("7"), game))
+
+
+def test_a_bad_value_is_one_line_with_the_key(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = base_configs()[1]
+    (problem,) = make_shadow("judge", config).check_recipe(config)
+    assert problem.startswith("env.shadow_verifier=judge is not a Python verifier. Name ")
+    (problem,) = make_shadow("nowhere.py:f", config).check_recipe(config)
+    assert "no file nowhere.py" in problem and "\n" not in problem

@@ -9,9 +9,28 @@ from unittest import mock
 
 import pytest
 
+from kit.errors import RunError
 from kit.recipe.load import load_config
 from kit.recipe.recipe import freeze
 from kit.run.run import Run
+
+
+def test_a_tracker_that_refuses_to_start_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For example for a wrong key, or if its server does not answer."""
+    from verl.utils import tracking
+
+    def refuse(*_: object) -> None:
+        raise OSError("no answer\nfrom the server")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tracking, "Tracking", refuse)
+    changes = ["trainer.logger=[wandb]", "trainer.experiment_name=tracked"]
+    recipe = freeze(*load_config([], changes))
+    message = r"trainer\.logger=\['wandb'\]: a tracker did not start: no answer from the server"
+    with pytest.raises(RunError, match=message), Run(recipe):
+        pass
 
 
 def test_each_command_has_its_own_id_and_a_resumed_run_appends(

@@ -109,6 +109,13 @@ def test_a_run_of_another_recipe_function_or_rows_is_refused(place):
     assert not read_calls(place)
 
 
+@pytest.mark.parametrize("words", [["--vary", "rollout.n"], ["--vary", "data.seed=1,2"]])
+def test_bad_arguments_are_one_line(place, words):
+    with pytest.raises(ConfigError) as caught:
+        sweep.main([*RECIPE, *words])
+    assert "\n" not in str(caught.value) and not read_calls(place)
+
+
 def test_several_vary_give_all_combinations_and_a_dry_run_starts_nothing(place, capsys):
     vary = ["--vary", "config=base,dapo", "--vary", "rollout.n=4,8"]
     sweep.main([*RECIPE, "--seeds", "7,9", *vary, "--dry-run"])

@@ -30,11 +30,6 @@ def test_the_noise_is_that_of_the_groups_covariance(n, seed):
     assert measure_signal(norms, np.linalg.norm(total)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_one_group_has_no_noise():
-    assert measure_signal([2.0], 2.0) is None
-    assert measure_signal([1.63, 0.0, 0.0, 0.0], 1.63 * (1 + 1e-9)) == pytest.approx(1.0)
-
-
 def test_what_is_not_finite_is_named():
     episode = make_episode([5], [1, 2])
     finite = torch.tensor([-1.0, -1.0])

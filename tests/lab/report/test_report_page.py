@@ -53,6 +53,15 @@ def test_a_run_without_episodes_has_a_page(tmp_path, model):
     assert diagnosis.summarize(RunFolder(folder)) == "no steps yet"
 
 
+def test_the_page_of_two_runs_lists_the_keys_that_differ(tmp_path, model):
+    folders = [write_synthetic_run(tmp_path / name, 2, 10, model) for name in ("one", "two")]
+    text = (folders[1] / "config.yaml").read_text()
+    (folders[1] / "config.yaml").write_text(text.replace("lr: 3.0e-05", "lr: 0.007"))
+    page = report_page.write_page(list(map(RunFolder, folders)), tmp_path / "report.html")
+    key = "actor_rollout_ref.actor.optim.lr"
+    assert read_data(page)["config_diff"] == [[key, "3e-05", "0.007"]]
+
+
 def test_a_run_ends_with_its_first_finding(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = Run(make_recipe("verl"))

@@ -1,4 +1,4 @@
-"""The output in a terminal: the command `show`, the steps of a run, and --quiet."""
+"""The output in a terminal: the command `show`, and the steps of a run."""
 
 from __future__ import annotations
 
