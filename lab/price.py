@@ -131,7 +131,7 @@ def describe_cost(seconds: float, run: RunFolder, rate: float | None) -> str:
         count = resources.cores() * nodes
         hours = f"CPU hours on {count} cores"
     else:
-        pools = run.get_setting("trainer.resource_pools").values()
+        pools = (run.get_setting("trainer.resource_pools") or {}).values()
         per_node = run.get_setting("trainer.n_gpus_per_node")
         count = nodes * (per_node + sum(pool or 0 for pool in pools))
         separate = run.get_setting(f"{ROLLOUT}.nnodes")
