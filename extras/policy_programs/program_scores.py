@@ -14,6 +14,7 @@ import functools
 import importlib
 import json
 import secrets
+from collections.abc import Callable
 
 from extras.policy_programs.isolation import run_isolated
 from kit.data.ground_truths import Json
@@ -62,10 +63,11 @@ def score_code(
     data_source = arguments["data_source"]
     settings = verifier.keywords
     name = "prime_math"
+    scorer: Callable[..., object] = verifier
     if data_source in PROGRAM_SOURCES:
         name = "prime_code"
-        verifier = functools.partial(score_program, **settings)
-    call = functools.partial(score, verifier, runner, arguments)
+        scorer = functools.partial(score_program, **settings)
+    call = functools.partial(score, scorer, runner, arguments)
     if not runs_response(data_source, settings):
         return call()
     # Otherwise the forked process of each call would import it. sympy alone takes seconds.

@@ -89,7 +89,7 @@ def decode_vocabulary(
         if id(saved.record) in chosen:
             for item in saved.record["response"]["output"]:
                 ids.update(item.get(SAMPLED_IDS) or [])
-    return {token_id: tokenizer.decode([token_id]) for token_id in sorted(ids)}
+    return {token_id: str(tokenizer.decode([token_id])) for token_id in sorted(ids)}
 
 
 def list_episode_views(runs: Sequence[RunFolder], chosen: set[int]) -> list[Json]:
