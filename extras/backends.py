@@ -34,7 +34,7 @@ class Backends(RecipeCheck):
     """Another rollout engine than vLLM with its defaults."""
 
     def check_settings(self, settings: Settings) -> Iterator[str]:
-        """The rollout engine supports the options that the recipe sets."""
+        """Check that the rollout engine supports the options that the recipe sets."""
         rollout = settings.rollout
         if rollout.name not in ENGINES:
             yield f"{ROLLOUT}.name={rollout.name} is not one of {', '.join(ENGINES)}. Change it."
@@ -55,7 +55,7 @@ class Backends(RecipeCheck):
         return {f"{ROLLOUT}.max_model_len": settings.max_episode_length + 1}
 
     def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[str]:
-        """The model fits transformers' rollouts, and fp8 rollouts the device."""
+        """Check that the model fits transformers' rollouts, and fp8 rollouts the device."""
         rollout = recipe.rollout
         if rollout.name == "hf" and expert_count(hf_config.get_text_config()):
             yield (
@@ -72,7 +72,7 @@ class Backends(RecipeCheck):
 
 
 def check_sglang(settings: Settings) -> Iterator[str]:
-    """SGLang has GPUs, and verl's SGLang server reads the options that the recipe sets."""
+    """Check that SGLang has GPUs, and that verl's server for it reads the options of the recipe."""
     rollout = settings.rollout
     if settings.trainer.device == "cpu":
         yield f"{ROLLOUT}.name=sglang needs GPUs. Use vllm or hf."
@@ -91,7 +91,7 @@ def check_sglang(settings: Settings) -> Iterator[str]:
 
 
 def check_transformers(settings: Settings) -> Iterator[str]:
-    """Rollouts by transformers use one whole model on each GPU."""
+    """Check that rollouts by transformers use one whole model on each GPU."""
     rollout = settings.rollout
     model = settings.model
     if not model.external_lib:
@@ -108,7 +108,7 @@ def check_transformers(settings: Settings) -> Iterator[str]:
 
 
 def check_speculative(settings: Settings) -> Iterator[str]:
-    """Speculative decoding uses n-grams, with vLLM."""
+    """Check that speculative decoding uses n-grams, with vLLM."""
     rollout = settings.rollout
     method = rollout.engine_kwargs["vllm"]["speculative_config"].get("method")
     if rollout.name != "vllm":

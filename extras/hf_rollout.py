@@ -48,6 +48,11 @@ class Request:
     params: Json  # vLLM's: max_tokens, seed and those of BATCH_SETTINGS
     output: asyncio.Future[TokenOutput]
 
+    @property
+    def settings(self) -> list[Any]:  # of vLLM
+        """The values of BATCH_SETTINGS."""
+        return [self.params.get(name) for name in BATCH_SETTINGS]
+
 
 class RecordingSampler(LogitsProcessor):
     """Sample the next token of each row, record its log-prob, and have `generate` take it.
@@ -86,7 +91,7 @@ class RecordingSampler(LogitsProcessor):
         return chosen.scatter_(1, tokens, 0.0)
 
     def choose(self, log_probs: torch.Tensor) -> torch.Tensor:
-        """Choose a token of each row. log_probs [B, V] -> [B, 1]."""
+        """Choose a token [B, 1] of each row of log_probs [B, V]."""
         if self.is_greedy:
             return log_probs.argmax(-1, keepdim=True)
         probs = log_probs.exp()
@@ -102,8 +107,7 @@ class Server:
     def __init__(self, config: Any, model_config: Any):
         self.config = config
         self.model_config = model_config
-        self.queue: list[Request] = []
-        self.has_requests = asyncio.Event()
+        self.queue: asyncio.Queue[Request] = asyncio.Queue()
         self.model_lock = asyncio.Lock()  # held while a batch uses the model
         self.step: int | None = None  # of the weights
 
@@ -130,29 +134,22 @@ class Server:
         max_tokens = max(1, min(room, sampling_params["max_tokens"]))
         params = {**sampling_params, "max_tokens": max_tokens}
         output = asyncio.get_running_loop().create_future()
-        self.queue.append(Request(list(prompt_ids), params, output))
-        self.has_requests.set()
+        self.queue.put_nowait(Request(list(prompt_ids), params, output))
         return await output
 
     async def run_batches(self) -> None:
-        """Sample one batch after another, until the process ends."""
+        """Sample one batch of equal settings after another, until the process ends."""
+        waiting: list[Request] = []
         while True:
-            await self.has_requests.wait()
+            if not waiting:
+                waiting.append(await self.queue.get())
             await asyncio.sleep(GATHER_S)
-            await self.run_batch(self.take_batch())
-
-    def take_batch(self) -> list[Request]:
-        """Take requests with the same settings from the queue: max_num_seqs at most."""
-        first = self.queue[0].params
-        settings = [first.get(name) for name in BATCH_SETTINGS]
-        same = [
-            r for r in self.queue if [r.params.get(name) for name in BATCH_SETTINGS] == settings
-        ]
-        batch = same[: self.config.max_num_seqs]
-        self.queue = [request for request in self.queue if request not in batch]
-        if not self.queue:
-            self.has_requests.clear()
-        return batch
+            while not self.queue.empty():
+                waiting.append(self.queue.get_nowait())
+            same = [request for request in waiting if request.settings == waiting[0].settings]
+            batch = same[: self.config.max_num_seqs]
+            waiting = [request for request in waiting if request not in batch]
+            await self.run_batch(batch)
 
     async def run_batch(self, batch: list[Request]) -> None:
         """Sample a batch, and set the requests' outputs, or the exception that it raised."""

@@ -47,7 +47,7 @@ class Megatron(RecipeCheck):
                 yield f"{option} does not work with model_engine=megatron. Remove it."
 
     def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[str]:
-        """The GPUs divide the model's attention heads, and the critic has the actor's sizes."""
+        """Check that GPUs divide the attention heads, and that the critic has the actor's sizes."""
         sizes = {section: list_sizes(recipe, section) for section in (ACTOR, "critic")}
         if recipe.has_critic and sizes[ACTOR] != sizes["critic"]:
             yield "critic.megatron needs the actor's parallel sizes. Set them to the same values."

@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
 import yaml
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from kit.recipe.keys import ROLLOUT, ROOT
 from kit.recipe.settings import Settings
@@ -62,37 +61,30 @@ class RunPage:
 
     def __init__(self, run: Run):
         self.run = run
-        self.metrics: dict[str, float] = {}  # the last value of each
-        # by reason, since the process started
-        self.failures: defaultdict[str, float] = defaultdict(float)
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        self.gauges: dict[str, Gauge] = {}  # by their name in Prometheus
+        self.failures = Counter(
+            "kit_failures", "failed episodes", ["reason"], registry=self.registry
+        )
         run.log.readers.append(self.record)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one line of metrics.jsonl."""
-        self.metrics = {**self.metrics, **metrics, "step": step}
-        for name, value in metrics.items():
+        for name, value in {**metrics, "step": step}.items():
             if name.startswith(FAILED):
-                self.failures[name.removeprefix(FAILED)] += value
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the run, its failures and the progress of the current stage."""
-        families: dict[str, GaugeMetricFamily] = {}
-        for name, value in self.metrics.items():
-            if name.startswith(FAILED):
+                self.failures.labels(name.removeprefix(FAILED)).inc(value)
                 continue
             prefix = next((prefix for prefix in LABELS if name.startswith(prefix)), "")
             metric, label = LABELS.get(prefix, (f"kit_{re.sub('[^a-zA-Z0-9_]', '_', name)}", ""))
-            labels = [label] if label else []
-            family = GaugeMetricFamily(metric, prefix or name, labels=labels)
-            family = families.setdefault(metric, family)
-            family.add_metric([name.removeprefix(prefix)] if label else [], value)
-        yield from families.values()
-        failures = CounterMetricFamily("kit_failures", "failed episodes", labels=["reason"])
-        for reason, count in [*self.failures.items()]:
-            failures.add_metric([reason], count)
-        yield failures
+            if metric not in self.gauges:
+                labels = [label] if label else []
+                self.gauges[metric] = Gauge(metric, prefix or name, labels, registry=self.registry)
+            gauge = self.gauges[metric]
+            (gauge.labels(name.removeprefix(prefix)) if label else gauge).set(value)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the progress of the current stage."""
         stages = self.run.stages
         seconds = time.monotonic() - stages.last_progress_at
         text = "seconds since the current stage made progress"

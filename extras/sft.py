@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # verl takes 7 s to import
     from tensordict import TensorDict
     from verl import DataProto
 
-    from training import WorkerGroup
+    from training import WorkerGroup, Workers
 
 IS_TRAINED = 1  # in the mask of a conversation
 IS_CONTEXT = 0
@@ -281,7 +281,7 @@ class Trainer:
     recipe: Recipe
     run: Run
     inputs: RunInputs
-    workers: Any  # training.Workers
+    workers: Workers
     state: LoopState
 
     def fit(self) -> None:
@@ -292,7 +292,7 @@ class Trainer:
             self.step()
 
     def step(self) -> None:
-        """One optimizer step, and the checkpoint and the evaluation that are due after it."""
+        """Take one optimizer step, and save and evaluate if that is due after it."""
         import training
         from kit.run import finite_check
 
@@ -324,7 +324,7 @@ class Trainer:
         run.display.print_step(step, values, run.stages.timing)
 
     def compute_validation_loss(self) -> dict[str, float]:
-        """The mean loss over all trained tokens of the held-out rows, in nats."""
+        """Return the mean loss over all trained tokens of the held-out rows, in nats."""
         import training
 
         total = 0.0
@@ -340,11 +340,11 @@ class Trainer:
         return {"val/loss": total / tokens} if tokens else {}
 
     def save(self) -> Path | None:
-        """Save the workers' weights if they are finite -> the last checkpoint."""
+        """Save the workers' weights if they are finite, and return the last checkpoint."""
         return self.run.files.save(self.workers, self.state)
 
 
-def set_loss(recipe: Recipe, workers: Any) -> None:
+def set_loss(recipe: Recipe, workers: Workers) -> None:
     """Give the workers verl's sft_loss."""
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.utils.losses import sft_loss

@@ -99,7 +99,7 @@ def varlen_attention(
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, scale: float | None
 ) -> torch.Tensor:
-    """Compute the attention by torch's kernel: q, k, v [T, H, D] -> [T, H, D].
+    """Compute the attention by torch's kernel. q, k, v and the result: [T, H, D].
 
     The arguments are those that torch 2.11 and 2.13 have in common. Raises NotImplementedError.
     """

@@ -105,13 +105,9 @@ def read_examples(server: str, python: str) -> Iterator[Json]:
             f"{folder}: no example*.jsonl. Set --server to one of {', '.join(servers)}."
         )
     agent_ref = {"type": "responses_api_agents", "name": f"{server}_simple_agent"}
-    earlier: set[str] = set()  # some rows are in two files; within one file, all are kept
     for file in files:
-        rows = [row for _, row in read_rows(str(file))]
-        for row in rows:
-            if to_json(row) not in earlier:
-                yield row if row.get("agent_ref") else row | {"agent_ref": agent_ref}
-        earlier.update(map(to_json, rows))
+        for _, row in read_rows(str(file)):
+            yield row if row.get("agent_ref") else row | {"agent_ref": agent_ref}
 
 
 # --- Gym rows <-> verl's rows ---------------------------------------------------------------------

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from env import Json
 from kit.data.metrics import ALL_TOKENS, ZERO_VARIANCE
 from kit.errors import ConfigError
 from kit.recipe import resources
@@ -22,6 +21,7 @@ from kit.run.console import say
 from lab.run_folder import SAVE, STEP, RunFolder
 
 MIN_STEPS = 3
+ROLLOUT = "actor_rollout_ref.rollout"
 UPDATE = "timing_s/update_actor"  # `sft` has this and no STEP
 TEST = "timing_s/testing"
 START = "timing_s/start"  # in the line before the first step
@@ -67,19 +67,17 @@ def main(arguments: Sequence[str]) -> None:
 def describe(run: RunFolder, rate: float | None = None, steps: int | None = None) -> Iterator[str]:
     """Yield lines about a run. rate: money per device-hour. steps: of the whole run."""
     costs = measure(run)
-    total = steps or run.recipe["trainer"]["total_training_steps"]
-    waste = describe_waste(run)
-    command = "train" if waste else "sft"
+    total = steps or run.get_setting("trainer.total_training_steps")
     yield f"{run.path}: step {costs.done} of {total}"
     yield f"step        {format_duration(costs.step)}, the mean of {costs.counted}"
     if costs.other:
         yield f"other       {format_duration(costs.other)} a step for evaluations and checkpoints"
     if costs.tokens > 0:
         yield f"tokens      {costs.tokens:,.0f} a step, prompts included"
-    yield f"so far      {describe_cost(costs.spent, run.recipe, command, rate)}"
+    yield f"so far      {describe_cost(costs.spent, run, rate)}"
     if total > costs.done:
-        yield f"to the end  {describe_cost(costs.estimate(total), run.recipe, command, rate)}"
-    yield from waste
+        yield f"to the end  {describe_cost(costs.estimate(total), run, rate)}"
+    yield from describe_waste(run)
 
 
 # --- what was measured ---------------------------------------------------------------------------
@@ -118,7 +116,7 @@ def describe_waste(run: RunFolder) -> list[str]:
         return []
     failed = (run.get_metric("rollout/failed_frac") * episodes).sum()
     filtered = total - failed - run.get_metric("rollout/kept").sum()
-    group_size = run.get_setting("actor_rollout_ref.rollout.n")
+    group_size = run.get_setting(f"{ROLLOUT}.n")
     equal = run.get_metric(ZERO_VARIANCE).sum() * group_size
     return [
         f"unused      of the episodes, {failed / total:.1%} failed, {filtered / total:.1%} were "
@@ -126,13 +124,18 @@ def describe_waste(run: RunFolder) -> list[str]:
     ]
 
 
-def describe_cost(seconds: float, recipe: Json, command: str, rate: float | None) -> str:
+def describe_cost(seconds: float, run: RunFolder, rate: float | None) -> str:
     """Return a time with its device-hours and money. On CPUs, the devices are cores."""
-    if recipe["trainer"]["device"] == "cpu":
-        count = resources.cores() * int(recipe["trainer"]["nnodes"])
+    nodes = int(run.get_setting("trainer.nnodes"))
+    if run.get_setting("trainer.device") == "cpu":
+        count = resources.cores() * nodes
         hours = f"CPU hours on {count} cores"
     else:
-        count = resources.GpuCounts.of(recipe).total(command)
+        pools = (run.get_setting("trainer.resource_pools") or {}).values()
+        per_node = run.get_setting("trainer.n_gpus_per_node")
+        count = nodes * (per_node + sum(pool or 0 for pool in pools))
+        separate = run.get_setting(f"{ROLLOUT}.nnodes")
+        count += separate * run.get_setting(f"{ROLLOUT}.n_gpus_per_node") if separate else 0
         hours = f"device-hours on {count} GPUs"
     spent = seconds / 3600 * count
     money = "" if rate is None else f", money {spent * rate:.2f}"

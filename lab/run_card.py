@@ -124,7 +124,7 @@ def list_scores(run: RunFolder) -> Iterator[list[str]]:
 
 
 def list_resume_changes(folder: Path) -> Iterator[str]:
-    """A sentence about each time that the run was resumed with another recipe or other rows."""
+    """Yield a sentence about each resume with another recipe or other rows."""
     for line in read_objects(folder / "changes.jsonl"):
         changes = ", ".join(escape(text) for text in line["changes"])
         yield f"After step {line['after_step']} the run was resumed with: {changes}."

@@ -321,12 +321,12 @@ def open_arrays(path: Path) -> NpzFile:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder has the recipe of a run."""
+    """Return whether a folder has the recipe of a run."""
     return any((folder / name).is_file() for name in CONFIGS)
 
 
 def is_accuracy(name: str) -> bool:
-    """Whether a metric is mean@n of acc, without the failed episodes that count as 0."""
+    """Return whether a metric is mean@n of acc, without failed episodes that count as 0."""
     return "/acc/mean@" in name and not name.endswith((FAILED_AS_0, LOW, HIGH))
 
 

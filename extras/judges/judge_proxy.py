@@ -10,14 +10,13 @@ also counts tokens, and keeps the judge's key in this process. If a judge fails,
 nemo_gym). The log of the run has the first failure of each reason.
 
 metrics.jsonl counts failures as `judge/<name>/failed/<reason>`. The reasons are: connect, timeout,
-http_<status>, bad_answer (not a completion), empty (no text), refused (by a content filter).
+http_<status>, bad_answer (not a completion), empty (no text, as in a refusal).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import logging
 import secrets
@@ -139,28 +138,22 @@ def parse_completion(completion: Json) -> Json:
     Raises JudgeError if it has no text. Raises KeyError, TypeError or AttributeError if it is
     neither a chat completion nor a Responses object.
     """
+    texts = []
     if "choices" in completion:
-        texts = []
-        refused = False
         for choice in completion["choices"]:
             message = choice["message"]
             texts.append(message.get("content"))
-            refused |= choice.get("finish_reason") == "content_filter"
-            refused |= bool(message.get("refusal"))
             choice["message"] = {key: message[key] for key in message if key in MESSAGE_FIELDS}
             choice.pop("logprobs", None)
     else:
-        messages = [item for item in completion["output"] if item.get("type") == "message"]
-        parts = itertools.chain(*[message["content"] for message in messages])
-        texts = [part.get("text") for part in parts]
-        refused = False
+        for item in completion["output"]:
+            if item.get("type") == "message":
+                texts += [part.get("text") for part in item["content"]]
     if not "".join(text or "" for text in texts).strip():
-        if refused:
-            raise JudgeError("refused", "the judge refused to reply")
         raise JudgeError(
             "empty",
-            "the reply has no text. If the judge used all its tokens before it wrote text, raise "
-            "parameters.max_tokens",
+            "the reply has no text: the judge refused, or used all its tokens before it wrote "
+            "text. If so, raise parameters.max_tokens",
         )
     return completion
 

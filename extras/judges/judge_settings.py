@@ -15,7 +15,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import (
     BaseModel,
@@ -108,7 +108,7 @@ class Judge:
         return text.replace(self.key, "(the key)") if self.key else text
 
 
-def find_problems(specs: Mapping[str, Any], timeout_s: float, device: str = "cpu") -> Iterator[str]:
+def find_problems(specs: Json, timeout_s: float, device: str = "cpu") -> Iterator[str]:
     """Yield a message for each invalid value of gym.judges.
 
     specs: gym.judges. timeout_s: gym.timeout_s. device: trainer.device.
@@ -133,7 +133,7 @@ def find_problems(specs: Mapping[str, Any], timeout_s: float, device: str = "cpu
 
 
 def build_judges(
-    specs: Mapping[str, Any],
+    specs: Json,
     timeout_s: float,
     policy: Mapping[str, str] | None = None,
     cpu_dtype: str = "",

@@ -30,7 +30,7 @@ class OneStepOff(RecipeCheck, RunPart):
     """Sampling one step ahead."""
 
     def check_settings(self, settings: Settings) -> Iterator[str]:
-        """trainer.one_step_off fits the rollout engine."""
+        """Check that trainer.one_step_off fits the rollout engine."""
         rollout = settings.rollout
         if rollout.free_cache_engine and not rollout.nnodes:
             yield (

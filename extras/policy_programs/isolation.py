@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from kit.verify.python_verifiers.calls import CallResult, Json, VerifierError, describe_failure
+from kit.data.ground_truths import Json
+from kit.verify.python_verifiers.calls import CallResult, VerifierError, describe_failure
 from kit.verify.python_verifiers.process import replace_by_null
 from kit.verify.python_verifiers.process_tree import kill_descendants
 
@@ -66,25 +67,20 @@ def reap_children() -> None:
 
 
 def write_result_and_exit(call: Callable[[], CallResult], writer: int, memory: int) -> NoReturn:
-    """In the forked process: write the result of `call` to the pipe `writer`, and exit.
+    """Write the result of `call` to the pipe `writer`, and exit. Runs in the forked process.
 
     Processes that the program forks do not get the pipe.
     """
     os.register_at_fork(after_in_child=functools.partial(replace_by_null, writer))
     limit_program(memory)
     try:
-        answer = call_or_fail(call)
+        try:
+            answer = call().answer
+        except BaseException as error:
+            answer = describe_failure(error, "")
         os.write(writer, json.dumps(answer).encode() + b"\n")
     finally:  # the message of a program's exception may raise, too
         os._exit(0)
-
-
-def call_or_fail(call: Callable[[], CallResult]) -> Json:
-    """Return the answer of `call`, or the reason of its failure."""
-    try:
-        return call().answer
-    except BaseException as error:
-        return describe_failure(error, "")
 
 
 def limit_program(memory: int) -> None:

@@ -14,12 +14,17 @@ import functools
 import importlib
 import json
 import secrets
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
 from extras.policy_programs.isolation import run_isolated
+from kit.data.ground_truths import Json
 from kit.verify.python_verifiers.calls import CallResult, score
-from kit.verify.python_verifiers.verl_scorer import PROGRAM_SOURCES, call_verl, runs_response
+from kit.verify.python_verifiers.verl_scorer import (
+    PROGRAM_SOURCES,
+    VerlScore,
+    call_verl,
+    runs_response,
+)
 
 MAX_SCORED_TESTS = 10  # as in verl
 TEST_LISTS = ("inputs", "outputs", "assert_case")  # an entry for each test
@@ -46,9 +51,9 @@ def {name}_with_mark(*arguments):
 
 
 def score_code(
-    verifier: functools.partial[Any],
+    verifier: functools.partial[object],
     runner: asyncio.Runner,
-    arguments: dict[str, Any],
+    arguments: Json,
     memory: int,
 ) -> CallResult:
     """Score a response that is code, in the process of a verifier. Raises VerifierError.
@@ -58,10 +63,11 @@ def score_code(
     data_source = arguments["data_source"]
     settings = verifier.keywords
     name = "prime_math"
+    scorer: Callable[..., object] = verifier
     if data_source in PROGRAM_SOURCES:
         name = "prime_code"
-        verifier = functools.partial(score_program, **settings)
-    call = functools.partial(score, verifier, runner, arguments)
+        scorer = functools.partial(score_program, **settings)
+    call = functools.partial(score, scorer, runner, arguments)
     if not runs_response(data_source, settings):
         return call()
     # Otherwise the forked process of each call would import it. sympy alone takes seconds.
@@ -72,11 +78,11 @@ def score_code(
 def score_program(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
-    extra_info: Any = None,
+    ground_truth: object,
+    extra_info: object = None,
     sandbox_fusion_url: str | None = None,
     memory_limit_mb: int = 1024,
-) -> Any:
+) -> VerlScore:
     """Score a program as verl does, except that a program which raises earns nothing.
 
     The parameters are those of verl_scorer.compute_score. Without a URL, the program runs on this
@@ -99,9 +105,7 @@ def score_program(
 # --- in a sandbox --------------------------------------------------------------------------------
 
 
-def score_in_sandbox(
-    url: str, memory_limit_mb: int, completion: str, tests: Mapping[str, Any]
-) -> float:
+def score_in_sandbox(url: str, memory_limit_mb: int, completion: str, tests: Json) -> float:
     """Return the fraction of tests that a program passes in a sandbox.
 
     Raises RuntimeError if the sandbox has no result for a test.
@@ -120,7 +124,7 @@ def score_in_sandbox(
     return sum(is_passed(result, mark) for result in scored) / len(scored)
 
 
-def read_tests(ground_truth: Any) -> dict[str, Any]:
+def read_tests(ground_truth: object) -> Json:
     """Return the tests of a row, which may be JSON. Raises ValueError if there are none.
 
     verl gives a program the reward 0 or 1 if a row has no tests, or tests that it cannot read.
@@ -145,12 +149,12 @@ def read_tests(ground_truth: Any) -> dict[str, Any]:
     return tests
 
 
-def calls_function(tests: Mapping[str, Any]) -> bool:
+def calls_function(tests: Json) -> bool:
     """Return whether tests call a function of the program. Others run the program."""
     return bool(tests.get("fn_name") and tests.get("inputs"))
 
 
-def mark_ends(tests: Mapping[str, Any], mark: str) -> dict[str, Any]:
+def mark_ends(tests: Json, mark: str) -> Json:
     """Return tests that write `mark` to stderr if the function returns, or the assertion holds."""
     write_mark = f"__import__('os').write(2, b'{mark}')"
     name = tests.get("fn_name")
@@ -166,12 +170,12 @@ def mark_ends(tests: Mapping[str, Any], mark: str) -> dict[str, Any]:
     return marked
 
 
-def is_passed(result: Mapping[str, Any], mark: str) -> bool:
+def is_passed(result: Json, mark: str) -> bool:
     """Return whether a program passed a test, and reached its end."""
     return result.get("status") == "success" and mark in (result["stderr"] or "")
 
 
-def check_results(results: list[dict[str, Any]], url: str) -> None:
+def check_results(results: list[Json], url: str) -> None:
     """Raise RuntimeError if the sandbox did not run a test: verl counts that test as failed."""
     for number, result in enumerate(results):
         if result.get("status", result.get("error")) not in PROGRAM_RESULTS:
@@ -182,7 +186,7 @@ def check_results(results: list[dict[str, Any]], url: str) -> None:
 # --- on this machine -----------------------------------------------------------------------------
 
 
-def score_function(completion: str, tests: Mapping[str, Any]) -> float:
+def score_function(completion: str, tests: Json) -> float:
     """Return 1 if the function of a program passes all tests, otherwise 0.
 
     verl scores functions in the same way, if the program prints nothing.

@@ -26,17 +26,17 @@ class Preflight(RecipeCheck):
         return attention.choose(settings, hf_config)
 
     def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[str]:
-        """Each stage that needs far more memory than a GPU has, and parts that need flash-attn."""
+        """Yield stages that need far more memory than a GPU has, and parts without flash-attn."""
         yield from attention.check_model(recipe, hf_config)
         yield from memory.find_excess(recipe, hf_config.get_text_config())
 
     def warnings(self, recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
-        """Everything that will not fit, or is missing on this node."""
+        """Yield what will not fit, or is missing on this node."""
         yield from memory.find_large_stages(recipe, inputs.model)
         yield from memory.check_cache(recipe, inputs.model)
         yield from node.find_problems(recipe, inputs.model)
 
     def dry_run_lines(self, recipe: Recipe, inputs: RunInputs) -> list[str]:
-        """The attention if it is not verl's, and the estimated memory of each stage."""
+        """Return the attention if it is not verl's, and the estimated memory of each stage."""
         lines = attention.describe(recipe)
         return lines + memory.describe(recipe, inputs.model)

@@ -95,7 +95,7 @@ def choose(settings: Settings, hf_config: PretrainedConfig) -> Json:
 
 
 def has_short_window(hf_config: PretrainedConfig, longest: int) -> bool:
-    """Return whether a token sees less than an episode of `longest` tokens.
+    """Return whether a token sees less than `longest` tokens, which the substitute lacks.
 
     The substitute lacks that. The rows of the trial of models (kit/engine/packing_trial.py) are too
     short to show it. The trial finds everything else that the substitute cannot compute.

@@ -15,7 +15,7 @@ TIMEOUT_S = 20.0
 
 
 def read_smi(*options: str) -> list[str]:
-    """The lines that nvidia-smi prints; none if there is no GPU or no nvidia-smi."""
+    """Return the lines that nvidia-smi prints; none if there is no GPU or no nvidia-smi."""
     command = ["nvidia-smi", *options]
     try:
         done = subprocess.run(
@@ -27,7 +27,7 @@ def read_smi(*options: str) -> list[str]:
 
 
 def list_visible() -> list[str] | None:
-    """The entries of CUDA_VISIBLE_DEVICES (indices or UUIDs); None if it is not set."""
+    """Return the entries of CUDA_VISIBLE_DEVICES (indices or UUIDs); None if it is not set."""
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is None:
         return None
@@ -36,7 +36,7 @@ def list_visible() -> list[str] | None:
 
 
 def count_gpus() -> int:
-    """The number of GPUs that CUDA shows to this process, without starting CUDA.
+    """Return the number of GPUs that CUDA shows to this process, without starting CUDA.
 
     `nvidia-smi -L` also has a line for each part of a GPU that MIG has divided. CUDA shows one part
     of such a GPU.
@@ -47,7 +47,7 @@ def count_gpus() -> int:
 
 
 def query(value: str) -> list[str]:
-    """A value (nvidia-smi --help-query-gpu) of each GPU that is visible to this process."""
+    """Return a value (nvidia-smi --help-query-gpu) of each GPU that this process sees."""
     visible = list_visible()
     if visible == []:
         return []

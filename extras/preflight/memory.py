@@ -58,7 +58,7 @@ Bytes = dict[str, float]  # {part: bytes}
 
 
 def head_widths(text_config: PretrainedConfig) -> tuple[int, int]:
-    """The widths of queries and keys of a text model."""
+    """Return the widths of queries and keys."""
     heads = text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     key_heads = getattr(text_config, "num_key_value_heads", None) or heads
@@ -66,17 +66,17 @@ def head_widths(text_config: PretrainedConfig) -> tuple[int, int]:
 
 
 def layer_outputs(text_config: PretrainedConfig) -> int:
-    """The outputs of all matrices of a layer."""
+    """Return the number of outputs of all matrices of a layer."""
     return 2 * sum(head_widths(text_config)) + 3 * text_config.intermediate_size
 
 
 def count_layer(text_config: PretrainedConfig) -> int:
-    """The parameters of one layer."""
+    """Return the number of parameters of one layer."""
     return int(text_config.hidden_size * (layer_outputs(text_config) + 2))
 
 
 def count_parameters(text_config: PretrainedConfig) -> int:
-    """The parameters of a model."""
+    """Return the number of parameters of a model."""
     embeddings = 1 if getattr(text_config, "tie_word_embeddings", False) else 2
     # the embeddings and the last norm
     outside = (embeddings * text_config.vocab_size + 1) * text_config.hidden_size
@@ -84,14 +84,11 @@ def count_parameters(text_config: PretrainedConfig) -> int:
 
 
 def activation_bytes(text_config: PretrainedConfig, itemsize: int) -> int:
-    """Bytes that one layer keeps for its backward pass, for one token.
+    """Return the bytes that one layer keeps for its backward pass, for one token.
 
     Source: Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), applied to Llama's layer with
-    flash attention. It keeps:
-
-    - the inputs of the norms, of the projections and of the MLP's product
-    - the queries, keys, values and the output of the attention
-    - the inputs of the norms once more, in fp32
+    flash attention. It keeps the inputs of the norms, again in fp32, and those of the projections
+    and of the MLP's product; the queries, keys, values and the output of the attention.
     """
     hidden = text_config.hidden_size
     attention = 2 * sum(head_widths(text_config))
@@ -99,12 +96,12 @@ def activation_bytes(text_config: PretrainedConfig, itemsize: int) -> int:
 
 
 def itemsize(dtype: object) -> int:
-    """Bytes of a number: 4 in fp32, else 2."""
+    """Return the bytes of a number: 4 in fp32, else 2."""
     return 4 if "32" in str(dtype) else 2
 
 
 def count_shards(recipe: Recipe, engine: FsdpEngine) -> int:
-    """The GPUs among which FSDP shards a model."""
+    """Return the number of GPUs among which FSDP shards a model."""
     world = recipe.trainer.n_gpus_per_node * recipe.trainer.nnodes
     return int(engine.fsdp_size if 0 < engine.fsdp_size < world else world)
 
@@ -115,7 +112,7 @@ def count_shards(recipe: Recipe, engine: FsdpEngine) -> int:
 def estimate_states(
     recipe: Recipe, text_config: PretrainedConfig, engine: FsdpEngine, model: ModelSection
 ) -> Bytes:
-    """The weights, AdamW's two moments and the gradients on one device, sharded by FSDP.
+    """Return the weights, AdamW's two moments and the gradients on one device, sharded by FSDP.
 
     Weights and moments are in engine.model_dtype. An adapter is assumed to be on all linear layers.
     """
@@ -135,7 +132,7 @@ def estimate_states(
 
 
 def list_resident(recipe: Recipe, engine: FsdpEngine, states: Bytes) -> Bytes:
-    """The states that stay on the device while other models work."""
+    """Return the states that stay on the device while other models work."""
     is_cpu = recipe.trainer.device == "cpu"  # where offloading frees nothing
     is_offloaded = {"weights": engine.param_offload, "optimizer": engine.optimizer_offload}
     kept = [name for name in states if is_cpu or not is_offloaded.get(name, True)]
@@ -149,7 +146,7 @@ def estimate_pass(
     engine: FsdpEngine,
     model: ModelSection,
 ) -> Bytes:
-    """The memory of an update's micro-batch. section: the actor's or the critic's.
+    """Return the memory of an update's micro-batch. section: the actor's or the critic's.
 
     Layers are all-gathered for use, in the type of the computation (verl 0.9.1,
     workers/engine/fsdp/transformer_impl.py). The actor's update holds three tensors of logits
@@ -176,7 +173,7 @@ def estimate_pass(
 def estimate_rollout_engine(
     recipe: Recipe, text_config: PretrainedConfig, device_bytes: int
 ) -> Bytes:
-    """The memory of the rollout engine while it samples."""
+    """Return the memory of the rollout engine while it samples."""
     rollout = recipe.rollout
     size = itemsize(rollout.dtype) * count_parameters(text_config)
     weights = size / rollout.tensor_model_parallel_size
@@ -191,14 +188,14 @@ def estimate_rollout_engine(
 
 
 def cache_bytes_per_token(recipe: Recipe, text_config: PretrainedConfig) -> float:
-    """Bytes of the KV cache for one token on one device: a key and a value in each layer."""
+    """Return the bytes of a token in the KV cache of a device: a key and a value in each layer."""
     rollout = recipe.rollout
     numbers = 2 * text_config.num_hidden_layers * head_widths(text_config)[1]
     return float(numbers * itemsize(rollout.dtype) / rollout.tensor_model_parallel_size)
 
 
 def count_cached_episodes(recipe: Recipe, text_config: PretrainedConfig) -> int:
-    """The number of episodes of full length for which the KV cache has room."""
+    """Return the number of episodes of full length for which the KV cache has room."""
     engine = estimate_rollout_engine(recipe, text_config, find_device(recipe).size)
     length = recipe.rollout.max_model_len or recipe.max_episode_length
     return int(engine["KV cache"] / cache_bytes_per_token(recipe, text_config) / length)
@@ -210,7 +207,7 @@ def count_cached_episodes(recipe: Recipe, text_config: PretrainedConfig) -> int:
 def estimate_stages(
     recipe: Recipe, text_config: PretrainedConfig, device_bytes: int
 ) -> dict[str, Bytes]:
-    """{stage: bytes of each part} on one device, for the stages of KEYS.
+    """Return {stage: bytes of each part} on one device, for the stages of KEYS.
 
     Usually log-probs need less than the update, and a weight sync less than `generate`.
     """
@@ -227,7 +224,7 @@ def estimate_stages(
 def estimate_training(
     recipe: Recipe, text_config: PretrainedConfig, sampler: Bytes
 ) -> dict[str, Bytes]:
-    """{stage: bytes of each part} of a command that trains. sampler: the rollout engine's bytes."""
+    """Return the same for a command that trains. sampler: the bytes of the rollout engine."""
     engine = recipe.actor.fsdp_config
     assert engine  # FSDP trains (find_obstacle)
     states = estimate_states(recipe, text_config, engine, recipe.model)
@@ -263,12 +260,16 @@ class Device(NamedTuple):
 
     size: int  # bytes
     note: str  # empty if it was measured
+    kind: str = "GPU"
+
+    def __str__(self) -> str:
+        return f"a {self.kind} has {self.size / GIB:.1f} GiB{self.note}"
 
 
 def find_device(recipe: Recipe) -> Device:
-    """The memory of the smallest GPU, or a rank's share of the machine's memory."""
+    """Return the memory of the smallest GPU, or a rank's share of the machine's memory."""
     if recipe.trainer.device == "cpu":
-        return Device(psutil.virtual_memory().total // recipe.trainer.n_gpus_per_node, "")
+        return Device(psutil.virtual_memory().total // recipe.trainer.n_gpus_per_node, "", "CPU")
     # without torch, which would take GPU memory for this process
     sizes = [int(line) for line in gpus.query("memory.total") if line.isdigit()]  # MiB
     if not sizes:
@@ -276,14 +277,8 @@ def find_device(recipe: Recipe) -> Device:
     return Device(min(sizes) * 2**20, "")
 
 
-def describe_device(recipe: Recipe, device: Device) -> str:
-    """A device and its memory."""
-    kind = "CPU" if recipe.trainer.device == "cpu" else "GPU"
-    return f"a {kind} has {device.size / GIB:.1f} GiB{device.note}"
-
-
 def find_obstacle(recipe: Recipe, text_config: PretrainedConfig) -> str:
-    """The reason why no estimate is possible. Empty if one is possible."""
+    """Return the reason why no estimate is possible, empty if one is."""
     missing = [name for name in NEEDED_FIELDS if not getattr(text_config, name, None)]
     if missing:
         return f"the model's configuration has no {', '.join(missing)}"
@@ -297,13 +292,13 @@ def find_obstacle(recipe: Recipe, text_config: PretrainedConfig) -> str:
 
 
 def describe(recipe: Recipe, text_config: PretrainedConfig) -> list[str]:
-    """Lines with the estimate of each stage, in GiB."""
+    """Return lines with the estimate of each stage, in GiB."""
     obstacle = find_obstacle(recipe, text_config)
     if obstacle:
         return [f"memory      not estimated: {obstacle}"]
     device = find_device(recipe)
     stages = estimate_stages(recipe, text_config, device.size)
-    lines = [f"memory      estimated, in GiB; {describe_device(recipe, device)}"]
+    lines = [f"memory      estimated, in GiB; {device}"]
     for stage, parts in stages.items():
         sizes = [f"{name} {size / GIB:.1f}" for name, size in parts.items() if size]
         lines.append(f"  {stage:9} {sum(parts.values()) / GIB:.1f}: {', '.join(sizes)}")
@@ -318,7 +313,7 @@ def describe(recipe: Recipe, text_config: PretrainedConfig) -> list[str]:
 
 
 def find_excess(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
-    """A problem for each stage that needs far more than the memory of this node's smallest GPU.
+    """Yield a problem for each stage that needs far more memory than this node's smallest GPU has.
 
     If this node has no GPU, or a CPU trains, the size is less certain, and there is a warning only.
     """
@@ -331,7 +326,7 @@ def find_excess(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
 def find_large_stages(
     recipe: Recipe, text_config: PretrainedConfig, factor: float = 1.0
 ) -> Iterator[str]:
-    """Each stage that needs more than `factor` times the device's memory, and the key to change."""
+    """Yield each stage that needs more than `factor` times the device's memory, and its key."""
     if find_obstacle(recipe, text_config):
         return
     device = find_device(recipe)
@@ -339,13 +334,13 @@ def find_large_stages(
         needed = sum(parts.values())
         if needed > factor * device.size:
             yield (
-                f"{stage} needs {needed / GIB:.1f} GiB, {describe_device(recipe, device)}. Lower "
-                f"{KEYS[stage]}, or raise trainer.n_gpus_per_node. {PAGE}"
+                f"{stage} needs {needed / GIB:.1f} GiB, {device}. Lower {KEYS[stage]}, or raise "
+                f"trainer.n_gpus_per_node. {PAGE}"
             )
 
 
 def check_cache(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
-    """A line if the KV cache has no room for the episodes that a replica samples concurrently.
+    """Yield a line if the KV cache has no room for the episodes that a replica samples together.
 
     A CPU samples so slowly that its recipe (configs/machines/cpu.yaml) chooses a small cache.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def find_problems(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
-    """A line for each thing that this node lacks.
+    """Yield a line for each thing that this node lacks.
 
     text_config: the Hugging Face configuration of the text model.
     """
@@ -26,7 +26,7 @@ def find_problems(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str
 
 
 def check_disk(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
-    """The disk has room for the checkpoints that are kept, and for one more.
+    """Check that the disk has room for the checkpoints that are kept, and for one more.
 
     A checkpoint has the weights and AdamW's moments of all ranks.
     """
@@ -51,7 +51,7 @@ def check_disk(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
 
 
 def check_shared_memory(recipe: Recipe) -> Iterator[str]:
-    """/dev/shm has room for NCCL's messages and, on a CPU, for the weights that are sent.
+    """Check that /dev/shm has room for NCCL and, on a CPU, for the weights that are sent.
 
     On GPUs vLLM reads the weights in the trainer's GPU memory, by CUDA IPC.
     """

@@ -79,7 +79,7 @@ def compute_t(parts: Parts) -> tuple[float, float, float]:
 
 
 def compute_interval(estimate: float, parts: Parts, are_fractions: bool) -> Interval:
-    """The t interval of a difference. That of fractions is between -1 and 1."""
+    """Compute the t interval of a difference. That of fractions is between -1 and 1."""
     error, _, quantile = compute_t(parts)
     limit = 1.0 if are_fractions else math.inf
     low = max(estimate - error * quantile, -limit)
@@ -125,7 +125,7 @@ def compare_scores(some: Scores, others: Scores) -> Difference:
 
 
 def widen(estimate: float, rows: int) -> Interval:
-    """The interval of a difference that is the same on all rows: on others, it may not be.
+    """Return the interval of a difference that is equal on all rows: on others, it may not be.
 
     Its margin is Wilson's upper limit (1927) of the share of rows that differ, of which there was
     none.
@@ -135,14 +135,14 @@ def widen(estimate: float, rows: int) -> Interval:
 
 
 def compute_variance(values: NDArray[np.float64], ddof: int = 1) -> float:
-    """The variance, 0 if it comes from rounding alone."""
+    """Compute the variance, 0 if it comes from rounding alone."""
     variance = float(values.var(ddof=ddof))
     rounding = 1e-10 * max(1.0, float(np.abs(values).max()))
     return variance if math.sqrt(variance) > rounding else 0.0
 
 
 def is_fraction(scores: Scores) -> bool:
-    """Whether all scores are between 0 and 1, as those of most verifiers are."""
+    """Return whether all scores are between 0 and 1, as those of most verifiers are."""
     return bool(scores.min() >= 0 and scores.max() <= 1)
 
 

@@ -152,7 +152,7 @@ def make_run(variant: SweepRun, sweep: str, seed: int) -> SweepRun:
 
 
 def is_finished(run: SweepRun) -> bool:
-    """Check the recipe of a run -> whether it has its export.
+    """Check the recipe of a run, and return whether it has its export.
 
     Raises ConfigError if the folder has a run of another recipe, or on other rows.
     """

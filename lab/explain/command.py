@@ -154,7 +154,7 @@ def explain_step(trainer: Trainer) -> Explanation:
 
 
 def prepare_batch(trainer: Trainer, batch: DataProto) -> str:
-    """Add log-probs and advantages -> why the run would skip the step, "" if it would not.
+    """Add log-probs and advantages. Return why the run would skip the step, "" if it would not.
 
     Both parts compute all tensors before they refuse the batch.
     """
@@ -240,7 +240,7 @@ def describe_group(name: str, episodes: Sequence[Episode], part: Gradient, batch
 
 
 def write(explanation: Explanation, folder: Path) -> Path:
-    """Write runs/<name>/explain_<step>.json -> its path. NaN becomes null."""
+    """Write runs/<name>/explain_<step>.json, and return its path. NaN becomes null."""
     out = folder / f"explain_{explanation.step}.json"
     with files.replace_atomically(out) as partial:
         content = TypeAdapter(Json).dump_python(dataclasses.asdict(explanation), mode="json")

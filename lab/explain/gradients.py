@@ -100,7 +100,7 @@ def measuring(
 
 
 def call_workers(actor: training.WorkerGroup, function: Any, *arguments: float) -> Any:
-    """Call function(worker, ...) in each worker -> the result of the first."""
+    """Call function(worker, ...) in each worker, and return the result of the first."""
     calls = [worker.__ray_call__.remote(function, *arguments) for worker in actor.workers]
     return ray.get(calls)[0]
 
@@ -118,7 +118,7 @@ class Recorder:
         self.last = Gradient(math.nan, math.nan)
 
     def step(self) -> float:
-        """Measure the gradient -> its norm. Replaces optimizer_step."""
+        """Measure the gradient, and return its norm. Replaces optimizer_step."""
         shards = self.list_shards()
         self.last = self.compare(shards)
         if not self.batch and self.last.is_finite:

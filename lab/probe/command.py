@@ -171,7 +171,7 @@ def audit_all(
     sender: Sender,
     loop: EventLoop,
 ) -> dict[str, list[RowAudit]]:
-    """Probe the verifiers of the rows, one after the other -> {name: its rows}. count: of all rows.
+    """Probe the verifiers of `count` rows, one by one, and return {name: its rows}.
 
     Raises ConfigError if none of them can be probed.
     """

@@ -319,7 +319,7 @@ def select_trained_episodes(run: RunFolder) -> pd.DataFrame:
 
 
 def is_reward_shaped(run: RunFolder) -> bool:
-    """Whether the policy is trained on something other than the verifier's reward."""
+    """Return whether the policy is trained on something other than the verifier's reward."""
     keys = (
         "env.reward",
         "reward.reward_model.enable",
@@ -330,13 +330,13 @@ def is_reward_shaped(run: RunFolder) -> bool:
 
 
 def is_group_relative(run: RunFolder) -> bool:
-    """Whether the advantage only compares the verifier rewards of one prompt's responses."""
+    """Return whether the advantage only compares the verifier's rewards within a group."""
     estimator = str(run.get_setting("algorithm.adv_estimator") or "grpo")
     return not is_reward_shaped(run) and estimator in GROUP_RELATIVE
 
 
 def has_curriculum(run: RunFolder) -> bool:
-    """Whether rows may get harder during the run."""
+    """Return whether rows may get harder during the run."""
     files = run.get_setting("env.train_files") or []
     has_generator = any(isinstance(file, dict) and "function" in file for file in files)
     return has_generator or bool(run.get_setting("env.sampler"))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
+from env import Json
 from kit.data.episode import LOG_PROBS, SAMPLED_IDS
 from lab.report.metric_docs import find_status
 from lab.run_folder import RunFolder, SavedEpisode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_PAGE_TOKENS = 4_000_000  # tokens with log-probs on the page; they take 12 MB
 MAX_CALL_TOKENS = 50_000  # of one call; a longer one is shown as text only
@@ -28,7 +32,7 @@ UNLISTED_KEYS = {"agent_ref", "_ng_task_index", "_ng_rollout_index"}
 # --- the table -----------------------------------------------------------------------------------
 
 
-def tabulate_episodes(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
+def tabulate_episodes(runs: Sequence[RunFolder]) -> Json:
     """Make the columns of the episode table, of all runs: {name: values}. `run`: its index."""
     frames = []
     for number, run in enumerate(runs):
@@ -74,7 +78,9 @@ def choose_episodes_with_tokens(runs: Sequence[RunFolder]) -> set[int]:
     return chosen
 
 
-def decode_vocabulary(run: RunFolder, tokenizer: Any, chosen: set[int]) -> dict[int, str]:
+def decode_vocabulary(
+    run: RunFolder, tokenizer: PreTrainedTokenizerBase | None, chosen: set[int]
+) -> dict[int, str]:
     """Decode each token that the page shows of a run: {id: text}; empty without a tokenizer."""
     if tokenizer is None:
         return {}
@@ -83,10 +89,10 @@ def decode_vocabulary(run: RunFolder, tokenizer: Any, chosen: set[int]) -> dict[
         if id(saved.record) in chosen:
             for item in saved.record["response"]["output"]:
                 ids.update(item.get(SAMPLED_IDS) or [])
-    return {token_id: tokenizer.decode([token_id]) for token_id in sorted(ids)}
+    return {token_id: str(tokenizer.decode([token_id])) for token_id in sorted(ids)}
 
 
-def list_episode_views(runs: Sequence[RunFolder], chosen: set[int]) -> list[dict[str, Any]]:
+def list_episode_views(runs: Sequence[RunFolder], chosen: set[int]) -> list[Json]:
     """List the views of all episodes, in the order of `tabulate_episodes`."""
     views = []
     for run in runs:
@@ -99,9 +105,7 @@ def list_episode_views(runs: Sequence[RunFolder], chosen: set[int]) -> list[dict
     return views
 
 
-def build_episode_view(
-    record: dict[str, Any], advantages: np.ndarray | None, with_tokens: bool
-) -> dict[str, Any]:
+def build_episode_view(record: Json, advantages: np.ndarray | None, with_tokens: bool) -> Json:
     """Build the view of one episode: the conversation item by item, and other fields.
 
     Items that the policy sampled get token ids, log-probs and advantages, if `with_tokens`.
@@ -133,7 +137,7 @@ def build_episode_view(
     return view
 
 
-def list_prompt_items(record: dict[str, Any]) -> list[dict[str, Any]]:
+def list_prompt_items(record: Json) -> list[Json]:
     """List the items of the prompt, as `format_item` makes them."""
     prompt = record.get("responses_create_params", {}).get("input")
     prompt = prompt or record["_episode"]["prompt"]
@@ -151,7 +155,7 @@ def slice_advantages(advantages: np.ndarray | None, first: int, count: int) -> l
     return [float(f"{value:.3g}") for value in advantages]
 
 
-def list_scalar_fields(record: dict[str, Any]) -> dict[str, str]:
+def list_scalar_fields(record: Json) -> dict[str, str]:
     """List the texts and numbers that the row and the verifier put into a record, as text."""
     fields = {}
     for name, value in record.items():
@@ -160,7 +164,7 @@ def list_scalar_fields(record: dict[str, Any]) -> dict[str, str]:
     return fields
 
 
-def format_item(item: dict[str, Any]) -> dict[str, Any]:
+def format_item(item: Json) -> Json:
     """Convert an item of the Responses API to its role and its text."""
     if item.get("type") == "function_call":
         return {"role": "call", "text": f"{item['name']}({item['arguments']})"}
@@ -172,7 +176,7 @@ def format_item(item: dict[str, Any]) -> dict[str, Any]:
     return {"role": role, "text": "".join(format_part(part) for part in parts)}
 
 
-def format_part(part: Any) -> str:
+def format_part(part: object) -> str:
     """Return the text of a message part, or the URL of an image."""
     if isinstance(part, dict):
         return str(part.get("text") or part.get("image_url") or "")

@@ -21,11 +21,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
 import yaml
 
+from env import Json
 from kit.data.episode import gc_paused
 from kit.data.metrics import HIGH, LOW, name_interval
 from kit.errors import ConfigError, RunError
@@ -35,6 +36,9 @@ from kit.run import files
 from lab.report import diagnosis, episode_view
 from lab.report.metric_docs import find_metric
 from lab.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 EPISODES_PER_CHUNK = 100  # unpacked together when one of them is opened
 KEYS = orjson.OPT_NON_STR_KEYS
@@ -108,7 +112,7 @@ def render_page(runs: Sequence[RunFolder], comparison: Mapping[str, object] | No
         "config_diff": diff_configs(runs),
         "comparison": comparison,
     }
-    parts: dict[str, Any] = {"data": data, "vocabularies": vocabularies}
+    parts: Json = {"data": data, "vocabularies": vocabularies}
     for number, start in enumerate(range(0, len(views), EPISODES_PER_CHUNK)):
         parts[f"chunk-{number}"] = views[start : start + EPISODES_PER_CHUNK]
     packed = {name: pack(part) for name, part in parts.items()} | load_libraries()
@@ -120,8 +124,8 @@ def render_page(runs: Sequence[RunFolder], comparison: Mapping[str, object] | No
     return page.replace("<!-- data -->", "\n".join(scripts))
 
 
-def pack(part: Any) -> str:
-    """Compress a text, or a value as JSON, to base64 for the page. NaN becomes null."""
+def pack(part: object) -> str:
+    """Pack a text, or a value as JSON, as base64 for the page. NaN becomes null."""
     try:
         text = part.encode() if isinstance(part, str) else orjson.dumps(part, option=KEYS)
     except TypeError:  # half of a surrogate pair: only the escapes of `json` can express it
@@ -141,7 +145,7 @@ def load_libraries() -> dict[str, str]:
     }
 
 
-def load_tokenizer(run: RunFolder) -> Any:
+def load_tokenizer(run: RunFolder) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of a run from its export or its model; None if neither is local."""
     model = Path(run.get_setting("actor_rollout_ref.model.path") or "")
     folders = [run.path / "export", model]
@@ -162,7 +166,7 @@ def load_tokenizer(run: RunFolder) -> Any:
 # --- runs and metrics ----------------------------------------------------------------------------
 
 
-def describe_run(run: RunFolder) -> dict[str, Any]:
+def describe_run(run: RunFolder) -> Json:
     """Describe a run for the page: name, summary, findings, recipe."""
     notes = run.unreadable.copy()
     if run.skipped_files:
@@ -188,7 +192,7 @@ def list_meanings(runs: Sequence[RunFolder]) -> dict[str, str]:
     return meanings
 
 
-def build_charts(runs: Sequence[RunFolder]) -> Iterator[dict[str, Any]]:
+def build_charts(runs: Sequence[RunFolder]) -> Iterator[Json]:
     """Build the CHARTS for which the runs have numbers."""
     for chart in CHARTS:
         lines = []
@@ -199,9 +203,9 @@ def build_charts(runs: Sequence[RunFolder]) -> Iterator[dict[str, Any]]:
             yield {"title": chart.title, "kind": kind, "lines": lines}
 
 
-def build_lines(chart: Chart, number: int, run: RunFolder) -> list[dict[str, Any]]:
+def build_lines(chart: Chart, number: int, run: RunFolder) -> list[Json]:
     """Build the lines of a chart for one run. A line that is 0 throughout is left out."""
-    lines: list[dict[str, Any]] = []
+    lines: list[Json] = []
     names = itertools.chain.from_iterable(list_charted(run, pattern) for pattern in chart.patterns)
     for name in dict.fromkeys(names):
         values = run.steps[name].dropna()
@@ -230,7 +234,7 @@ def list_margins(name: str, run: RunFolder) -> dict[str, list[float]]:
     return {"above": above.fillna(0.0).tolist(), "below": below.fillna(0.0).tolist()}
 
 
-def tabulate_metrics(run: RunFolder) -> dict[str, Any]:
+def tabulate_metrics(run: RunFolder) -> Json:
     """Make the columns of all metrics of a run, for the table and the chart of any metric."""
     frame = run.steps.drop(columns="time", errors="ignore")
     columns = {}

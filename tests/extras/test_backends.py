@@ -96,7 +96,6 @@ ACTOR = "actor_rollout_ref.actor"
     ("overrides", "changes", "message"),
     [
         ([], ["model_engine=torchtitan"], "is not one of dp, megatron"),
-        (["megatron"], [f"{ACTOR}.strategy=fsdp2"], "strategy=fsdp2 does not work with"),
         (
             ["megatron", "ppo"],
             ["critic.megatron.tensor_model_parallel_size=4"],

@@ -127,7 +127,7 @@ def driver():
 
 
 def make_copy(folder: Path) -> Path:
-    """Copy the repository's code to a new folder -> the folder."""
+    """Copy the repository's code to a new folder, and return the folder."""
     folder.mkdir()
     for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)

@@ -65,7 +65,7 @@ def test_greedy_responses_of_transformers_and_vllm_are_equal(stack, hf):
 
 
 def sample_tokens(requests, scores):
-    """Sample a token for each row of each scores [B, V] -> (tokens [N, B], log-probs [N, B])."""
+    """Sample a token of each row of scores [B, V]. Return tokens and log-probs [N, B]."""
     hf_rollout = importlib.import_module("extras.hf_rollout")
     sampler = hf_rollout.RecordingSampler(
         [hf_rollout.Request([5], params, None) for params in requests], scores[0].device

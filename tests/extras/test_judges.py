@@ -37,7 +37,7 @@ def judge_key(monkeypatch):
 
 
 def make_judge(url, **settings):
-    """{judge_model: the judge at `url`}. It has the key `right-key`."""
+    """Return {judge_model: the judge at `url`}. It has the key `right-key`."""
     spec = {"base_url": url, "model": "stub", "api_key_env": "JUDGE_KEY", **settings}
     return build_judges({"judge_model": spec}, 60.0)
 
@@ -65,7 +65,7 @@ def test_an_invalid_value_of_a_judge_is_one_error_that_names_its_key(spec, probl
 
 
 def check_judges(config) -> list[str]:
-    """The problems that the features of judges find in a recipe."""
+    """Return the problems that the features of judges find in a recipe."""
     features = (ServerJudges(config, "train"), Judges(config, "train"))
     return [*features[0].check_recipe(config), *features[1].check_recipe(config)]
 
@@ -178,7 +178,7 @@ def test_a_judge_that_recovers_before_the_timeout_gives_a_reply(script, requests
         ([(200, {"choices": [{"message": {"content": 7}}]})], "bad_answer", 2),
         ([(200, {"output": [], "status": "incomplete"})], "empty", 1),
         ([(200, completion(" \n"))], "empty", 1),
-        ([(200, completion(None, refusal="I would rather not."))], "refused", 1),
+        ([(200, completion(None, refusal="I would rather not."))], "empty", 1),
         ([(200, None)], "timeout", 1),
     ],
     ids=str,

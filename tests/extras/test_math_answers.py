@@ -51,7 +51,7 @@ ROW = {"expected_answer": "18", "responses_create_params": {}}
 
 @pytest.fixture
 def build_changed_router(tmp_path, monkeypatch):
-    """A function that makes a router for a function of CHANGED_VERIFIERS."""
+    """Return a function that makes a router for a function of CHANGED_VERIFIERS."""
     (tmp_path / "my.py").write_text(CHANGED_VERIFIERS)
     monkeypatch.chdir(tmp_path)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from types import SimpleNamespace
 
 import httpx
 import yaml
@@ -13,29 +12,6 @@ from extras import monitor
 from tests.helpers.recipes import ROOT
 
 FOLDER = ROOT / "docs" / "monitoring"
-
-
-def test_the_page_of_a_run_has_its_last_metrics_and_counts_failures():
-    readers = []
-    stages = SimpleNamespace(last_progress_at=0.0, current_stage="gen", open_episodes=3)
-    run = SimpleNamespace(
-        log=SimpleNamespace(readers=readers),
-        stages=stages,
-        files=SimpleNamespace(nonfinite_steps=1),
-    )
-    page = monitor.RunPage(run)
-    (record,) = readers
-    for step in (1, 2):
-        record(step, {"a/b": step, "timing_s/gen": 2.0 * step, "rollout/failed/masked": 4.0})
-    values = {
-        "kit_a_b": 2.0,
-        "kit_step": 2.0,
-        "kit_episodes_open": 3.0,
-        "kit_nonfinite_steps": 1.0,
-    }
-    assert {name: page.registry.get_sample_value(name) for name in values} == values
-    assert page.registry.get_sample_value("kit_stage_seconds", {"stage": "gen"}) == 4.0
-    assert page.registry.get_sample_value("kit_failures_total", {"reason": "masked"}) == 8.0
 
 
 def test_the_page_has_each_metric_of_the_dashboard_and_the_alerts(stack, tmp_path):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -35,7 +34,7 @@ FOLDER = ROOT / "extras" / "preflight"
 
 @pytest.fixture
 def smi(tmp_path, monkeypatch):
-    """A function that puts an `nvidia-smi` with these GPUs on the PATH."""
+    """Return a function that puts an `nvidia-smi` with these GPUs on the PATH."""
 
     def install(**settings) -> None:
         monkeypatch.setenv("PATH", nodes.write_nvidia_smi(tmp_path, **settings)["PATH"])
@@ -106,16 +105,6 @@ def test_weights_and_optimizer_agree_with_sizes_computed_by_hand():
     assert set(estimate("1.5B")) == {"generate", "update"}
     with_critic = estimate("1.5B", "algorithm.adv_estimator=gae")
     assert with_critic["update"]["critic"] == 12 * size and "logits" not in with_critic["critic"]
-
-
-def test_each_stage_that_does_not_fit_is_a_line_with_its_key(monkeypatch):
-    monkeypatch.setattr(memory, "find_device", lambda _: memory.Device(80 * GIB, ""))
-    assert not list(memory.find_large_stages(make_recipe("1.5B"), qwen("1.5B")))
-    shortages = list(memory.find_large_stages(make_recipe("32B"), qwen("32B")))
-    stages = [text.split()[0] for text in shortages]
-    assert stages == ["generate", "update"]
-    for stage, text in zip(stages, shortages, strict=True):
-        assert memory.KEYS[stage] in text and "trainer.n_gpus_per_node" in text
 
 
 def test_a_model_with_other_configuration_keys_is_not_estimated():
@@ -197,8 +186,6 @@ def test_a_kv_cache_without_room_for_a_replicas_episodes_is_a_warning(changes, c
     lines = list(memory.check_cache(make_recipe("0.5B", *changes), qwen("0.5B")))
     assert len(lines) == count
     assert all(line.startswith("The KV cache has room for") for line in lines)
-    recipe = make_recipe("0.5B", *changes, command="evaluate")
-    assert not list(memory.check_cache(recipe, qwen("0.5B")))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +248,7 @@ def test_little_disk_and_shared_memory_are_warnings_with_a_fix(monkeypatch, tmp_
     # Two checkpoints stay while the third is written. Each has weights and two moments in fp32.
     size = 3 * 12 * memory.count_parameters(qwen("1.5B")) / GIB
     assert disk.startswith(f"3 checkpoints take {size:.1f} GiB, and {tmp_path}/new has 50.0. Lower")
-    assert shared_memory.startswith("/dev/shm has 0.06 GiB free, and the weight sync and NCCL need")
+    assert shared_memory.startswith("/dev/shm has 0.06 GiB free")
 
 
 # --- without flash-attn --------------------------------------------------------------------------
@@ -290,10 +277,6 @@ def test_torch_replaces_flash_attn_for_all_models(smi, no_packages):
     assert not list(attention.check_model(config, qwen("1.5B"), "train"))
     (line,) = attention.describe(config, "train")
     assert line.startswith("attention   torch_varlen: flash-attn is not installed")
-    again = config.copy()
-    OmegaConf.set_readonly(again, False)
-    attention.choose(again, qwen("1.5B"), "train")
-    assert again == config
 
 
 @pytest.mark.parametrize(("window", "name"), [(9999, "torch_varlen"), (100, "sdpa")])
@@ -390,12 +373,9 @@ def gpu_node(tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_node_without_problems_prints_nothing(gpu_node):
+def test_each_problem_of_a_node_is_one_line(gpu_node):
     done = run_script("check_gpu_node.sh", gpu_node)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_each_problem_of_a_node_is_one_line(gpu_node):
     nodes.write_nvidia_smi(gpu_node, driver_version="550.54.14", memory_total="24564")
     write_free_space(gpu_node, disk_gib=7, shared_gib=0)
     write_program(gpu_node, "cc", "exit 1")

@@ -44,7 +44,7 @@ ROW = {"answer": "7", "responses_create_params": {"input": "say 7"}}
 
 @pytest.fixture
 def measure(tmp_path, monkeypatch):
-    """A function that measures responses: measure("strict", "7", "77") -> the episode."""
+    """Return a function that measures responses: measure("strict", "7", "77") -> the episode."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.py").write_text(SOURCE)
 
@@ -68,13 +68,13 @@ def measure(tmp_path, monkeypatch):
 
 
 def make_shadow(value, config):
-    """The feature of a recipe with this env.shadow_verifier."""
+    """Return the feature of a recipe with this env.shadow_verifier."""
     config = OmegaConf.merge(config, {"env": {"shadow_verifier": value}})
     return ShadowVerifier(config, "train")
 
 
 def make_episode(*turns, reward=1.0):
-    """An episode with these turns of the policy."""
+    """Make an episode with these turns of the policy."""
     episode = Episode("rows.jsonl:1", "1/0", "hackable", [5], row=ROW, reward=reward)
     for text in turns:
         start = len(episode.response_ids)

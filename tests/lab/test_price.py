@@ -20,7 +20,7 @@ GPU = ["trainer.device=cuda", "trainer.n_gpus_per_node=4", "trainer.nnodes=2"]
 
 
 def step(number: int, seconds: float, **others: float) -> dict[str, float]:
-    """The metrics of a step: 32 episodes, of which 4 failed and 8 were filtered."""
+    """Make the metrics of a step: 32 episodes, of which 4 failed and 8 were filtered."""
     named = {name.replace("__", "/"): value for name, value in others.items()}
     episodes = {"rollout/episodes": 32, "rollout/kept": 20, "rollout/failed_frac": 0.125}
     episodes |= {ALL_TOKENS: 1000.0, "rollout/zero_variance_groups": 2}

@@ -16,7 +16,7 @@ SIMULATIONS = 2000
 
 
 def simulate(rng, seeds, effect, seed_sd, rows=ROWS):
-    """Scores [seeds, rows] of two variants: right answers whose odds depend on row and seed."""
+    """Make scores [seeds, rows] of two variants, whose odds depend on row and seed."""
     row = rng.normal(0, 1.5, rows)
     by_row = rng.normal(0, 0.3, rows)  # the effect differs from row to row
     tables = []
@@ -27,7 +27,7 @@ def simulate(rng, seeds, effect, seed_sd, rows=ROWS):
 
 
 def true_difference(effect, seed_sd):
-    """The difference in the mean over all rows and seeds."""
+    """Return the difference in the mean over all rows and seeds."""
     points = np.random.default_rng(1).normal(0, 1, (3, 1_000_000))
     some = 1.5 * points[0] + effect + 0.15 * points[1] + seed_sd * points[2]
     others = 1.5 * points[0] - 0.15 * points[1] + seed_sd * points[2]

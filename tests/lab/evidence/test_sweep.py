@@ -39,7 +39,7 @@ RECIPE = ["--config", "math_cpu", "--config", "cpu", "trainer.total_training_ste
 
 
 def make_plan(files, words, is_dry_run=True) -> Any:
-    """The plan of a run with these words."""
+    """Make the plan of a run with these words."""
     trainer = {"experiment_name": "sums", "total_training_steps": 12}
     verl = OmegaConf.merge({"trainer": trainer}, OmegaConf.from_dotlist(list(words)))
     recipe = SimpleNamespace(trainer=verl.trainer, verl=verl)

@@ -102,5 +102,5 @@ def test_the_parts_add_up_to_the_gradient_of_the_recorded_update(stack, recorded
 
 
 def list_attributes(worker) -> list[str]:
-    """The attributes of the engine's object in a worker."""
+    """List the attributes of the engine's object in a worker."""
     return list(vars(find_trainer(worker).engine))

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from kit.errors import ConfigError
 from kit.run import checkpoints
 from lab.explain import command
-from lab.explain.command import Explanation, list_bad_numbers, measure_signal
-from lab.explain.gradients import Gradient
+from lab.explain.command import list_bad_numbers, measure_signal
 from tests.helpers.workers import make_episode
 
 
@@ -29,19 +28,6 @@ def test_the_noise_is_that_of_the_groups_covariance(n, seed):
     trace = np.cov(n * gradients.T).trace()
     expected = np.linalg.norm(total) / np.sqrt(trace / n)
     assert measure_signal(norms, np.linalg.norm(total)) == pytest.approx(expected, rel=1e-6)
-
-
-def test_one_group_has_no_noise():
-    assert measure_signal([2.0], 2.0) is None
-    assert measure_signal([1.63, 0.0, 0.0, 0.0], 1.63 * (1 + 1e-9)) == pytest.approx(1.0)
-
-
-def test_cosines_and_shares_of_parts():
-    g = np.array([3.0, 4.0])
-    parts = [Gradient(float(np.linalg.norm(v)), float(v @ g)) for v in np.diag(g)]
-    assert sum(part.share(5.0) for part in parts) == pytest.approx(1.0)
-    assert parts[0].cosine(5.0) == pytest.approx(0.6)
-    assert Gradient(0.0, 0.0).cosine(5.0) is None and Gradient(1.0, 0.0).share(0.0) == 0.0
 
 
 def test_what_is_not_finite_is_named():
@@ -94,10 +80,3 @@ def test_a_step_starts_from_the_checkpoint_before_it(tmp_path):
     path = f"{folder}/checkpoints/global_step_2"
     assert command.find_start(folder, 3)[1] == f"trainer.resume_from_path={path}"
     assert command.find_start(folder, 1) == ["trainer.resume_mode=auto"]
-
-
-def test_numbers_that_are_not_finite_become_null(tmp_path):
-    explanation = Explanation(3, "", groups=[{"norm": math.inf}], importance={"kl": 1.5})
-    content = json.loads(command.write(explanation, tmp_path).read_text())
-    assert (content["gradient_norm"], content["groups"]) == (None, [{"norm": None}])
-    assert content["importance"] == {"kl": 1.5}

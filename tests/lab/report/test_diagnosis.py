@@ -87,7 +87,7 @@ def test_the_summary_has_no_pause_and_the_interval_of_the_last_score(tmp_path):
 
 
 def geometric(first: float, last: float) -> list[float]:
-    """Values for all steps, from `first` to `last` with a constant ratio."""
+    """Return values for all steps, from `first` to `last` with a constant ratio."""
     return np.geomspace(first, last, STEPS).tolist()
 
 
@@ -105,7 +105,7 @@ GOOD_RUN = {
 
 
 def make_shadow(first: float, last: float) -> dict[str, list[float]]:
-    """Metrics of a run whose reward rises by 0.46, and the shadow reward from `first` to `last`."""
+    """Make metrics of a reward that rises by 0.46, and a shadow reward to `last`."""
     reward = np.array(GOOD_RUN["rollout/reward/mean"])
     of_shadow = np.linspace(first, last, STEPS)
     return {

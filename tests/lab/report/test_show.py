@@ -1,4 +1,4 @@
-"""The output in a terminal: the command `show`, the steps of a run, and --quiet."""
+"""The output in a terminal: the command `show`, and the steps of a run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import io
 import re
 import sys
 
-import numpy as np
-import pandas as pd
 import pytest
 from rich.console import Console
 
-from kit.run import cli, console
+from kit.run import console
 from kit.run.run import Run
 from lab.report import report_page, show
 from lab.run_folder import RunFolder
@@ -32,21 +30,6 @@ def test_show_prints_steps_and_the_best_and_worst_episodes(tmp_path, capsys):
     done = run([sys.executable, str(ROOT / "algorithm.py"), "show", str(tmp_path)], tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and "is not a run directory" in done.stderr
-
-
-def test_the_table_has_one_column_per_score_and_no_empty_step():
-    """A score that counts failures as 0 has no column. A reward that equals acc has none either."""
-    metrics = {
-        "rollout/reward/mean": [np.nan, np.nan, 0.5],
-        "val-core/s/acc/mean@1": [np.nan, 0.25, 0.75],
-        "val-core/s/reward/mean@1": [np.nan, 0.25, 0.75],
-        "val-aux/s/acc/mean@1_failed_as_0": [np.nan, 0.25, 0.75],
-        "timing_s/start": [9.0, np.nan, np.nan],
-    }
-    table = show.build_step_table(pd.DataFrame(metrics, index=[0, 1, 2]))
-    assert [column.header for column in table.columns] == ["step", "reward", "held-out acc"]
-    assert list(table.columns[0].cells) == ["1", "2"]
-    assert list(table.columns[2].cells) == ["0.25", "0.75"]
 
 
 @pytest.mark.parametrize("interactive", [True, False])
@@ -79,12 +62,3 @@ def test_steps_are_lines_with_a_progress_bar_at_a_terminal(
     assert ("left" in text) is interactive
     if interactive:
         assert seconds_left == pytest.approx(30 * 60, rel=0.02)
-
-
-@pytest.mark.parametrize(("arguments", "interactive"), [(["--quiet"], False), ([], True)])
-def test_quiet_prints_plain_lines_in_a_terminal_too(arguments, interactive, monkeypatch):
-    monkeypatch.setattr(cli, "console", Console(force_interactive=True))
-    monkeypatch.setattr(sys, "argv", ["algorithm.py", "--config", "nobody.yaml", *arguments])
-    with pytest.raises(SystemExit, match="no such file"), cli.exit_on_errors():
-        cli.read_plan()
-    assert cli.console.is_interactive == interactive
