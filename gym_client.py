@@ -361,7 +361,7 @@ def find_nested(value: object, *keys: str) -> object:
 
 
 # --- items of the OpenAI Responses API: a policy's output; `arguments` is JSON text ---------------
-def message(text: str) -> Json:
+def make_message(text: str) -> Json:
     """An assistant message. Without `annotations` and the id, Gym's schema answers 422."""
     return {
         "id": f"msg_{uuid.uuid4().hex}",
@@ -372,7 +372,7 @@ def message(text: str) -> Json:
     }
 
 
-def reasoning(text: str) -> Json:
+def make_reasoning(text: str) -> Json:
     summary = [{"type": "summary_text", "text": text}]
     return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": summary}
 
@@ -386,7 +386,7 @@ def function_call_output(call_id: str, output: str) -> Json:
     return {"type": "function_call_output", "call_id": call_id, "output": output}
 
 
-def response(output: Sequence[Json], model: str = "policy") -> Json:
+def make_response(output: Sequence[Json], model: str = "policy") -> Json:
     """The Response object with these items, in this order, as /verify and /step require it."""
     return {
         "id": f"resp_{uuid.uuid4().hex}",
@@ -401,7 +401,7 @@ def response(output: Sequence[Json], model: str = "policy") -> Json:
 
 
 def message_response(text: str) -> Json:
-    return response([message(text)])
+    return make_response([make_message(text)])
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -1109,7 +1109,7 @@ class Session:
         return cut_middle(text.decode(errors="replace"), self.gym.max_tool_chars)
 
     async def verify(self, response: Json, _: object = None) -> VerifyResult:
-        """POST /verify with the row and the Response object (see `response`). Raises GymError.
+        """POST /verify with the row and the Response object (see `make_response`). Raises GymError.
 
         Python verifiers read the second argument, the last turn of the policy.
         """

@@ -109,7 +109,7 @@ async def score(feature: ShadowVerifier, episode: Episode, gym: Gym) -> float:
     """Return the second reward of an episode. Raises GymError, RunError."""
     async with gym.session(feature.name, episode.row) as session:
         if session.kind == "verify":
-            response = gym_client.response(episode.output)
+            response = gym_client.make_response(episode.output)
             result: VerifyResult = await session.verify(response, episode.responses[-1])
             return result.reward
         if feature.spec is None:

@@ -155,7 +155,7 @@ def fake_episode(inputs: RunInputs, task: env.Task, group: int, member: int, n: 
         if turn:
             episode.output.append({"role": "user", "type": "message", "content": TEXT})
             append_tokens(episode, ids)
-        episode.output.append(gym_client.message(" ".join([TEXT] * repeats)))
+        episode.output.append(gym_client.make_message(" ".join([TEXT] * repeats)))
         append_tokens(episode, ids * repeats, [-1.0] * len(ids) * repeats)
     return episode
 

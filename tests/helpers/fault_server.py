@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 import env
-from gym_client import message
+from gym_client import make_message
 from kit.engine.sampling import EpisodeId, EpisodeRequest, SampleStore
 from tests.helpers.rollouts import TOOL, call, encode_turns, keep_samples
 
@@ -180,7 +180,7 @@ class FaultyEnvironment(FaultServer):
         prompt = [{"role": "user", "content": row["responses_create_params"]["input"]}]
         prompt_ids = env.encode_messages(prompt, [], self.tokenizer, "x")
         text = str(row["worth"])
-        item = message(text)
+        item = make_message(text)
         item["prompt_token_ids"] = prompt_ids
         item["generation_token_ids"] = encode_turns([text], self.tokenizer)[0]
         keep_samples(self.samples, [item])
