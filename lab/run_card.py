@@ -25,6 +25,7 @@ from kit.data.metrics import describe_score
 from kit.recipe.keys import ROOT, diff, find_changes, flatten, is_below, is_kit_key, to_plain
 from kit.recipe.recipe import Recipe
 from kit.recipe.redaction import HIDDEN, MIN_SECRET_LENGTH, redacted
+from kit.recipe.sections import ServerStart
 from kit.run import files
 from kit.run.checkpoints import EXPORTED
 from kit.verify import process_specs
@@ -156,7 +157,9 @@ def describe_server(name: str, start: Json) -> str:
     """Return what runs as a Gym server. start: how the run starts it; empty: it has an address."""
     if not start:
         return "an address, whose software is not known"
-    package = process_specs.find_package(process_specs.find_python(start))
+    package = process_specs.find_package(
+        process_specs.find_python(ServerStart.model_validate(start))
+    )
     versions = process_specs.list_versions(package) if package else ["of unknown version"]
     return (
         f"{'a folder' if start.get('path') else start.get('server') or name}, {', '.join(versions)}"

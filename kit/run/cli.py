@@ -29,7 +29,7 @@ from kit.recipe.recipe import Recipe
 from kit.run import checkpoints, files, identity, isolation, prepare, summary, trial
 from kit.run import replay as recorded
 from kit.run.console import LogFormatter, console, say
-from kit.run.verifier_trial import try_verifiers
+from kit.run.verifier_trial import check_verifiers
 from kit.verify import network
 
 EXPECTED_ERRORS = (  # printed as a message, without a traceback
@@ -122,7 +122,7 @@ def plan(
         loaded = recorded.load(recording, recipe, inputs, fingerprint)
         notes.append(loaded.note)
     if command == "train":
-        trial.try_functions(recipe, inputs)
+        trial.check_functions(recipe, inputs)
     return Plan(recipe, inputs, resume_from, loaded, notes, fingerprint)
 
 
@@ -251,7 +251,7 @@ def try_response(response: str, planned: Plan) -> None:
             "--try needs a Python verifier, since a dry run starts no Gym server. Remove --try, or "
             "use `python algorithm.py probe`."
         )
-    inputs.trials = try_verifiers(specs, inputs.tasks, planned.recipe, response=response)
+    inputs.trials = check_verifiers(specs, inputs.tasks, planned.recipe, response=response)
 
 
 def describe_plan(

@@ -38,15 +38,16 @@ from kit.recipe.load import (
 )
 from kit.recipe.parallel_sizes import check_models
 from kit.recipe.recipe import Recipe, find_parallelism, freeze
+from kit.recipe.sections import Server, read_sections
 from kit.recipe.training_effect import check_schedule
 from kit.run.console import say
-from kit.run.verifier_trial import try_servers, try_verifiers
+from kit.run.verifier_trial import check_verifiers
 from kit.verify import network, process_specs
 from kit.verify.python_verifiers.settings import (
     PythonVerifiers,
     VerifierSpec,
+    find_unused_servers,
     read_verifiers,
-    remove_unused_servers,
 )
 
 if TYPE_CHECKING:
@@ -102,8 +103,7 @@ def prepare(
     check_running_servers(recipe)
     for feature in recipe.features:
         feature.check_inputs(recipe, inputs)
-    inputs.trials = try_verifiers(custom, inputs.tasks, recipe, inputs.scales)
-    inputs.trials += try_servers(inputs.tasks, recipe, inputs.scales)
+    inputs.trials = check_verifiers(custom, inputs.tasks, recipe, inputs.scales)
     return Prepared(recipe, inputs)
 
 
@@ -119,7 +119,7 @@ def check_recipe(
     7 s to import. The third loads the model's files, maybe from the hub. on_features: called with
     the features that are on, before the checks. Raises the errors of `prepare`.
     """
-    remove_unused_servers(config)
+    leave_out_unused_servers(config)
     problems = [*adapters.check_lora(config), *model_files.take_chat_template(config)]
     raise_all(features.find_missing(config, command))
     active = features.make_features(config, command)
@@ -153,6 +153,15 @@ def check_recipe(
         verifiers=verifiers,
     )
     return Prepared(recipe, inputs)
+
+
+def leave_out_unused_servers(config: DictConfig) -> None:
+    """Remove the Gym servers that no row uses, and the judges if no server is left."""
+    sections = read_sections(config)
+    for name in find_unused_servers(sections.env, sections.gym.servers):
+        del config.gym.servers[name]
+    if config.env.verifier and not config.gym.servers:
+        config.gym.judges = {}
 
 
 def make_processor(
@@ -201,7 +210,8 @@ def check_early(
     verifiers = PythonVerifiers({}, {})
     try:
         if command in EPISODE_COMMANDS:
-            verifiers = read_verifiers(config)
+            sections = read_sections(config)
+            verifiers = read_verifiers(sections.env, sections.gym.servers)
     except (UserFunctionError, ConfigError) as error:
         errors.append(error)
     has_server = config.gym.servers or config.gym.head_server or config.env.verifier
@@ -333,7 +343,7 @@ def check_servers(config: DictConfig) -> Iterator[Exception]:
     for name, server in to_plain(config.gym.servers).items():
         if server and server.get("start") is not None:
             try:
-                process_specs.check_server(name, server)
+                process_specs.check_server(name, Server.model_validate(server))
             except network.GymStartError as error:
                 yield error
     endpoint = config.gym.policy_endpoint
@@ -353,7 +363,7 @@ def check_running_servers(recipe: Recipe) -> None:
     for name, server in recipe.gym.servers.items():
         if not server.url:
             continue
-        process_specs.check_server(name, server.model_dump())
+        process_specs.check_server(name, server)
         if server.kind in RUNS_EPISODES and not recipe.gym.policy_endpoint.port:
             raise ConfigError(
                 f"gym.servers.{name} runs episodes and must know the address of the policy. Set "

@@ -7,6 +7,8 @@ imports only the standard library, and inside functions yaml, pydantic and nemo_
 The task is JSON: {"name": of the server, "parent_pid", "command": of a process that is not Gym's,
 "specs": [a ProcessSpec of each process]}. A server receives its own spec in full. Of most others it
 receives only name, kind, folder, host and port.
+
+Protects: secrets in the settings of other servers, and the machine from servers without a run.
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the interpreter of Gym has no gym_client
+    from gym_client import Json
 
 RESOURCES = "resources_servers"  # kinds of servers: folders of the nemo-gym package
 MODELS = "responses_api_models"
 AGENTS = "responses_api_agents"
 ENVIRONMENTS = "environment_servers"  # since Gym 0.7
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-Json = dict[str, Any]  # an object. Gym's interpreter, which runs this file, has no gym_client
 
 
 @dataclass
@@ -94,7 +98,13 @@ def run_server(name: str, specs: list[ProcessSpec]) -> None:
         # Without a package, a folder of its name next to app.py has an "unknown location".
         if not isinstance(error, ModuleNotFoundError) and "unknown location" not in str(error):
             raise
-        exit_for_module(error.name, spec, folder)
+        hint = (
+            f"Run `python -m kit.verify.servers install {spec.folder}` or set start.install=true. "
+            f"Both make an environment with the requirements of {folder}"
+        )
+        if Path(spec.folder).is_absolute():
+            hint = f"Install it for {sys.executable}, or set start.python"
+        sys.exit(f"no module {error.name!r} for {spec.folder}. {hint}")
     except pydantic.ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         sys.exit(
@@ -122,17 +132,6 @@ def find_app_folder(spec: ProcessSpec, package: Path) -> Path:
     sys.exit(
         f"nemo-gym has no folder {spec.folder!r} in {spec.kind}. Choose one of: {', '.join(names)}"
     )
-
-
-def exit_for_module(module: str | None, spec: ProcessSpec, folder: Path) -> NoReturn:
-    """Exit with the command that installs a missing module."""
-    hint = (
-        f"Run `python -m kit.verify.servers install {spec.folder}` or set start.install=true. Both "
-        f"make an environment with the requirements of {folder}"
-    )
-    if Path(spec.folder).is_absolute():
-        hint = f"Install it for {sys.executable}, or set start.python to an interpreter with both"
-    sys.exit(f"no module {module!r} for {spec.folder}. {hint}")
 
 
 # --- settings ------------------------------------------------------------------------------------

@@ -19,10 +19,10 @@ TEMPLATE = "templates/reward.py:compute_score"
 def try_rows(verifier, rows, *responses):
     """Try a verifier for {row id: row}, and return the lines for the summary."""
     recipe = make_recipe(verifier)
-    specs = read_verifiers(recipe.verl).specs
+    specs = read_verifiers(recipe.env, recipe.gym.servers).specs
     (name,) = specs
     tasks = [Task(row_id, row, name, [], []) for row_id, row in rows.items()]
-    return verifier_trial.try_verifiers(specs, tasks, recipe, None, *responses)
+    return verifier_trial.check_verifiers(specs, tasks, recipe, None, *responses)
 
 
 @pytest.fixture(autouse=True)
@@ -95,11 +95,11 @@ def test_a_reward_for_the_form_alone_is_not_full(tmp_path):
     (tmp_path / "my.py").write_text(PARTS.replace("TAG", tag))
     prompt = [{"role": "user", "content": f"Use <{tag}> </{tag}> and <answer> </answer>."}]
     recipe = make_recipe({"function": f"{tmp_path}/my.py:parts", "raw_text": True})
-    specs = read_verifiers(recipe.verl).specs
+    specs = read_verifiers(recipe.env, recipe.gym.servers).specs
     (name,) = specs
     scales: Scales = {}
     task = Task("a:1", {"answer": "5"}, name, prompt, [])
-    (line,) = verifier_trial.try_verifiers(specs, [task], recipe, scales)
+    (line,) = verifier_trial.check_verifiers(specs, [task], recipe, scales)
     assert list(scales.values()) == [RewardScale(1, 2)]
     assert line.endswith("A reward of 2 counts as right (acc, pass@k)")
 

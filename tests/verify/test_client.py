@@ -26,6 +26,7 @@ from gym_client import (
     parse_verify_result,
 )
 from kit.engine.sampling import repeat_per_group
+from kit.verify.masks import find_mask
 from kit.verify.network import find_free_port
 from tests.helpers.http import (
     ROW,
@@ -124,10 +125,10 @@ def test_a_failure_is_an_error_with_its_reason(answer, reason, calls):
 def test_a_reward_that_its_server_marks_as_invalid_does_not_count(fields, mask):
     body = {"reward": 0.0, "failure_reason": "because", **fields}
     if not mask:
-        assert parse_verify_result(body).reward == 0.0
+        assert parse_verify_result(body, find_mask=find_mask).reward == 0.0
         return
     with pytest.raises(GymError, match=f"invalid by {mask}: because") as caught:
-        parse_verify_result(body)
+        parse_verify_result(body, find_mask=find_mask)
     assert caught.value.reason == "masked"
 
 

@@ -1,24 +1,24 @@
-"""Read the Python verifiers that a recipe names."""
+"""Read the Python verifiers that a recipe names.
+
+Convenience: a recipe names a function and its settings in one line.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-
-from omegaconf import DictConfig
 
 from gym_client import Json
 from kit.errors import ConfigError, UserFunctionError
 from kit.recipe import user_functions
 from kit.recipe.entries import Entry, parse_entry
-from kit.recipe.keys import to_plain
 from kit.recipe.python_files import find_user_file
+from kit.recipe.sections import EnvSection
 from kit.verify.python_verifiers.verl_scorer import CODE_SOURCES, runs_response
 
 VERL = "verl"  # the name of verl's scorer in a recipe
 VERIFIER_KEY = "env.verifier"
 RAW_TEXT = "raw_text"  # the key next to `function` that is no setting of the function
-FILE_KEYS = ("env.train_files", "env.val_files")
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class VerifierSpec:
         return f"{self.reference} {settings}" if settings else self.reference
 
     def scores_code(self, data_source: object) -> bool:
-        """Whether responses to rows of a data source are code: verl's scorer runs them."""
+        """Return whether responses to rows of a data source are code that verl's scorer runs."""
         return not self.path and data_source in CODE_SOURCES
 
     def runs_response(self, data_source: object) -> bool:
-        """Whether verl's scorer runs responses to rows of a data source on this machine."""
+        """Return whether verl's scorer runs responses to a data source on this machine."""
         return not self.path and runs_response(data_source, self.settings)
 
 
@@ -56,24 +56,47 @@ class PythonVerifiers:
 # --- read ----------------------------------------------------------------------------------------
 
 
-def read_verifiers(config: DictConfig) -> PythonVerifiers:
-    """Read the Python verifiers of a recipe. Raises UserFunctionError, ConfigError."""
-    value = to_plain(config.env.verifier)
-    default = read_spec(value, VERIFIER_KEY) if value else None
-    specs = [default] if default else []
-    entries: dict[str, list[Entry]] = {key: [] for key in FILE_KEYS}
-    for key in FILE_KEYS:
-        for listed in to_plain(config.env[key.removeprefix("env.")]) or []:
-            entry = parse_entry(listed)
+def read_verifiers(env: EnvSection, servers: Collection[str]) -> PythonVerifiers:
+    """Read the Python verifiers of a recipe. Raises UserFunctionError, ConfigError.
+
+    servers: the names in gym.servers.
+    """
+    default = read_spec(env.verifier, VERIFIER_KEY) if env.verifier else None
+    named = {default.name: default} if default else {}
+    entries: dict[str, list[Entry]] = {}
+    for key, listed in list_files(env).items():
+        entries[key] = []
+        for entry in listed:
             spec = read_spec(entry.verifier, f"{key}: verifier") if entry.verifier else default
             if spec and not entry.server:
-                specs.append(spec)
+                check_same(spec, named.setdefault(spec.name, spec))
                 entry = entry._replace(server=spec.name)
             entries[key].append(entry)
-    named: dict[str, VerifierSpec] = {}
-    for spec in specs:
-        check_name(spec, named.setdefault(spec.name, spec), config.gym.servers)
+    for name in named.keys() & set(servers):
+        raise ConfigError(
+            f"{named[name].key}={named[name].reference}: gym.servers has an entry {name}, too. "
+            "Rename one."
+        )
     return PythonVerifiers(named, entries)
+
+
+def find_unused_servers(env: EnvSection, servers: Iterable[str]) -> list[str]:
+    """Return the Gym servers that no row uses: with env.verifier, those that no file names.
+
+    servers: the names in gym.servers.
+    """
+    if not env.verifier:
+        return []
+    used = {env.shadow_verifier} if isinstance(env.shadow_verifier, str) else set()
+    for listed in list_files(env).values():
+        used |= {entry.server for entry in listed}
+    return [name for name in servers if name not in used]
+
+
+def list_files(env: EnvSection) -> dict[str, list[Entry]]:
+    """Return the entries of env.train_files and env.val_files by key."""
+    files = {"env.train_files": env.train_files, "env.val_files": env.val_files}
+    return {key: [parse_entry(each) for each in listed] for key, listed in files.items()}
 
 
 def read_spec(value: str | Json, key: str) -> VerifierSpec:
@@ -98,33 +121,10 @@ def read_spec(value: str | Json, key: str) -> VerifierSpec:
     return VerifierSpec(name, reference, key, str(path.resolve()), settings, raw_text)
 
 
-def check_name(spec: VerifierSpec, other: VerifierSpec, servers: Json) -> None:
-    """Check that no Gym server and no other verifier has the name. Raises ConfigError.
-
-    other: the first verifier with this name, possibly the same.
-    """
+def check_same(spec: VerifierSpec, other: VerifierSpec) -> None:
+    """Check that two verifiers of one name are the same. Raises ConfigError."""
     if spec != other:
         raise ConfigError(
             f"two verifiers have the name {spec.name} in metrics: {other} and {spec}. Rename one "
             "function."
         )
-    if spec.name in servers:
-        raise ConfigError(
-            f"{spec.key}={spec.reference}: gym.servers has an entry {spec.name}, too. Rename one."
-        )
-
-
-def remove_unused_servers(config: DictConfig) -> None:
-    """If env.verifier is set, remove the Gym servers that no file names: no row uses them."""
-    if not config.env.verifier:
-        return
-    used = {config.env.shadow_verifier}
-    for key in FILE_KEYS:
-        for entry in config.env[key.removeprefix("env.")] or ():
-            if isinstance(entry, Mapping):
-                used.add(entry.get("server"))
-    for name in list(config.gym.servers):
-        if name not in used:
-            del config.gym.servers[name]
-    if not config.gym.servers:
-        config.gym.judges = {}  # only servers use judges

@@ -36,10 +36,10 @@ def test_a_verifier_that_cannot_work_is_an_error_of_one_line(
     lines = EXAMPLE_SOURCE.splitlines()
     number = next(n for n, line in enumerate(lines, 1) if "[solution_str]" in line)
     recipe = make_recipe(verifier)
-    specs = read_verifiers(recipe.verl).specs
+    specs = read_verifiers(recipe.env, recipe.gym.servers).specs
     task = Task("r:1", row(), next(iter(specs)), [], [])
     with pytest.raises(UserFunctionError) as error:
-        verifier_trial.try_verifiers(specs, [task], recipe)
+        verifier_trial.check_verifiers(specs, [task], recipe)
     text = str(error.value)
     assert text.startswith("env.verifier=") and "\n" not in text
     assert re.search(message.replace("LINE", str(number)), text), text
