@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from gym_client import Json
 from kit import features
 from kit.recipe.keys import ROOT, make_command
 from kit.recipe.sections import Server, ServerStart
@@ -133,38 +134,36 @@ def plan_agent(
     """Return the specs of the policy's model server, of the agent and of the environment server."""
     key = f"gym.servers.{resources.name}.start"
     resources_server = {"type": RESOURCES, "name": resources.name}
-    model_spec = replace(
-        resources,
-        name=POLICY_MODEL,
-        kind=MODELS,
-        folder="vllm_model",
-        overrides={"return_token_id_information": True, "uses_reasoning_parser": True, **policy},
-        config_key="policy",
-        visible_variables=[],  # all agents of a run share this process
-        global_config={},
+    model = {"return_token_id_information": True, "uses_reasoning_parser": True, **policy}
+    shared = replace(resources, visible_variables=[], global_config={})  # by all agents of a run
+    agent_name = f"{resources.name}_{agent}"
+    agent_config = {
+        "resources_server": resources_server,
+        "model_server": {"type": MODELS, "name": POLICY_MODEL},
+        **(start.agent_config or {}),
+    }
+    specs = [
+        derive_spec(shared, POLICY_MODEL, MODELS, "vllm_model", model, "policy"),
+        derive_spec(resources, agent_name, AGENTS, agent, agent_config, f"{key}.agent_config"),
+    ]
+    if start.environment:
+        name = f"{resources.name}_{start.environment}"
+        agent_server = {"type": AGENTS, "name": agent_name}
+        config = {"resources_server": resources_server, "agent_server": agent_server}
+        environment_key = f"{key}.environment"
+        specs.append(
+            derive_spec(resources, name, ENVIRONMENTS, start.environment, config, environment_key)
+        )
+    return specs
+
+
+def derive_spec(
+    spec: ProcessSpec, name: str, kind: str, folder: str, overrides: Json, config_key: str
+) -> ProcessSpec:
+    """Return the spec of another process of the same server."""
+    return replace(
+        spec, name=name, kind=kind, folder=folder, overrides=overrides, config_key=config_key
     )
-    model_server = {"type": MODELS, "name": POLICY_MODEL}
-    references = {"resources_server": resources_server, "model_server": model_server}
-    agent_spec = replace(
-        resources,
-        name=f"{resources.name}_{agent}",
-        kind=AGENTS,
-        folder=agent,
-        overrides=references | (start.agent_config or {}),
-        config_key=f"{key}.agent_config",
-    )
-    if not start.environment:
-        return [model_spec, agent_spec]
-    agent_server = {"type": AGENTS, "name": agent_spec.name}
-    environment_spec = replace(
-        resources,
-        name=f"{resources.name}_{start.environment}",
-        kind=ENVIRONMENTS,
-        folder=start.environment,
-        overrides={"resources_server": resources_server, "agent_server": agent_server},
-        config_key=f"{key}.environment",
-    )
-    return [model_spec, agent_spec, environment_spec]
 
 
 # --- interpreters --------------------------------------------------------------------------------

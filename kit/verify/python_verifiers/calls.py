@@ -6,7 +6,6 @@ Protects: rewards are finite numbers that a function returned, and no failure be
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import json
 import math
@@ -18,8 +17,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kit.errors import UserFunctionError
-from kit.recipe.python_files import describe_place, import_callable
-from kit.verify.python_verifiers.verl_scorer import load_verl_scorer
+from kit.recipe.python_files import describe_place
 
 if TYPE_CHECKING:  # its packages would take each process a second to import
     from gym_client import Json
@@ -45,18 +43,6 @@ class CallResult(NamedTuple):
     answer: Json
     env_state: bytes = b""  # the environment, pickled, for the next step of its episode
     seconds: float = 0.0  # that the driver waited for it
-
-
-# --- load ----------------------------------------------------------------------------------------
-
-
-def load_verifier(path: str, attribute: str, settings: Json) -> functools.partial[object]:
-    """Return the function or class with its settings.
-
-    path: of its file, empty for verl's scorer. Raises UserFunctionError.
-    """
-    verifier = import_callable(f"{path}:{attribute}") if path else load_verl_scorer()
-    return functools.partial(verifier, **settings)
 
 
 # --- call ----------------------------------------------------------------------------------------

@@ -35,15 +35,15 @@ from typing import Any, BinaryIO
 import psutil
 
 from kit import features
+from kit.recipe.python_files import import_callable
 from kit.verify.python_verifiers.calls import (
     CallResult,
     describe_failure,
-    load_verifier,
     reset,
     score,
     step,
 )
-from kit.verify.python_verifiers.verl_scorer import CODE_SOURCES
+from kit.verify.python_verifiers.verl_scorer import CODE_SOURCES, load_verl_scorer
 
 REQUEST = struct.Struct("!QQ")  # number of the request, bytes of its pickle
 ANSWER = struct.Struct("!QQQ")  # number of the request, bytes of the JSON, bytes of the environment
@@ -96,10 +96,12 @@ class VerifierServer:
         method: str,
         arguments: list[Any],  # unpickled
     ) -> CallResult:
-        """Load the verifier or call it. Raises VerifierError and the verifier's errors."""
+        """Load the verifier or call it. Raises its errors, UserFunctionError and VerifierError."""
         if method == "load":
-            self.path = arguments[0]
-            self.verifier = load_verifier(*arguments)
+            self.path, name, settings = arguments
+            reference = f"{self.path}:{name}"
+            verifier = import_callable(reference) if self.path else load_verl_scorer()
+            self.verifier = functools.partial(verifier, **settings)
             return CallResult({})
         assert self.verifier, "the first request loads the verifier"
         if method == "kind":
