@@ -80,8 +80,8 @@ def list_calls(recipe: Recipe, inputs: RunInputs) -> Iterator[Callable[[], objec
         yield functools.partial(function, make_episodes(inputs, n))
     if inputs.train and functions.sampler:  # it picks from the rows of files
         data = recipe.data
-        arguments = (list(inputs.train), data.train_batch_size, 1, data.seed, {})
-        yield functools.partial(functions.sampler, *arguments)
+        tasks = list(inputs.train)
+        yield functools.partial(functions.sampler, tasks, data.train_batch_size, 1, data.seed, {})
     advantage = recipe.algorithm.adv_estimator
     if is_user_function(advantage):
         estimator = load_function(advantage, ADVANTAGE)

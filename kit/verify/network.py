@@ -66,8 +66,8 @@ def find_free_port(host: str = HOST) -> int:
     """
     for port in ports:
         try:
-            with socket.socket() as probe:
-                probe.bind((host, port))
+            with socket.socket() as listener:
+                listener.bind((host, port))
             return port
         except OSError as error:
             if error.errno != errno.EADDRINUSE:

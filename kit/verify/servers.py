@@ -192,10 +192,11 @@ def start_server(
     spec: ProcessSpec, specs: Iterable[ProcessSpec], log_mode: str = "wb"
 ) -> Popen[bytes]:
     """Start the process of `spec`, which may use those of `specs` by their names. Does not wait."""
-    task = {"name": spec.name, "parent_pid": os.getpid(), "command": spec.command, "specs": []}
-    if not spec.command:
-        gym_specs = [redact_spec(each, spec) for each in specs if not each.command]
-        task["specs"] = [dataclasses.asdict(each) for each in gym_specs]
+    visible = [spec]
+    for other in specs:
+        if other.name != spec.name and not (other.command or spec.command):
+            visible.append(redact_spec(other, spec))
+    task = {"parent_pid": os.getpid(), "specs": [dataclasses.asdict(each) for each in visible]}
     Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
     # -P: modules next to this one must not hide those of the server.
     command = [spec.python or sys.executable, "-P", str(Path(server_process.__file__).absolute())]
@@ -220,7 +221,7 @@ def start_server(
 
 def redact_spec(spec: ProcessSpec, reader: ProcessSpec) -> ProcessSpec:
     """Return the part of `spec` that the server of `reader` may see."""
-    if spec.name == reader.name or READS_SETTINGS.get(reader.folder) == spec.folder:
+    if READS_SETTINGS.get(reader.folder) == spec.folder:
         return spec
     return ProcessSpec(spec.name, spec.kind, spec.folder, host=spec.host, port=spec.port)
 

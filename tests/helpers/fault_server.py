@@ -59,6 +59,7 @@ class FaultServer:
     """
 
     possible_faults = FAULTS
+    samples: SampleStore | None = None  # of the policy endpoint
 
     def __init__(self, fault: str = ""):
         self.fault = fault

@@ -47,7 +47,7 @@ def run(fault: str, with_tool: bool = False, is_environment: bool = False):
     context = context_of(policy, tokenizer, timeout_s=timeout_s)
 
     server = FaultyEnvironment(fault, tokenizer) if is_environment else FaultServer(fault)
-    context.samples = server.samples if is_environment else None
+    context.samples = server.samples
 
     async def collect():
         async with (

@@ -76,10 +76,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 text = sys.stdin.read()
-task = json.loads(text) if text else {{"name": "other", "specs": []}}
-ports = {{spec["name"]: spec["port"] for spec in task["specs"]}}
-view = {{"environment": dict(os.environ), "text": text, "specs": task["specs"]}}
-Path(__file__).with_name(task["name"] + ".json").write_text(json.dumps(view))
+specs = json.loads(text)["specs"] if text else [{{"name": "other", "port": int(sys.argv[1])}}]
+view = {{"environment": dict(os.environ), "text": text, "specs": specs}}
+Path(__file__).with_name(specs[0]["name"] + ".json").write_text(json.dumps(view))
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -89,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b'{{"paths": {{}}}}')
 
 
-HTTPServer(("127.0.0.1", ports.get(task["name"]) or int(sys.argv[1])), Handler).serve_forever()
+HTTPServer(("127.0.0.1", specs[0]["port"]), Handler).serve_forever()
 """
 SECRETS = {  # {variable: value} in the environment of the run
     "HF_TOKEN": "hidden-1",
