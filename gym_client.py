@@ -834,7 +834,7 @@ class Gym:
         vocabulary: int | None = None,
         index: EpisodeIndex = FIRST,
     ) -> RunResult:
-        """POST /run: the server runs the whole episode, within `timeout_s`. Raises GymError.
+        """Have a server run the whole episode within `timeout_s`: POST /run. Raises GymError.
 
         For the kinds in RUNS_EPISODES. A retry is a new episode. Token ids in the Response must be
         below `vocabulary`. They are a claim: compare them with those that were sampled.
@@ -869,7 +869,7 @@ class Gym:
         return run._replace(result=replace(run.result, latency_s=time.monotonic() - began))
 
     async def aggregate(self, server: str, records: Sequence[Json]) -> Json | None:
-        """POST /aggregate_metrics: the server's own metrics, or None if it has none.
+        """Return the server's own metrics, or None if it has none: POST /aggregate_metrics.
 
         records: answers of /verify with `_ng_task_index` and `_ng_rollout_index`. Raises GymError.
         """
@@ -1059,7 +1059,7 @@ class Session:
         self._connections: list[Connection] = []  # of all attempts: each may have a session
 
     async def open(self) -> None:
-        """POST /seed_session, or /reset, with the row and without cookies. Raises GymError."""
+        """Open a new session with the row: POST /seed_session or /reset. Raises GymError."""
         self.connection = Connection(self.gym, self.server)
         self._connections.append(self.connection)
         is_step = self.kind == "step"
@@ -1090,7 +1090,7 @@ class Session:
         return cut_middle(text.decode(errors="replace"), self.gym.max_tool_chars)
 
     async def verify(self, response: Json, _: object = None) -> VerifyResult:
-        """POST /verify with the row and the Response object (see `make_response`). Raises GymError.
+        """Verify the Response object (see `make_response`): POST /verify. Raises GymError.
 
         Python verifiers read the second argument, the last turn of the policy.
         """
@@ -1114,7 +1114,7 @@ class Session:
         return replace(result, latency_s=time.perf_counter() - began)
 
     async def step(self, response: Json, _: object = None) -> StepResult:
-        """POST /step with the row and the output of this turn. Raises GymError."""
+        """Give the output of this turn to the environment: POST /step. Raises GymError."""
         body = {**self.row, "response": response}
         # The server recognizes a repeated step by its id.
         retryable = bool(self._info.supports_step_idempotency)
@@ -1135,7 +1135,7 @@ class Session:
         await asyncio.gather(*(self._close(connection) for connection in self._connections))
 
     async def _close(self, connection: Connection) -> None:
-        """POST /close or /close_session. A failure is logged, since the result is valid."""
+        """Close a session: POST /close or /close_session. A failure is only logged."""
         has_own_route = bool(self._info.supports_explicit_close)
         path = "/close" if has_own_route else "/close_session"
         if path not in self._routes or not (connection.cookies or has_own_route):

@@ -102,7 +102,7 @@ def run_server(spec: ProcessSpec, specs: Sequence[ProcessSpec]) -> None:
             f"Both make an environment with the requirements of {folder}"
         )
         if Path(spec.folder).is_absolute():
-            hint = f"Install it for {sys.executable}, or set start.python"
+            hint = f"Install it for {sys.executable}, or set start.python to one that has both"
         sys.exit(f"no module {error.name!r} for {spec.folder}. {hint}")
     except pydantic.ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]

@@ -129,7 +129,7 @@ class GymServers:
         return self.urls
 
     def restart_loop(self) -> None:
-        """Once a second, restart the processes that have ended, until `close`. Runs in a thread.
+        """Restart the processes that have ended, once a second, until `close`. Runs in a thread.
 
         When this thread ends, the kernel ends the processes that it restarted (PR_SET_PDEATHSIG).
         So no error may end the thread.
