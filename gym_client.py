@@ -31,7 +31,7 @@ GymError. The metric rollout/failed/<reason> counts these reasons:
                   or unavailable. 500: the verifier crashed, maybe on the policy's text
     bad_answer    200, but not the expected JSON: no text, or a reward beyond `Gym.max_reward`
     too_large     more bytes than `max_answer_bytes` allows
-    masked        200, but the server marks its reward as invalid (`find_mask`)
+    masked        200, but the server marks its reward as invalid (`Gym.find_mask`)
     environment_<stage>  200, but an Environment Server reports a failure at this stage (STAGES), or
                   environment_failed without a stage; `details` has the server's description
     bad_row       the row has no responses_create_params; nothing is sent
@@ -130,6 +130,8 @@ T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 Slot = contextlib.AbstractAsyncContextManager[None]
 Limit = int | Callable[[str, str], Slot]  # a number, or (server, path) -> slot
+# an answer -> the name of the field that marks its reward as invalid, or ""
+FindMask = Callable[[Json], str]
 logger = logging.getLogger(__name__)
 
 
@@ -361,8 +363,8 @@ def find_nested(value: object, *keys: str) -> object:
 
 
 # --- items of the OpenAI Responses API: a policy's output; `arguments` is JSON text ---------------
-def message(text: str) -> Json:
-    """An assistant message. Without `annotations` and the id, Gym's schema answers 422."""
+def make_message(text: str) -> Json:
+    """Make an assistant message. Without `annotations` and the id, Gym's schema answers 422."""
     return {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
@@ -372,7 +374,8 @@ def message(text: str) -> Json:
     }
 
 
-def reasoning(text: str) -> Json:
+def make_reasoning(text: str) -> Json:
+    """Make an item of a thought."""
     summary = [{"type": "summary_text", "text": text}]
     return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": summary}
 
@@ -386,8 +389,8 @@ def function_call_output(call_id: str, output: str) -> Json:
     return {"type": "function_call_output", "call_id": call_id, "output": output}
 
 
-def response(output: Sequence[Json], model: str = "policy") -> Json:
-    """The Response object with these items, in this order, as /verify and /step require it."""
+def make_response(output: Sequence[Json], model: str = "policy") -> Json:
+    """Make the Response object of these items, in this order, as /verify and /step require it."""
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
@@ -401,7 +404,7 @@ def response(output: Sequence[Json], model: str = "policy") -> Json:
 
 
 def message_response(text: str) -> Json:
-    return response([message(text)])
+    return make_response([make_message(text)])
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -597,11 +600,31 @@ def parse_step_result(body: object, at: str, max_tool_chars: int) -> StepResult:
     )
 
 
+def find_general_mask(body: Json) -> str:
+    """Return the name of the field by which a verifier marks its reward as invalid, or "".
+
+    mask_sample decides if the server sends it. Otherwise a failure_kind marks the reward. With
+    mask_sample, it may describe a failure of the policy, which the verifier scored. A verifier
+    whose judge raised JudgeError sends _ng_failure_class.
+    """
+    masks = {
+        name: find_nested(body, *name.split("."))
+        for name in ("mask_sample", "instance_config.mask_sample")
+    }
+    for name, mask in masks.items():
+        if mask:
+            return name
+    if body.get("failure_kind") and all(mask is None for mask in masks.values()):
+        return "failure_kind"
+    return "_ng_failure_class" if body.get("_ng_failure_class") else ""
+
+
 def parse_verify_result(
     body: Any,  # any JSON
     latency_s: float = 0.0,
     row: Json | None = None,
     max_reward: float = MAX_REWARD,
+    find_mask: FindMask = find_general_mask,
 ) -> VerifyResult:
     """Return the result in an answer of /verify or /run, sanitized. Raises GymError('masked') too.
 
@@ -623,54 +646,6 @@ def parse_verify_result(
     components = {name[:MAX_COMPONENTS]: part for name, part in parts}
     check_rewards({"reward": answer.reward, **components}, max_reward, "/verify")
     return VerifyResult(answer.reward, components, latency_s, details)
-
-
-def find_mask(body: Json) -> str:
-    """Return the name of the field by which a verifier marks its reward as invalid, or "".
-
-    mask_sample decides if the server sends it. Otherwise a failure_kind marks the reward. With
-    mask_sample, it may describe a failure of the policy, which the verifier scored.
-    """
-    masks = {
-        name: find_nested(body, *name.split("."))
-        for name in ("mask_sample", "instance_config.mask_sample")
-    }
-    for name, mask in masks.items():
-        if mask:
-            return name
-    if body.get("failure_kind") and all(mask is None for mask in masks.values()):
-        return "failure_kind"
-    if "isr_counted" in body and body.get("n_error"):  # agentif: checks without a result
-        return "n_error"
-    return next((name for name, has_failed in FAILURES.items() if has_failed(body.get(name))), "")
-
-
-def has_error(evaluation: object) -> bool:
-    """Return whether the record of a judge's evaluation has an error."""
-    return bool(find_nested(evaluation, "error"))
-
-
-def lacks_verdict(verdicts: object) -> bool:
-    """Return whether a verdict is null in {check: verdict}, or in [{"verdict": verdict}]."""
-    if isinstance(verdicts, dict):
-        return None in verdicts.values()
-    games = verdicts if isinstance(verdicts, list) else []
-    return any(isinstance(game, dict) and game.get("verdict", "") is None for game in games)
-
-
-# Fields by which verifiers of Gym report that their judge, a tool or a sandbox failed, and whether
-# a value does so. For mask_sample and failure_kind see `find_mask`.
-FAILURES: dict[str, Callable[[object], bool]] = {
-    "_ng_failure_class": bool,  # of every verifier whose judge raised JudgeError
-    "judge_error": bool,  # finance_agent_v2, longmemeval
-    "invalid_judge_response": bool,  # gdpval
-    "judge_evaluation": has_error,  # over_refusal_detection, jailbreak_detection
-    "quality_judge_evaluation": has_error,  # jailbreak_detection
-    "verifier_labels": lacks_verdict,  # jailbreak_detection
-    "games": lacks_verdict,  # arena
-    "proof_status": lambda value: bool(value == "error"),  # math_formal_lean
-    "num_steps_total": lambda value: bool(value == 0),  # scicode
-}
 
 
 def describe_failure(failure: Json) -> Json:
@@ -711,9 +686,10 @@ def parse_run_result(
     row: Json,
     vocabulary: int,
     max_reward: float,
+    find_mask: FindMask,
 ) -> RunResult:
     """Return the result in a 200 answer of /run. Raises GymError('masked') too."""
-    result = parse_verify_result(body, row=row, max_reward=max_reward)
+    result = parse_verify_result(body, 0.0, row, max_reward, find_mask)
     validate(RunAnswer, body, url)
     run_response = body["response"]
     for number, item in enumerate(run_response["output"]):
@@ -734,6 +710,7 @@ def parse_environment_result(
     row: Json,
     vocabulary: int,
     max_reward: float,
+    find_mask: FindMask,
 ) -> RunResult:
     """Return the result in a 200 answer of an Environment Server's /run.
 
@@ -741,7 +718,8 @@ def parse_environment_result(
     """
     failure = validate(EnvironmentAnswer, body, url).failure
     if failure is None:
-        return parse_run_result(body.get("result"), url, row, vocabulary, max_reward)
+        result = body.get("result")
+        return parse_run_result(result, url, row, vocabulary, max_reward, find_mask)
     stage = failure.stage
     reason = f"environment_{stage if stage in STAGES else 'failed'}"
     at = f" at its stage {stage!r:.50}" if stage else ""
@@ -769,6 +747,8 @@ class Gym:
     kinds: dict[str, str] = field(default_factory=dict)
     max_reward: float = MAX_REWARD  # of rewards, their components and sums, also negative ones
     max_tool_chars: int = MAX_TOOL_CHARS  # a longer tool output is cut in the middle
+    # Replace it for servers that mark invalid rewards in other ways (kit/verify/masks.py).
+    find_mask: FindMask = find_general_mask
 
     def __post_init__(self) -> None:
         self.urls = {name: url.rstrip("/") for name, url in self.urls.items()}
@@ -854,7 +834,7 @@ class Gym:
         vocabulary: int | None = None,
         index: EpisodeIndex = FIRST,
     ) -> RunResult:
-        """POST /run: the server runs the whole episode, within `timeout_s`. Raises GymError.
+        """Have a server run the whole episode within `timeout_s`: POST /run. Raises GymError.
 
         For the kinds in RUNS_EPISODES. A retry is a new episode. Token ids in the Response must be
         below `vocabulary`. They are a claim: compare them with those that were sampled.
@@ -867,6 +847,7 @@ class Gym:
             row=row,
             vocabulary=vocabulary or 2**31,
             max_reward=self.max_reward,
+            find_mask=self.find_mask,
         )
         return await self._retry(
             server, self._run, server, requests, parse, timeout_s, retry_500=False
@@ -888,7 +869,7 @@ class Gym:
         return run._replace(result=replace(run.result, latency_s=time.monotonic() - began))
 
     async def aggregate(self, server: str, records: Sequence[Json]) -> Json | None:
-        """POST /aggregate_metrics: the server's own metrics, or None if it has none.
+        """Return the server's own metrics, or None if it has none: POST /aggregate_metrics.
 
         records: answers of /verify with `_ng_task_index` and `_ng_rollout_index`. Raises GymError.
         """
@@ -1078,7 +1059,7 @@ class Session:
         self._connections: list[Connection] = []  # of all attempts: each may have a session
 
     async def open(self) -> None:
-        """POST /seed_session, or /reset, with the row and without cookies. Raises GymError."""
+        """Open a new session with the row: POST /seed_session or /reset. Raises GymError."""
         self.connection = Connection(self.gym, self.server)
         self._connections.append(self.connection)
         is_step = self.kind == "step"
@@ -1109,7 +1090,7 @@ class Session:
         return cut_middle(text.decode(errors="replace"), self.gym.max_tool_chars)
 
     async def verify(self, response: Json, _: object = None) -> VerifyResult:
-        """POST /verify with the row and the Response object (see `response`). Raises GymError.
+        """Verify the Response object (see `make_response`): POST /verify. Raises GymError.
 
         Python verifiers read the second argument, the last turn of the policy.
         """
@@ -1121,14 +1102,19 @@ class Session:
             await self.open()
         self._is_open = False
         began = time.perf_counter()
-        parse = functools.partial(parse_verify_result, row=self.row, max_reward=self.gym.max_reward)
+        parse = functools.partial(
+            parse_verify_result,
+            row=self.row,
+            max_reward=self.gym.max_reward,
+            find_mask=self.gym.find_mask,
+        )
         body = {**self.row, **self._index, "response": response}
         result = await self.connection.call("POST", "/verify", body, parse=parse)
         self._is_open = True
         return replace(result, latency_s=time.perf_counter() - began)
 
     async def step(self, response: Json, _: object = None) -> StepResult:
-        """POST /step with the row and the output of this turn. Raises GymError."""
+        """Give the output of this turn to the environment: POST /step. Raises GymError."""
         body = {**self.row, "response": response}
         # The server recognizes a repeated step by its id.
         retryable = bool(self._info.supports_step_idempotency)
@@ -1149,7 +1135,7 @@ class Session:
         await asyncio.gather(*(self._close(connection) for connection in self._connections))
 
     async def _close(self, connection: Connection) -> None:
-        """POST /close or /close_session. A failure is logged, since the result is valid."""
+        """Close a session: POST /close or /close_session. A failure is only logged."""
         has_own_route = bool(self._info.supports_explicit_close)
         path = "/close" if has_own_route else "/close_session"
         if path not in self._routes or not (connection.cookies or has_own_route):

@@ -177,7 +177,7 @@ async def step_environment(
 
 async def take_step(episode: Episode, session: Session, response: ParsedResponse) -> list[Json]:
     """Take one step of a `step` server, and add its reward to the reward of the episode."""
-    result = await session.step(gym_client.response(response.items), response)
+    result = await session.step(gym_client.make_response(response.items), response)
     episode.turn_rewards.append(result.reward)
     episode.reward = sum(episode.turn_rewards)
     if result.terminated:
@@ -254,7 +254,7 @@ async def verify(episode: Episode, session: Session) -> None:
         return
     begin = time.perf_counter()
     last = episode.responses[-1] if episode.responses else None
-    result = await session.verify(gym_client.response(episode.output), last)
+    result = await session.verify(gym_client.make_response(episode.output), last)
     add_time(episode, "verify", begin)
     set_reward(episode, result)
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import gym_client
@@ -24,7 +22,6 @@ from kit.errors import ConfigError, RunError, UserFunctionError
 from kit.run.features import RecipeCheck, RunPart
 
 if TYPE_CHECKING:
-    from env import Task
     from gym_client import Gym
     from kit.data.episode import Episode
     from kit.engine.inputs import RunInputs
@@ -73,16 +70,10 @@ class ShadowVerifier(RecipeCheck, RunPart):
         """Call the Python verifier for a row of each data source. Raises UserFunctionError."""
         if self.spec is None or not inputs.tasks:
             return
-        from kit.run.event_loops import make_runner
-        from kit.run.verifier_trial import try_verifier
-        from kit.verify.python_verifiers.pool import Pool
+        from kit.run.verifier_trial import check_verifiers
 
-        tasks: Sequence[Task] = [
-            dataclasses.replace(task, server=self.name) for task in inputs.tasks
-        ]
-        with tempfile.TemporaryDirectory() as logs, make_runner() as runner:
-            pool = Pool(self.spec, recipe, Path(logs))
-            runner.run(try_verifier(pool, tasks))
+        tasks = [dataclasses.replace(task, server=self.name) for task in inputs.tasks]
+        check_verifiers({self.name: self.spec}, tasks, recipe)
 
     def summary_lines(self, recipe: Recipe, inputs: RunInputs) -> Iterable[str]:
         """Return the line of the summary."""
@@ -106,7 +97,7 @@ async def score(feature: ShadowVerifier, episode: Episode, gym: Gym) -> float:
     """Return the second reward of an episode. Raises GymError, RunError."""
     async with gym.session(feature.name, episode.row) as session:
         if session.kind == "verify":
-            response = gym_client.response(episode.output)
+            response = gym_client.make_response(episode.output)
             result: VerifyResult = await session.verify(response, episode.responses[-1])
             return result.reward
         if feature.spec is None:

@@ -25,6 +25,7 @@ from kit.data.metrics import describe_score
 from kit.recipe.keys import ROOT, flatten, is_below
 from kit.recipe.recipe import Recipe, find_changes
 from kit.recipe.redaction import HIDDEN, MIN_SECRET_LENGTH
+from kit.recipe.schema import ServerStart
 from kit.run import files
 from kit.run.checkpoints import EXPORTED
 from kit.verify import process_specs
@@ -145,23 +146,20 @@ def list_facts(recipe: Recipe, run: RunFolder, is_replay: bool) -> dict[str, str
     }
     if recipe.command == "train" and not is_replay:
         for name, server in recipe.gym.servers.items():
-            start = server.start.model_dump(exclude_unset=True) if server.start else {}
-            facts[f"verifier {escape(name)}"] = describe_server(name, start)
+            facts[f"verifier {escape(name)}"] = describe_server(name, server.start)
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             facts[package] = metadata.version(package)
     return facts | {"python": platform.python_version(), TAG: find_commit()}
 
 
-def describe_server(name: str, start: Json) -> str:
-    """Return what runs as a Gym server. start: how the run starts it; empty: it has an address."""
-    if not start:
+def describe_server(name: str, start: ServerStart | None) -> str:
+    """Return what runs as a Gym server. start: None if it has an address."""
+    if start is None:
         return "an address, whose software is not known"
     package = process_specs.find_package(process_specs.find_python(start))
     versions = process_specs.list_versions(package) if package else ["of unknown version"]
-    return (
-        f"{'a folder' if start.get('path') else start.get('server') or name}, {', '.join(versions)}"
-    )
+    return f"{'a folder' if start.path else start.server or name}, {', '.join(versions)}"
 
 
 def find_commit() -> str:

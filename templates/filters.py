@@ -124,7 +124,7 @@ def make_answer_episode(episode: Any, text: str, ids: list[int]) -> Any:
         response_mask=[1] * len(ids),
         log_probs=[0.0] * len(ids),
         turns=[],
-        output=[gym_client.message(text)],
+        output=[gym_client.make_message(text)],
         ended="stop",
         reward=episode.scale.full,
         turn_rewards=[],

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.recipe.sections import ServerStart
 from omegaconf import OmegaConf
 
 import gym_client
 from kit.data.ground_truths import find_ground_truth
 from kit.recipe.keys import flatten
 from kit.recipe.load import load_config, read_yaml
+from kit.recipe.schema import ServerStart
 from kit.verify import network
 from tests.helpers.http import StubJudge
 from tests.helpers.pages import (

@@ -283,7 +283,7 @@ turns = st.lists(  # (observed ids before the turn, sampled ids, item builder, t
     st.tuples(
         ids,
         st.lists(st.integers(0, 9), min_size=1),
-        st.sampled_from([gym_client.message, gym_client.reasoning, make_call]),
+        st.sampled_from([gym_client.make_message, gym_client.make_reasoning, make_call]),
         texts,
         st.floats(-50, 0, width=32),
     ),

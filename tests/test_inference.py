@@ -275,7 +275,7 @@ def make_items(*calls) -> list[dict]:
     """The output items of /run. calls: (prompt ids, sampled ids) of each model call."""
     items = []
     for prompt_ids, ids in calls:
-        item = gym_client.message("text")
+        item = gym_client.make_message("text")
         item["prompt_token_ids"] = prompt_ids
         item["generation_token_ids"] = ids
         items.append(item)
@@ -306,7 +306,7 @@ def test_an_agents_model_calls_are_joined_to_one_episode():
     ("ids", "more", "details", "ended"),
     [
         ([3], [], None, "length"),
-        (["stop"], [gym_client.message("")], {"reason": "max_output_tokens"}, "length"),
+        (["stop"], [gym_client.make_message("")], {"reason": "max_output_tokens"}, "length"),
         (["stop"], [gym_client.function_call_output("c", "seen")], None, "turns"),
     ],
     ids=["no stop token", "incomplete", "tool output last"],

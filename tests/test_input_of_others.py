@@ -152,7 +152,7 @@ async def play_agent(context) -> list[dict]:
     for _ in range(2):
         reply = await openai_server.complete_chat({"messages": messages}, context)
         answer = reply.body["choices"][0]["message"]
-        items.append(gym_client.message(answer["content"]))
+        items.append(gym_client.make_message(answer["content"]))
         names = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
         items[-1] |= {name: answer[name] for name in names}
         messages += [answer, {"role": "user", "content": "go on"}]

@@ -80,15 +80,12 @@ class Judges(RecipeCheck, RunPart):
 # --- the judges that a server's settings name ----------------------------------------------------
 
 
-def list_starts(settings: Settings) -> dict[str, Json]:
+def list_starts(settings: Settings) -> dict[str, ServerStart]:
     """Return {name: start} of the Gym servers that the run starts."""
-    starts: dict[str, ServerStart | None] = {
-        name: server.start for name, server in settings.gym.servers.items()
-    }
-    return {name: start.model_dump(exclude_unset=True) for name, start in starts.items() if start}
+    return {name: server.start for name, server in settings.gym.servers.items() if server.start}
 
 
-def list_models(name: str, start: Json) -> dict[str, str]:
+def list_models(name: str, start: ServerStart) -> dict[str, str]:
     """Return the models that the settings of a server name as judges: {key: model}.
 
     Returns {} if nemo-gym has no such server, or if `start` is invalid, which another check
@@ -101,8 +98,7 @@ def list_models(name: str, start: Json) -> dict[str, str]:
         return {}
     if package is None or not (package / RESOURCES / folder / "app.py").is_file():
         return {}
-    config = start.get("config") or {}
-    spec = ProcessSpec(name, RESOURCES, folder, config, resources_server=folder)
+    spec = ProcessSpec(name, RESOURCES, folder, start.config or {}, resources_server=folder)
     return find_models(build_settings(spec, package))
 
 
@@ -120,16 +116,16 @@ def find_models(settings: Json) -> dict[str, str]:
 
 
 def find_missing_judges(
-    name: str, start: Json, models: Mapping[str, str], judges: Json
+    name: str, start: ServerStart, models: Mapping[str, str], judges: Json
 ) -> Iterator[str]:
     """Yield a message for each model that a server needs and that gym.judges does not have.
 
     models: {key of the server's settings: model}.
     """
     folder = process_specs.find_folder(name, start) if models else ""
-    server = folder if start.get("path") else f"nemo-gym's {folder}"
+    server = folder if start.path else f"nemo-gym's {folder}"
     for key, model in models.items():
-        is_policy = model == process_specs.POLICY_MODEL and start.get("agent")
+        is_policy = model == process_specs.POLICY_MODEL and start.agent
         if model not in judges and not is_policy:
             yield (
                 f"gym.servers.{name}: {server} needs the model {model} ({key}). Set "

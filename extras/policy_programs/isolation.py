@@ -13,12 +13,13 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from kit.data.ground_truths import Json
 from kit.verify.python_verifiers.calls import CallResult, VerifierError, describe_failure
-from kit.verify.python_verifiers.process import replace_by_null
-from kit.verify.python_verifiers.process_tree import kill_descendants
+from kit.verify.python_verifiers.process import kill_descendants, replace_by_null
+
+if TYPE_CHECKING:
+    from gym_client import Json
 
 FAILURES = ("raised", "memory", "bad_answer")
 MAX_RESULT_BYTES = 2**16

@@ -28,9 +28,9 @@ class ParsedResponse(NamedTuple):
         """Return the response as Responses items. Without calls it has a message, maybe empty."""
         items: list[Json] = []
         if self.reasoning:
-            items.append(gym_client.reasoning(self.reasoning))
+            items.append(gym_client.make_reasoning(self.reasoning))
         if self.text or not self.calls:
-            items.append(gym_client.message(self.text))
+            items.append(gym_client.make_message(self.text))
         return items + self.calls
 
 

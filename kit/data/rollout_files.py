@@ -111,7 +111,7 @@ def to_record(episode: Episode, task_index: int, rollout_index: int) -> Json:
     summary["response_tokens"] = len(episode.response_ids)
 
     result: Json = {
-        "response": gym_client.response(add_token_fields(episode)),
+        "response": gym_client.make_response(add_token_fields(episode)),
         "reward": episode.reward,
     }
     if episode.reward_components or "reward_components" in episode.row:

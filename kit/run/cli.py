@@ -27,7 +27,7 @@ from kit.run import checkpoints, files, identity, isolation, prepare, summary, t
 from kit.run import replay as recorded
 from kit.run.console import LogFormatter, console, say
 from kit.run.features import Features
-from kit.run.verifier_trial import try_verifiers
+from kit.run.verifier_trial import check_verifiers
 from kit.verify import network
 
 EXPECTED_ERRORS = (  # printed as a message, without a traceback
@@ -113,7 +113,7 @@ def plan(
         loaded = recorded.load(recording, recipe, inputs, fingerprint)
         notes.append(loaded.note)
     if command == "train":
-        trial.try_functions(recipe, inputs)
+        trial.check_functions(recipe, inputs)
     return Plan(recipe, inputs, resume_from, loaded, notes, fingerprint, features)
 
 
@@ -242,7 +242,7 @@ def try_response(response: str, planned: Plan) -> None:
             "--try needs a Python verifier, since a dry run starts no Gym server. Remove --try, or "
             "use `python algorithm.py probe`."
         )
-    inputs.trials = try_verifiers(specs, inputs.tasks, planned.recipe, response=response)
+    inputs.trials = check_verifiers(specs, inputs.tasks, planned.recipe, response=response)
 
 
 def describe_plan(planned: Plan, is_dry_run: bool) -> str:

@@ -267,9 +267,7 @@ def start_servers_and_ray(launch: Launch) -> Mapping[str, str]:
     """Start the Gym servers, and Ray while they import their packages. Return {server: url}."""
     run = launch.run
     recipe = launch.recipe
-    servers = {}
-    if launch.policy:
-        servers = {name: server.model_dump() for name, server in recipe.gym.servers.items()}
+    servers = recipe.gym.servers if launch.policy else {}
     tmpdir = launch.stack.enter_context(isolation.use_own_tmpdir())
     for part in run.features.parts:
         part.before_ray(launch)

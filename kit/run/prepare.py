@@ -40,7 +40,7 @@ from kit.recipe.training_effect import check_schedule
 from kit.recipe.user_functions import RecipeFunctions
 from kit.run.console import say
 from kit.run.features import Features, find_missing, make_features
-from kit.run.verifier_trial import try_servers, try_verifiers
+from kit.run.verifier_trial import check_verifiers
 from kit.verify import network, process_specs
 from kit.verify.python_verifiers.settings import (
     PythonVerifiers,
@@ -116,8 +116,7 @@ def prepare(
     check_running_servers(recipe)
     for each in draft.features.checks:
         each.check_inputs(recipe, inputs)
-    inputs.trials = try_verifiers(custom, inputs.tasks, recipe, inputs.scales)
-    inputs.trials += try_servers(inputs.tasks, recipe, inputs.scales)
+    inputs.trials = check_verifiers(custom, inputs.tasks, recipe, inputs.scales)
     return Prepared(recipe, inputs, draft.features)
 
 
@@ -318,7 +317,7 @@ def check_servers(settings: Settings) -> Iterator[Exception | str]:
     for name, server in settings.gym.servers.items():
         if server.start:
             try:
-                process_specs.check_server(name, server.model_dump(exclude_unset=True))
+                process_specs.check_server(name, server)
             except network.GymStartError as error:
                 yield error
     try:
@@ -337,7 +336,7 @@ def check_running_servers(recipe: Recipe) -> None:
     for name, server in recipe.gym.servers.items():
         if not server.url:
             continue
-        process_specs.check_server(name, server.model_dump())
+        process_specs.check_server(name, server)
         if server.kind in RUNS_EPISODES and not recipe.gym.policy_endpoint.port:
             raise ConfigError(
                 f"gym.servers.{name} runs episodes and must know the address of the policy. Set "

@@ -1,15 +1,19 @@
-"""Call each custom function of a recipe once on synthetic episodes, before any worker starts."""
+"""Call each custom function of a recipe once on synthetic episodes, before any worker starts.
+
+Convenience: a mistake in a function shows after seconds, without a GPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import numpy as np
 
 import env
 import gym_client
-from env import Json
+from gym_client import Json
 from kit.data.episode import Episode, append_tokens
 from kit.engine.inputs import RunInputs
 from kit.errors import UserFunctionError
@@ -17,7 +21,6 @@ from kit.recipe.keys import ACTOR
 from kit.recipe.recipe import Recipe
 from kit.recipe.user_functions import (
     ADVANTAGE,
-    LOSS,
     LOSS_MODE,
     is_user_function,
     load_function,
@@ -50,7 +53,7 @@ class UnknownFields(Json):
     get = keys = values = items = copy = pop = raise_needs_verifier
 
 
-def try_functions(recipe: Recipe, inputs: RunInputs) -> None:
+def check_functions(recipe: Recipe, inputs: RunInputs) -> None:
     """Call every custom function of a recipe once, to find mistakes before the workers start.
 
     Without training tasks (evaluate, sft) there is nothing to call. A function that reads fields of
@@ -60,62 +63,49 @@ def try_functions(recipe: Recipe, inputs: RunInputs) -> None:
     tasks = [*inputs.train, *inputs.generated]
     if not tasks or not isinstance(tasks[0], env.Task):
         return
+    for call in list_calls(recipe, inputs):
+        try:
+            call()
+        except UserFunctionError as error:
+            if not isinstance(error.__cause__, NeedsVerifier):
+                note = "(Tried on synthetic episodes. Nothing was started.)"
+                raise UserFunctionError(f"{error} {note}") from error
+
+
+def list_calls(recipe: Recipe, inputs: RunInputs) -> Iterator[Callable[[], object]]:
+    """Yield a call of each custom function of a recipe."""
     n = min(max(recipe.rollout.n, 2), MAX_GROUP)
-    try:
-        try_function(
-            lambda episodes: recipe.functions.reward(episodes[-1]), fake_episodes(inputs, n)
-        )
-        for function in recipe.functions.filters:
-            try_function(function, fake_episodes(inputs, n))
-        sampler = recipe.functions.sampler
-        if inputs.train and sampler:  # it picks from the rows of files
-            sampler(list(inputs.train), recipe.data.train_batch_size, 1, recipe.data.seed, {})
-        try_advantage(recipe)
-        try_loss(recipe)
-    except UserFunctionError as error:
-        note = "(Tried on synthetic episodes. Nothing was started.)"
-        raise UserFunctionError(f"{error} {note}") from error
+    functions = recipe.functions
+    yield functools.partial(functions.reward, make_episodes(inputs, n)[-1])
+    for function in functions.filters:
+        yield functools.partial(function, make_episodes(inputs, n))
+    if inputs.train and functions.sampler:  # it picks from the rows of files
+        data = recipe.data
+        tasks = list(inputs.train)
+        yield functools.partial(functions.sampler, tasks, data.train_batch_size, 1, data.seed, {})
+    advantage = recipe.algorithm.adv_estimator
+    if is_user_function(advantage):
+        estimator = load_function(advantage, ADVANTAGE)
+        yield functools.partial(estimator, **select_arguments(estimator, make_batch(recipe)))
+    if is_user_function(recipe.get(LOSS_MODE)):
+        yield functools.partial(call_loss, recipe)
 
 
-def try_function(function: Callable[[list[Episode]], object], episodes: list[Episode]) -> None:
-    """Call a reward or a filter. If it reads fields of the verifier's answer, ignore the error."""
-    try:
-        function(episodes)
-    except UserFunctionError as error:
-        if not isinstance(error.__cause__, NeedsVerifier):
-            raise
-
-
-def try_advantage(recipe: Recipe) -> None:
-    """Call the advantage, if it is a custom function."""
-    name = recipe.algorithm.adv_estimator
-    if is_user_function(name):
-        function = load_function(name, ADVANTAGE)
-        function(**select_arguments(function, fake_batch(recipe)))
-
-
-def try_loss(recipe: Recipe) -> None:
-    """Compute the loss and its gradient as a worker does, if the loss is a custom function.
-
-    Raises UserFunctionError.
-    """
+def call_loss(recipe: Recipe) -> None:
+    """Compute a custom loss and its gradient as a worker does. Raises UserFunctionError."""
     name = recipe.get(LOSS_MODE)
-    if not is_user_function(name):
-        return
-    batch = fake_batch(recipe)
+    batch = make_batch(recipe)
     mask = batch["response_mask"]  # [B, R]
     actor = make_loss_config(recipe.for_verl(ACTOR), mask)
-    arguments = {
-        "old_log_prob": batch["old_log_probs"],  # [B, R]
-        "log_prob": batch["old_log_probs"].clone().requires_grad_() + 0.1,  # [B, R]
-        "advantages": batch["token_level_rewards"] - 0.5,  # [B, R]
-        "response_mask": mask.bool(),  # [B, R]
-        "loss_agg_mode": actor.loss_agg_mode,
-        "config": actor,
-        "rollout_is_weights": batch["rollout_is_weights"],
-    }
-    assert tuple(arguments) == LOSS, (tuple(arguments), LOSS)
-    loss, _ = load_function(name, LOSS_MODE)(**arguments)
+    loss, _ = load_function(name, LOSS_MODE)(
+        old_log_prob=batch["old_log_probs"],  # [B, R]
+        log_prob=batch["old_log_probs"].clone().requires_grad_() + 0.1,  # [B, R]
+        advantages=batch["token_level_rewards"] - 0.5,  # [B, R]
+        response_mask=mask.bool(),  # [B, R]
+        loss_agg_mode=actor.loss_agg_mode,
+        config=actor,
+        rollout_is_weights=batch["rollout_is_weights"],
+    )
     try:
         loss.backward()
     except RuntimeError as error:
@@ -125,29 +115,30 @@ def try_loss(recipe: Recipe) -> None:
         ) from error
 
 
-def fake_episodes(inputs: RunInputs, n: int) -> list[Episode]:
+def make_episodes(inputs: RunInputs, n: int) -> list[Episode]:
     """Make n synthetic responses to each of the first two rows. Those of a row are a group.
 
     In a group, the rewards rise from 0 to 1 and the responses get longer. The first response ended
-    at the length limit. If the row has tools or the environment writes the prompt, a response has
-    two turns.
+    at the length limit.
     """
-    tasks = [*inputs.train, *inputs.generated][:GROUPS]
+    ids = inputs.tokenizer.encode(TEXT, add_special_tokens=False)
     episodes = []
-    for group, task in enumerate(tasks):
+    for group, task in enumerate([*inputs.train, *inputs.generated][:GROUPS]):
         for member in range(n):
-            episodes.append(fake_episode(inputs, task, group, member, n))
+            episode = make_episode(task, f"0/{group}", ids, member + 1)
+            episode.reward = member / (n - 1)
+            episode.ended = "stop" if member else "length"
+            episodes.append(episode)
     return episodes
 
 
-def fake_episode(inputs: RunInputs, task: env.Task, group: int, member: int, n: int) -> Episode:
-    """One synthetic response to a row."""
-    ids = inputs.tokenizer.encode(TEXT, add_special_tokens=False)
-    repeats = member + 1
-    episode = Episode(task.row_id, f"0/{group}", task.server, task.prompt_ids or ids, row=task.row)
-    episode.reward = member / (n - 1)
+def make_episode(task: env.Task, group: str, ids: list[int], repeats: int) -> Episode:
+    """Make a synthetic response to a row: TEXT with the token ids `ids`, several times.
+
+    If the row has tools or the environment writes the prompt, the response has two turns.
+    """
+    episode = Episode(task.row_id, group, task.server, task.prompt_ids or ids, row=task.row)
     episode.baseline = 0.5
-    episode.ended = "stop" if member else "length"
     episode.reward_components = UnknownFields()
     episode.verify_result = UnknownFields()
     episode.timings = dict.fromkeys(("generate", "tools", "verify", "verify_call"), 1.0)
@@ -156,12 +147,12 @@ def fake_episode(inputs: RunInputs, task: env.Task, group: int, member: int, n: 
         if turn:
             episode.output.append({"role": "user", "type": "message", "content": TEXT})
             append_tokens(episode, ids)
-        episode.output.append(gym_client.message(" ".join([TEXT] * repeats)))
+        episode.output.append(gym_client.make_message(" ".join([TEXT] * repeats)))
         append_tokens(episode, ids * repeats, [-1.0] * len(ids) * repeats)
     return episode
 
 
-def fake_batch(recipe: Recipe) -> Json:
+def make_batch(recipe: Recipe) -> Json:
     """Make all arguments of ESTIMATOR, as training.compute_advantages passes them.
 
     There are two groups of two episodes: B=4, R=5. The second response has two turns: its third

@@ -1,12 +1,14 @@
-"""Call each verifier before a run starts: to find mistakes, and the scale of its rewards."""
+"""Call each verifier before a run starts: to find mistakes, and the scale of its rewards.
+
+Protects: acc and pass@k, which count rewards on this scale, and runs whose verifier pays nothing.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import gym_client
@@ -37,76 +39,63 @@ MAX_ANSWER = 60  # characters of an expected answer that is tried as a response
 MAX_SOURCES = 20  # data sources that are tried
 
 
-def try_verifiers(
+def check_verifiers(
     specs: Mapping[str, VerifierSpec],
     tasks: Sequence[Task],
     recipe: Recipe,
     scales: Scales | None = None,
     response: str = RESPONSE,
 ) -> list[str]:
-    """Call each verifier for its first row of each data_source -> a line with each row's rewards.
+    """Call each verifier for some of its rows. Return a line with the rewards of each row.
 
-    The responses are `response` and, if the verifier is a function and the row's ground truth has a
-    short expected answer, forms of this answer. scales: gets the scales that this shows. A further
-    line counts the rows without a ground truth, if other rows of the function have one. Raises
-    UserFunctionError.
+    Python verifiers are called for a row of each data_source, Gym servers that run already for one
+    row: a server to start does not run yet, and an agent needs the policy. The responses are
+    `response` and, if the row's ground truth has a short expected answer, forms of this answer.
+    scales: gets the scales that this shows. Raises UserFunctionError, ConfigError.
     """
-    lines: list[str] = []
-    if not specs:
-        return lines
-    with tempfile.TemporaryDirectory() as logs, make_runner() as runner:
-        for name, spec in specs.items():
-            own_tasks = [task for task in tasks if task.server == name]
-            pool = Pool(spec, recipe, Path(logs))
-            lines += runner.run(try_verifier(pool, own_tasks, scales, response))
-    return lines
-
-
-def try_servers(tasks: Sequence[Task], recipe: Recipe, scales: Scales | None = None) -> list[str]:
-    """Try each running Gym server with its first row -> a line for each. Raises ConfigError.
-
-    A server to start does not run yet, and an agent needs the policy. scales: as of
-    `try_verifiers`.
-    """
-    first_tasks: dict[str, Task] = {}
+    rows: dict[str, list[Task]] = {}
     for task in tasks:
         server = recipe.gym.servers.get(task.server)
-        if server and server.url and server.kind not in RUNS_EPISODES:
-            first_tasks.setdefault(task.server, task)
-    if not first_tasks:
+        is_running = server and server.url and server.kind not in RUNS_EPISODES
+        if task.server in specs or is_running:
+            rows.setdefault(task.server, []).append(task)
+    if not rows:
         return []
-    urls = {name: str(recipe.gym.servers[name].url) for name in first_tasks}
-    router, _ = make_verifiers(recipe, urls, {})
+    urls = {name: str(recipe.gym.servers[name].url) for name in rows if name not in specs}
+    with tempfile.TemporaryDirectory() as logs, make_runner() as runner:
+        pools = {name: Pool(specs[name], recipe, Path(logs)) for name in rows if name in specs}
+        router, _ = make_verifiers(recipe, urls, pools)
 
-    async def run() -> list[str]:
-        async with router:
-            return [await try_server(router, task, scales) for task in first_tasks.values()]
+        async def check_all() -> list[str]:
+            lines: list[str] = []
+            async with router:
+                for some in rows.values():
+                    lines += await check_verifier(router, some, scales, response)
+            return lines
 
-    with make_runner() as runner:
-        return runner.run(run())
+        return runner.run(check_all())
 
 
-async def try_server(router: VerifierRouter, task: Task, scales: Scales | None) -> str:
-    """Open sessions for a row, and verify responses. Returns a line. Raises ConfigError."""
-
-    async def verify(response: str) -> float | None:
-        async with router.session(task.server, task.row) as session:
-            if session.kind == "step":
-                return None
-            parsed = ParsedResponse.of_text(response)
-            return (await session.verify(gym_client.message_response(response), parsed)).reward
-
-    try:
-        kind = await router.kind(task.server)
-        line = await try_row(task, verify, kind, scales)
-    except GymError as error:
-        if error.reason == "masked" or error.reason.startswith("http_5"):  # maybe by this text
-            return f"tried on row {task.row_id}: {error}"
-        raise ConfigError(
-            f"gym.servers.{task.server} cannot verify row {task.row_id}: {error}. Correct the "
-            "server, the row, or gym.servers."
-        ) from None
-    return f"tried on row {task.row_id}: a session opens" if kind == "step" else line
+async def check_verifier(
+    router: VerifierRouter, tasks: Sequence[Task], scales: Scales | None, first: str
+) -> list[str]:
+    """Call one verifier for some of its tasks, as `check_verifiers` does. Return lines."""
+    lines: list[str] = []
+    is_python = tasks[0].server in router.pools
+    for task in select_tasks(tasks)[: MAX_SOURCES if is_python else 1]:
+        try:
+            lines.append(await check_row(router, task, scales, first))
+        except GymError as error:
+            lines.append(f"tried on row {task.row_id}: {error}")
+    if not is_python or await router.kind(tasks[0].server) != "verify":
+        return lines
+    missing = [task.row_id for task in tasks if is_missing(task.row)]
+    if 0 < len(missing) < len(tasks):
+        lines.append(
+            f"{len(missing):,} of {len(tasks):,} rows have no ground truth ({missing[0]}). If the "
+            "verifier needs one, remove these rows."
+        )
+    return lines
 
 
 def select_tasks(tasks: Sequence[Task]) -> list[Task]:
@@ -117,61 +106,55 @@ def select_tasks(tasks: Sequence[Task]) -> list[Task]:
     return list(selected.values())
 
 
-async def try_verifier(
-    pool: Pool,
-    tasks: Sequence[Task],
-    scales: Scales | None = None,
-    response: str = RESPONSE,
-) -> list[str]:
-    """Start a verifier and call it for some of its tasks. Returns lines for the summary.
+async def call_once(router: VerifierRouter, task: Task, response: str) -> float | None:
+    """Verify a response to the row of a task. Return the reward, None if it is masked or unknown.
 
-    scales: as of `try_verifiers`. Raises UserFunctionError.
+    A Gym server that plays turns only opens a session. Raises UserFunctionError for a Python
+    verifier. For a Gym server, raises ConfigError, or GymError if the response may be the reason.
     """
-    lines: list[str] = []
-    missing: list[str] = []  # row ids
+    pool = router.pools.get(task.server)
+    answer = split_text(response, THINK).answer.strip()
+    parsed = ParsedResponse("", answer, [], answer, response)
     try:
-        kind = await pool.kind()
-        if kind == "verify":
-            missing = [task.row_id for task in tasks if is_missing(task.row)]
-        for task in select_tasks(tasks)[:MAX_SOURCES]:
-            call = functools.partial(call_function, pool, task)
-            lines.append(await try_row(task, call, kind, scales, response))
+        async with router.session(task.server, task.row) as session:
+            if session.kind == "verify":
+                body = gym_client.message_response(response)
+                return (await session.verify(body, parsed)).reward
+            return (await session.step({}, parsed)).reward if pool else None
     except GymError as error:
-        raise UserFunctionError(f"{pool.spec.key}={error}") from None
-    finally:
-        await pool.close()
-    if 0 < len(missing) < len(tasks):
-        lines.append(
-            f"{len(missing):,} of {len(tasks):,} rows have no ground truth ({missing[0]}). If the "
-            "verifier needs one, remove these rows."
-        )
-    return lines
+        if error.reason == "masked":
+            return None
+        if pool:
+            trial = f"(tried on row {task.row_id} with the response {response!r})"
+            raise UserFunctionError(f"{pool.spec.key}={error} {trial}") from None
+        if error.reason.startswith("http_5"):
+            raise
+        raise ConfigError(
+            f"gym.servers.{task.server} cannot verify row {task.row_id}: {error}. Correct the "
+            "server, the row, or gym.servers."
+        ) from None
 
 
-async def try_row(
-    task: Task,
-    verify: Callable[[str], Awaitable[float | None]],
-    kind: str,
-    scales: Scales | None = None,
-    first: str = RESPONSE,
+async def check_row(
+    router: VerifierRouter, task: Task, scales: Scales | None, first: str = RESPONSE
 ) -> str:
-    """Verify responses to a row -> a line with the rewards of `first` and of the ground truth.
+    """Verify responses to a row. Return a line with the rewards of `first` and the ground truth.
 
-    verify: makes the reward of a response, None if the verifier marks it as invalid. first: no
-    answer unless the user gave it. scales: gets what this shows. Raises what `verify` does.
+    first: no answer unless the user gave it. Raises what `call_once` does.
     """
-    other = await verify(first)
+    other = await call_once(router, task, first)
     line = f"tried on row {task.row_id}: reward {show(other)} for {first!r}"
-    if kind != "verify":
-        return line
+    if await router.kind(task.server) != "verify":
+        is_python = task.server in router.pools
+        return line if is_python else f"tried on row {task.row_id}: a session opens"
     responses = list_responses(task)
     if not responses:
         return f"{line}. The row has no ground truth that can be tried as a response."
     scale = RewardScale(other or UNKNOWN.nothing, UNKNOWN.full)  # that of most verifiers
     rewards: dict[str, float | None] = {}
     for response in responses:
-        rewards[response] = await verify(response)
-        reward = rewards[response]
+        reward = await call_once(router, task, response)
+        rewards[response] = reward
         if reward is None or (scale.tells_apart and are_equal([reward, scale.full])):
             break
     best = max(rewards, key=lambda response: rank(rewards[response]))
@@ -180,7 +163,8 @@ async def try_row(
     if right is None:
         return line
     # the same form, so that a reward for the form alone is not one for the answer
-    scale = RewardScale(await verify(responses[best]) or UNKNOWN.nothing, right)
+    wrong = await call_once(router, task, responses[best])
+    scale = RewardScale(wrong or UNKNOWN.nothing, right)
     if not scale.tells_apart:
         earned = "no more than a wrong answer" if right else "nothing"
         return f"{line}. The ground truth earns {earned}. Does the verifier require another format?"
@@ -223,19 +207,3 @@ def list_forms(prompt: str) -> list[str]:
         return list(FORMS)
     parts = [f"<{tag}>\n{WORK}\n</{tag}>\n" for tag in tags[:-1]]
     return [f"{''.join(parts)}<{tags[-1]}>\n{{}}\n</{tags[-1]}>", *FORMS]
-
-
-async def call_function(pool: Pool, task: Task, response: str) -> float | None:
-    """Verify a response to the row of a task -> its reward. Raises UserFunctionError."""
-    try:
-        session = await pool.open_session(task.row)
-        verify = session.verify if session.kind == "verify" else session.step
-        answer = split_text(response, THINK).answer.strip()
-        parsed = ParsedResponse("", answer, [], answer, response)
-        result = await verify({}, parsed)
-    except GymError as error:
-        if error.reason == "masked":
-            return None
-        trial = f"(tried on row {task.row_id} with the response {response!r})"
-        raise UserFunctionError(f"{pool.spec.key}={error} {trial}") from None
-    return result.reward

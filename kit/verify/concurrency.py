@@ -13,6 +13,8 @@ A limit grows while more concurrent calls do not slow each other down. Each path
 
 /run is an exception: its latency is that of a whole episode. Its limit is always MAX_LIMIT. If
 several processes call the same servers, each gets an equal share of all limits.
+
+Protects: rewards, because an overloaded server answers 0 for responses that it did not read.
 """
 
 from __future__ import annotations

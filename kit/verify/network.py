@@ -1,6 +1,8 @@
 """Ports, and requests to Gym servers before a run.
 
 Only the driver uses this module. Episodes use gym_client.py, with sessions and retries.
+
+Protects: the run from servers that do not answer, or answer for another kind or without end.
 """
 
 from __future__ import annotations
@@ -21,8 +23,7 @@ import yaml
 from httpx import HTTPError, InvalidURL
 from yaml import YAMLError
 
-from env import Json
-from gym_client import UNDESCRIBED, GymError, list_kinds, parse_routes
+from gym_client import UNDESCRIBED, GymError, Json, list_kinds, parse_routes
 from kit.errors import QuotingError
 
 HOST = "127.0.0.1"
@@ -65,8 +66,8 @@ def find_free_port(host: str = HOST) -> int:
     """
     for port in ports:
         try:
-            with socket.socket() as probe:
-                probe.bind((host, port))
+            with socket.socket() as listener:
+                listener.bind((host, port))
             return port
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
@@ -83,7 +84,7 @@ def wait_ready(
     process: Popen[bytes] | None = None,
     log: Path | None = None,
     timeout_s: float | None = None,
-    kind: str | None = None,
+    kind: str = "",
 ) -> None:
     """Wait until a Gym server answers GET /openapi.json, also with "not found".
 
@@ -91,7 +92,7 @@ def wait_ready(
 
     process: the server's process, if this process started it. Such a server must answer within
     `timeout_s`, by default START_TIMEOUT_S. Any other must answer within CHECK_TIMEOUT_S.
-    kind: that of the recipe. None: any.
+    kind: that of the recipe. Empty: any.
     """
     end = time.monotonic() + ((timeout_s or START_TIMEOUT_S) if process else CHECK_TIMEOUT_S)
     problem = "no answer"
@@ -142,7 +143,7 @@ def get(
     return httpx.Response(answer.status_code, content=bytes(body), request=answer.request)
 
 
-def check_kind(name: str, url: str, kind: str | None, kinds: list[str]) -> None:
+def check_kind(name: str, url: str, kind: str, kinds: list[str]) -> None:
     """Check that `kind` is among those of a server, if it has any. Raises GymStartError."""
     if kind and kinds and kind not in kinds:
         raise GymStartError(

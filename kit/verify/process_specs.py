@@ -6,19 +6,22 @@ Without `agent` one process serves /seed_session, the tools and /verify. With `a
 three: Gym's agent (POST /run), the resources server behind it, and `policy_model`. This is Gym's
 model server, which all agents of a run share. It gets responses and their token ids from the
 policy, an OpenAI-compatible endpoint. With `environment` there is a fourth, in front of the agent.
+
+Convenience: a recipe names a server of nemo-gym, and the run plans and starts it.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from env import Json
+from gym_client import Json
 from kit import optional
 from kit.recipe.keys import ROOT, make_command
+from kit.recipe.schema import Server, ServerStart
 from kit.verify import network
 from kit.verify.network import HOST, GymStartError
 from kit.verify.server_process import AGENTS, ENVIRONMENTS, MODELS, RESOURCES, ProcessSpec
@@ -36,22 +39,19 @@ def is_valid_name(name: object) -> bool:
     return bool(VALID_NAME.fullmatch(str(name)))
 
 
-def check_server(name: str, server: Json) -> None:
-    """Check that a server's `url` answers, or that its `start` can work. Raises GymStartError.
-
-    server: as in gym.servers.
-    """
+def check_server(name: str, server: Server) -> None:
+    """Check that a server's `url` answers, or that its `start` can work. Raises GymStartError."""
     if not is_valid_name(name):
         raise GymStartError(
             f"gym.servers: {name!r} is not a valid name. "
             "Use letters, digits, _, - and ., and do not start with a dot."
         )
-    if server.get("url"):
-        network.wait_ready(name, str(server["url"]).rstrip("/"), kind=server.get("kind"))
+    if server.url:
+        network.wait_ready(name, server.url.rstrip("/"), kind=server.kind)
         return
-    start = server.get("start") or {}
+    start = server.start or ServerStart()
     key = f"gym.servers.{name}.start"
-    missing = [variable for variable in start.get("env") or [] if variable not in os.environ]
+    missing = [variable for variable in start.env or [] if variable not in os.environ]
     if missing:
         raise GymStartError(
             f"{key}.env: the environment variable {missing[0]} is not set. Export it, or remove it."
@@ -63,35 +63,34 @@ def check_server(name: str, server: Json) -> None:
             f"`{make_command('gym')}`."
         )
     find_folder(name, start)
-    network.check_address(key, start.get("host") or HOST, start.get("port"))
+    network.check_address(key, start.host or HOST, start.port)
 
 
-def find_python(start: Json) -> str:
+def find_python(start: ServerStart) -> str:
     """Return the interpreter of a server. Its path is relative to this folder or the project."""
-    python = str(start.get("python") or PYTHON)
+    python = start.python or PYTHON
     is_here = Path(python).is_file() or not (ROOT / python).is_file()
     return python if is_here else str(ROOT / python)
 
 
-def find_folder(name: str, start: Json) -> str:
+def find_folder(name: str, start: ServerStart) -> str:
     """Return the folder of a server: its name under resources_servers, or an absolute path.
 
     `path` is relative to the current folder or to the project. Raises GymStartError.
     """
-    path = start.get("path")
+    if not start.path:
+        return start.server or name
     key = f"gym.servers.{name}.start"
-    if not path:
-        return str(start.get("server") or name)
-    for other in ("server", "install"):
-        if start.get(other):
-            raise GymStartError(
-                f"{key} has path and {other}. Remove {other}, which is for servers of nemo-gym."
-            )
-    for folder in (Path(str(path)), ROOT / str(path)):
+    other = "server" if start.server else "install"
+    if start.server or start.install:
+        raise GymStartError(
+            f"{key} has path and {other}. Remove {other}, which is for servers of nemo-gym."
+        )
+    for folder in (Path(start.path), ROOT / start.path):
         if (folder / "app.py").is_file():
             return str(folder.resolve())
     raise GymStartError(
-        f"{key}.path={path}: there is no app.py in this folder of {Path.cwd()}. Copy "
+        f"{key}.path={start.path}: there is no app.py in this folder of {Path.cwd()}. Copy "
         "templates/verifier to start from."
     )
 
@@ -99,64 +98,78 @@ def find_folder(name: str, start: Json) -> str:
 # --- processes -----------------------------------------------------------------------------------
 
 
-def plan_processes(name: str, start: Json, policy: Json | None) -> list[ProcessSpec]:
+def plan_processes(
+    name: str, start: ServerStart, policy: Mapping[str, str] | None
+) -> list[ProcessSpec]:
     """Return the specs of the processes of one server; the last one answers for its name.
 
     policy: {base_url, api_key, model} for agents. Raises GymStartError.
     """
-    check_server(name, {"start": start})
-    host = start.get("host") or HOST
+    check_server(name, Server(start=start))
     folder = find_folder(name, start)
-    make_spec = functools.partial(
-        ProcessSpec,
-        host=host,
+    resources = ProcessSpec(
+        name,
+        RESOURCES,
+        folder,
+        start.config or {},
+        f"gym.servers.{name}.start.config",
+        host=start.host or HOST,
         resources_server=folder,
         python=resolve_python(name, start),
-        visible_variables=list(start.get("env") or []),
-        global_config=start.get("global_config") or {},
+        visible_variables=list(start.env or []),
+        global_config=start.global_config or {},
     )
-    key = f"gym.servers.{name}.start"
-    config = start.get("config") or {}
-    specs = [make_spec(name, RESOURCES, folder, config, f"{key}.config")]
-    if start.get("agent"):
-        specs += plan_agent(name, start, policy, make_spec)
+    specs = [resources]
+    if start.agent:
+        specs += plan_agent(resources, start.agent, start, policy or {})
     for spec in specs:
-        spec.port = network.find_free_port(host)
-    specs[-1].port = int(start.get("port") or specs[-1].port)
+        spec.port = network.find_free_port(spec.host)
+    specs[-1].port = start.port or specs[-1].port
     return specs
 
 
 def plan_agent(
-    name: str, start: Json, policy: Json | None, make_spec: Callable[..., ProcessSpec]
+    resources: ProcessSpec, agent: str, start: ServerStart, policy: Mapping[str, str]
 ) -> list[ProcessSpec]:
     """Return the specs of the policy's model server, of the agent and of the environment server."""
-    agent = start["agent"]
-    key = f"gym.servers.{name}.start"
-    agent_name = f"{name}_{agent}"
-    resources_server = {"type": RESOURCES, "name": name}
-    model = {"return_token_id_information": True, "uses_reasoning_parser": True, **(policy or {})}
+    key = f"gym.servers.{resources.name}.start"
+    resources_server = {"type": RESOURCES, "name": resources.name}
+    model = {"return_token_id_information": True, "uses_reasoning_parser": True, **policy}
+    shared = replace(resources, visible_variables=[], global_config={})  # by all agents of a run
+    agent_name = f"{resources.name}_{agent}"
     agent_config = {
         "resources_server": resources_server,
         "model_server": {"type": MODELS, "name": POLICY_MODEL},
-        **(start.get("agent_config") or {}),
+        **(start.agent_config or {}),
     }
-    model_spec = make_spec(POLICY_MODEL, MODELS, "vllm_model", model, "policy")
-    model_spec.visible_variables = []  # all agents of a run share this process
-    model_spec.global_config = {}
-    specs = [model_spec, make_spec(agent_name, AGENTS, agent, agent_config, f"{key}.agent_config")]
-    environment = start.get("environment")
-    if environment:
+    specs = [
+        derive_spec(shared, POLICY_MODEL, MODELS, "vllm_model", model, "policy"),
+        derive_spec(resources, agent_name, AGENTS, agent, agent_config, f"{key}.agent_config"),
+    ]
+    if start.environment:
+        name = f"{resources.name}_{start.environment}"
         agent_server = {"type": AGENTS, "name": agent_name}
         config = {"resources_server": resources_server, "agent_server": agent_server}
-        env_name = f"{name}_{environment}"
-        specs.append(make_spec(env_name, ENVIRONMENTS, environment, config, f"{key}.environment"))
+        environment_key = f"{key}.environment"
+        specs.append(
+            derive_spec(resources, name, ENVIRONMENTS, start.environment, config, environment_key)
+        )
     return specs
+
+
+def derive_spec(
+    spec: ProcessSpec, name: str, kind: str, folder: str, overrides: Json, config_key: str
+) -> ProcessSpec:
+    """Return the spec of another process of the same server."""
+    return replace(
+        spec, name=name, kind=kind, folder=folder, overrides=overrides, config_key=config_key
+    )
 
 
 # --- interpreters --------------------------------------------------------------------------------
 
 
-def resolve_python(name: str, start: Json) -> str:
+def resolve_python(name: str, start: ServerStart) -> str:
     """Return the interpreter of a server.
 
     With `install`, makes an environment for the server and returns its interpreter. Otherwise
@@ -165,7 +178,7 @@ def resolve_python(name: str, start: Json) -> str:
     """
     folder = find_folder(name, start)
     python = find_python(start)
-    if start.get("install"):
+    if start.install:
         key = f"gym.servers.{name}.start.install"
         try:
             environments = optional.load("environments", key)
@@ -173,7 +186,7 @@ def resolve_python(name: str, start: Json) -> str:
         except GymStartError as error:
             raise GymStartError(f"{key}: {error}") from None
     package = find_package(python)
-    if package and not start.get("python"):
+    if package and not start.python:
         own_python = environment_folder(folder, package) / "bin" / "python"
         if own_python.is_file():
             return str(own_python)

@@ -4,9 +4,10 @@ kit/verify/servers.py starts this file by its path, with the interpreter of NeMo
 (.venv-gym). That environment has neither the packages of this project nor its modules. So this file
 imports only the standard library, and inside functions yaml, pydantic and nemo_gym.
 
-The task is JSON: {"name": of the server, "parent_pid", "command": of a process that is not Gym's,
-"specs": [a ProcessSpec of each process]}. A server receives its own spec in full. Of most others it
-receives only name, kind, folder, host and port.
+The task is JSON: {"parent_pid", "specs": [a ProcessSpec of each process, its own first]}. A server
+receives its own spec in full. Of most others it receives only name, kind, folder, host and port.
+
+Protects: secrets in the settings of other servers, and the machine from servers without a run.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the interpreter of Gym has no gym_client
+    from gym_client import Json
 
 RESOURCES = "resources_servers"  # kinds of servers: folders of the nemo-gym package
 MODELS = "responses_api_models"
 AGENTS = "responses_api_agents"
 ENVIRONMENTS = "environment_servers"  # since Gym 0.7
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-Json = dict[str, Any]  # an object. Gym's interpreter, which runs this file, has no gym_client
 
 
 @dataclass
@@ -56,14 +59,15 @@ class ProcessSpec:
 
 
 def main() -> None:
-    """Become the server that the task on standard input names."""
+    """Become the process of the first spec in the task on standard input."""
     task = json.load(sys.stdin)
     # The server may read its standard input, but not the task.
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     exit_with_parent(task["parent_pid"])
-    if task["command"]:
-        os.execv(task["command"][0], task["command"])
-    run_server(task["name"], [ProcessSpec(**spec) for spec in task["specs"]])
+    specs = [ProcessSpec(**spec) for spec in task["specs"]]
+    if specs[0].command:
+        os.execv(specs[0].command[0], specs[0].command)
+    run_server(specs[0], specs)
 
 
 def exit_with_parent(parent_pid: int) -> None:
@@ -73,9 +77,8 @@ def exit_with_parent(parent_pid: int) -> None:
         sys.exit("the process that started this server has already ended")
 
 
-def run_server(name: str, specs: list[ProcessSpec]) -> None:
-    """Run the app.py of the server `name`. Gym's configuration is in two environment variables."""
-    spec = next(each for each in specs if each.name == name)
+def run_server(spec: ProcessSpec, specs: Sequence[ProcessSpec]) -> None:
+    """Run the app.py of a server. Gym's configuration is in two environment variables."""
     package = find_package()
     folder = find_app_folder(spec, package)
     config = build_gym_config(spec, specs, package)
@@ -83,7 +86,7 @@ def run_server(name: str, specs: list[ProcessSpec]) -> None:
     import yaml
 
     os.environ["NEMO_GYM_CONFIG_DICT"] = yaml.safe_dump(config)
-    os.environ["NEMO_GYM_CONFIG_PATH"] = name
+    os.environ["NEMO_GYM_CONFIG_PATH"] = spec.name
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     try:
@@ -94,7 +97,13 @@ def run_server(name: str, specs: list[ProcessSpec]) -> None:
         # Without a package, a folder of its name next to app.py has an "unknown location".
         if not isinstance(error, ModuleNotFoundError) and "unknown location" not in str(error):
             raise
-        exit_for_module(error.name, spec, folder)
+        hint = (
+            f"Run `python -m kit.verify.servers install {spec.folder}` or set start.install=true. "
+            f"Both make an environment with the requirements of {folder}"
+        )
+        if Path(spec.folder).is_absolute():
+            hint = f"Install it for {sys.executable}, or set start.python to one that has both"
+        sys.exit(f"no module {error.name!r} for {spec.folder}. {hint}")
     except pydantic.ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         sys.exit(
@@ -122,17 +131,6 @@ def find_app_folder(spec: ProcessSpec, package: Path) -> Path:
     sys.exit(
         f"nemo-gym has no folder {spec.folder!r} in {spec.kind}. Choose one of: {', '.join(names)}"
     )
-
-
-def exit_for_module(module: str | None, spec: ProcessSpec, folder: Path) -> NoReturn:
-    """Exit with the command that installs a missing module."""
-    hint = (
-        f"Run `python -m kit.verify.servers install {spec.folder}` or set start.install=true. Both "
-        f"make an environment with the requirements of {folder}"
-    )
-    if Path(spec.folder).is_absolute():
-        hint = f"Install it for {sys.executable}, or set start.python to an interpreter with both"
-    sys.exit(f"no module {module!r} for {spec.folder}. {hint}")
 
 
 # --- settings ------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ A server receives its settings and the addresses of the others through its stand
 environment variables it sees PUBLIC_VARIABLES and those that `start.env` names.
 
 The command `python -m kit.verify.servers NAME` serves one resources server until Ctrl-C.
+
+Protects: secrets in the environment of the run, and the episodes of a server that dies.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from subprocess import Popen, TimeoutExpired
 from threading import Event, Thread
 from typing import Any
 
-from env import Json
+from gym_client import Json
+from kit.recipe.schema import Server, ServerStart
 from kit.verify import network, server_process
 from kit.verify.network import GymStartError
 from kit.verify.process_specs import POLICY_MODEL, PYTHON, plan_processes, resolve_python
@@ -60,8 +63,7 @@ logger = logging.getLogger(__name__)
 class GymServers:
     """The Gym servers of a run. Call `start`, then `wait_ready`, and always `close`.
 
-    servers: {name: {url: ...} or {start: ...}}, with `kind` to check it. process_specs.py lists the
-    keys of `start`.
+    servers: those of gym.servers, by name.
     policy: {base_url, api_key, model} of the endpoint that agents use.
     other_specs: complete specs of processes that the servers use, such as model servers.
 
@@ -71,9 +73,9 @@ class GymServers:
 
     def __init__(
         self,
-        servers: Mapping[str, Json],
+        servers: Mapping[str, Server],
         log_dir: Path,
-        policy: Json | None = None,
+        policy: Mapping[str, str] | None = None,
         other_specs: Iterable[ProcessSpec] = (),
         on_restart: Callable[[str], None] = lambda _: None,
     ):
@@ -91,15 +93,15 @@ class GymServers:
     def start(self) -> None:
         """Check all servers, then start the processes without waiting. Raises GymStartError."""
         for name, server in self.servers.items():
-            if server.get("url"):
-                self.urls[name] = str(server["url"]).rstrip("/")
-                network.wait_ready(name, self.urls[name], kind=server.get("kind"))
+            if server.start:
+                self._plan(name, server.start)
             else:
-                self._plan(name, server.get("start") or {})
+                self.urls[name] = str(server.url).rstrip("/")
+                network.wait_ready(name, self.urls[name], kind=server.kind)
         for name, spec in self.specs.items():
             self.processes[name] = start_server(spec, self.specs.values())
 
-    def _plan(self, name: str, start: Json) -> None:
+    def _plan(self, name: str, start: ServerStart) -> None:
         """Add the specs of the processes of one server, and its URL."""
         for spec in plan_processes(name, start, self.policy):
             is_shared = spec.name == POLICY_MODEL and POLICY_MODEL not in self.other_specs
@@ -119,7 +121,7 @@ class GymServers:
         for name, spec in self.specs.items():
             url = f"http://{spec.host}:{spec.port}"
             # only of the process that answers for the name, not of one behind an agent
-            kind = self.servers[name].get("kind") if url == self.urls.get(name) else None
+            kind = self.servers[name].kind if url == self.urls.get(name) else ""
             network.wait_ready(
                 name, url, self.processes[name], Path(spec.log), spec.start_timeout_s, kind
             )
@@ -127,7 +129,7 @@ class GymServers:
         return self.urls
 
     def restart_loop(self) -> None:
-        """Once a second, restart the processes that have ended, until `close`. Runs in a thread.
+        """Restart the processes that have ended, once a second, until `close`. Runs in a thread.
 
         When this thread ends, the kernel ends the processes that it restarted (PR_SET_PDEATHSIG).
         So no error may end the thread.
@@ -172,9 +174,13 @@ def running_servers(
 ) -> Iterator[dict[str, str]]:
     """Start servers, yield {name: URL} once all answer, and stop them at exit.
 
-    Raises GymStartError.
+    servers: as in a recipe, but a server without a `kind` may have any. Raises GymStartError.
     """
-    with contextlib.closing(GymServers(servers, log_dir, **options)) as group:
+    parsed = {}
+    for name, values in servers.items():
+        server = Server.model_validate(values)
+        parsed[name] = server.model_copy(update={"kind": values.get("kind") or ""})
+    with contextlib.closing(GymServers(parsed, log_dir, **options)) as group:
         group.start()
         yield group.wait_ready()
 
@@ -186,10 +192,11 @@ def start_server(
     spec: ProcessSpec, specs: Iterable[ProcessSpec], log_mode: str = "wb"
 ) -> Popen[bytes]:
     """Start the process of `spec`, which may use those of `specs` by their names. Does not wait."""
-    task = {"name": spec.name, "parent_pid": os.getpid(), "command": spec.command, "specs": []}
-    if not spec.command:
-        gym_specs = [redact_spec(each, spec) for each in specs if not each.command]
-        task["specs"] = [dataclasses.asdict(each) for each in gym_specs]
+    visible = [spec]
+    for other in specs:
+        if other.name != spec.name and not (other.command or spec.command):
+            visible.append(redact_spec(other, spec))
+    task = {"parent_pid": os.getpid(), "specs": [dataclasses.asdict(each) for each in visible]}
     Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
     # -P: modules next to this one must not hide those of the server.
     command = [spec.python or sys.executable, "-P", str(Path(server_process.__file__).absolute())]
@@ -214,7 +221,7 @@ def start_server(
 
 def redact_spec(spec: ProcessSpec, reader: ProcessSpec) -> ProcessSpec:
     """Return the part of `spec` that the server of `reader` may see."""
-    if spec.name == reader.name or READS_SETTINGS.get(reader.folder) == spec.folder:
+    if READS_SETTINGS.get(reader.folder) == spec.folder:
         return spec
     return ProcessSpec(spec.name, spec.kind, spec.folder, host=spec.host, port=spec.port)
 
@@ -278,7 +285,7 @@ def main() -> None:
         signal.signal(stop_signal, lambda *_: sys.exit(0))  # so that the servers are stopped
     try:
         if words:
-            python = resolve_python(name, {**start, "install": True})
+            python = resolve_python(name, ServerStart(**start, install=True))
             print(f"{name}: {python}; `start: {{}}` now uses it", flush=True)
             return
         with running_servers({name: {"start": start}}, Path("runs/gym")) as urls:

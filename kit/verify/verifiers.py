@@ -2,6 +2,8 @@
 
 The rest of the kit sees one object, the `VerifierRouter`. A recipe without Python verifiers has no
 pools: then every row goes to a Gym server.
+
+Convenience: a row of any verifier has the same session.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import gym_client
 from gym_client import FIRST, EpisodeIndex, Json, RunResult, Session
 from kit.recipe.recipe import Recipe
 from kit.verify.concurrency import ConcurrencyLimits
+from kit.verify.masks import find_mask
 from kit.verify.python_verifiers.pool import Pool
 from kit.verify.python_verifiers.session import FunctionSession
 
@@ -89,5 +92,6 @@ def make_verifiers(
         {name: server.kind for name, server in settings.servers.items()},
         settings.max_reward,
         max(gym_client.MAX_TOOL_CHARS, recipe.rollout.multi_turn.max_tool_response_length),
+        find_mask,
     )
     return VerifierRouter(gym, pools), limits

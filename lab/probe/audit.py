@@ -100,7 +100,7 @@ class Sender:
         written = template.write_response(task.prompt_ids, text)
         ids = [*template.encode_text(written), self.stop_id]
         parsed = await chat.parse_response(self.context.template, ids, task.tools, task.prompt_ids)
-        response = gym_client.response(parsed.items)
+        response = gym_client.make_response(parsed.items)
         async with self.router.session(task.server, task.row) as session:
             if session.kind == "step":
                 return (await session.step(response, parsed)).reward

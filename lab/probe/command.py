@@ -149,7 +149,7 @@ def running_verifiers(planned: Plan) -> Iterator[tuple[Sender, EventLoop]]:
                 "gym.judges has the policy as a judge, and the probe runs no policy. Set base_url "
                 "or start for this judge."
             )
-        servers = {name: server.model_dump() for name, server in recipe.gym.servers.items()}
+        servers = recipe.gym.servers
         if servers:
             say(f"Starting the Gym servers {', '.join([*servers, *launch.gym_process_names])}")
         group = GymServers(servers, launch.logs, policy, launch.gym_processes)

@@ -22,9 +22,9 @@ from tests.helpers.recipes import row
 def episode(group_id="3/0", **changes) -> Episode:
     """Make an episode of two turns with an observation between them, and 32-bit log-probs."""
     output = [
-        gym_client.message("one"),
+        gym_client.make_message("one"),
         gym_client.function_call_output("c", "seen"),
-        gym_client.message("two"),
+        gym_client.make_message("two"),
     ]
     fields = {
         "response_ids": [5, 6, 7, 8],

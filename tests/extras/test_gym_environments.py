@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from extras import gym_environments
+from kit.recipe.schema import ServerStart
 from kit.verify import process_specs
 from kit.verify.network import GymStartError
 from tests.helpers.recipes import GYM_PYTHON, ROOT
@@ -39,7 +40,7 @@ def test_a_failed_install_leaves_nothing(tmp_path, monkeypatch):
     )
     with pytest.raises(GymStartError, match=problem):
         process_specs.resolve_python(
-            "x", {"python": str(python), "server": "asr_with_pc", "install": True}
+            "x", ServerStart(python=str(python), server="asr_with_pc", install=True)
         )
     assert calls[-1] == ["pip", "install"]
     left = [path.name for path in (tmp_path / ".venv-gym-servers").iterdir()]
@@ -75,10 +76,10 @@ def test_two_runs_build_an_environment_once(tmp_path, monkeypatch):
 def test_a_server_uses_its_environment_once_it_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(process_specs, "environment_folder", lambda *_: tmp_path)
     monkeypatch.setattr(process_specs, "PYTHON", str(GYM_PYTHON))
-    assert process_specs.resolve_python("mcqa", {}) == str(GYM_PYTHON)
+    assert process_specs.resolve_python("mcqa", ServerStart()) == str(GYM_PYTHON)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").touch()
-    assert process_specs.resolve_python("mcqa", {}) == str(tmp_path / "bin" / "python")
+    assert process_specs.resolve_python("mcqa", ServerStart()) == str(tmp_path / "bin" / "python")
 
 
 def test_a_requirement_with_another_source_is_not_installed_from_pypi():

@@ -78,7 +78,7 @@ def make_episode(*turns, reward=1.0):
     episode = Episode("rows.jsonl:1", "1/0", "hackable", [5], row=ROW, reward=reward)
     for text in turns:
         start = len(episode.response_ids)
-        episode.output.append(gym_client.message(text))
+        episode.output.append(gym_client.make_message(text))
         episode.response_ids += map(ord, text)
         episode.turns.append(TurnSpan(start, start + len(text), len(episode.output)))
         episode.responses.append(ParsedResponse.of_text(text))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import random
-import threading
 from collections import Counter
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 from aiohttp import web
 
 import env
-from gym_client import message
+from gym_client import make_message
 from kit.engine.sampling import EpisodeId, EpisodeRequest, SampleStore
 from tests.helpers.rollouts import TOOL, call, encode_turns, keep_samples
 
@@ -58,6 +59,7 @@ class FaultServer:
     """
 
     possible_faults = FAULTS
+    samples: SampleStore | None = None  # of the policy endpoint
 
     def __init__(self, fault: str = ""):
         self.fault = fault
@@ -180,7 +182,7 @@ class FaultyEnvironment(FaultServer):
         prompt = [{"role": "user", "content": row["responses_create_params"]["input"]}]
         prompt_ids = env.encode_messages(prompt, [], self.tokenizer, "x")
         text = str(row["worth"])
-        item = message(text)
+        item = make_message(text)
         item["prompt_token_ids"] = prompt_ids
         item["generation_token_ids"] = encode_turns([text], self.tokenizer)[0]
         keep_samples(self.samples, [item])
@@ -192,47 +194,19 @@ class FaultyEnvironment(FaultServer):
         return web.json_response(ENVIRONMENT)
 
 
-class RunningServer:
-    """A FaultServer in a thread. server: restart this server, on `port`; by default a new one."""
-
-    def __init__(self, fault: str = "", server: FaultServer | None = None, port: int = 0):
-        self.server = server or FaultServer(fault)
-        self.loop = asyncio.new_event_loop()
-        ready = threading.Event()
-
-        async def start():
-            app = web.Application()
-            app.router.add_get("/openapi.json", self.server.openapi)
-            app.router.add_post("/{name:.*}", self.server.handle)
-            self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-            await self.runner.setup()
-            site = web.TCPSite(self.runner, "127.0.0.1", port)
-            await site.start()
-            self.port = self.runner.addresses[0][1]
-            self.url = f"http://127.0.0.1:{self.port}"
-            ready.set()
-
-        self.start_task = self.loop.create_task(start())
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        ready.wait(10)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        async def stop():
-            await self.runner.cleanup()
-            hanging = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in hanging:
-                task.cancel()
-            await asyncio.gather(*hanging, return_exceptions=True)
-
-        if not self.thread.is_alive():
-            return
-        asyncio.run_coroutine_threadsafe(stop(), self.loop).result(10)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+@contextlib.asynccontextmanager
+async def serve(server: FaultServer, port: int = 0) -> AsyncIterator[str]:
+    """Serve in the present event loop, and yield the URL."""
+    app = web.Application()
+    app.router.add_get("/openapi.json", server.openapi)
+    app.router.add_post("/{name:.*}", server.handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 class RowPolicy:

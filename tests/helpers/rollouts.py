@@ -81,7 +81,7 @@ class FixedRewards:
 
     async def run(self, *arguments):
         self.runs.append(arguments)
-        item = gym_client.message("five")
+        item = gym_client.make_message("five")
         item |= {
             "prompt_token_ids": [2, 3],
             "generation_token_ids": [5, STOP],

@@ -323,7 +323,7 @@ def make_episode(
     text = f"the answer to {number} is {'seven ' * 20}"
     if number < 40:
         text += SCRIPT
-    episode.output.append(gym_client.message(text))
+    episode.output.append(gym_client.make_message(text))
     append_turn()
     episode.ended = "stop"
     episode.reward = round(number / count, 4)

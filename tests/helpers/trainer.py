@@ -73,7 +73,7 @@ class Servers:
                 reward_components={"right": 0.5},
                 baseline=0.25 if baselines else None,
             )
-            episode.output.append(gym_client.message("six"))
+            episode.output.append(gym_client.make_message("six"))
             append_tokens(episode, [5, 6, 1], [-1.0, -2.0, -3.0])
             episode.reward = None if has_failed else self.reward(i, episode.group_id)
             episodes.append(episode)

@@ -56,7 +56,7 @@ def make_router(folder, verifier, **settings):
     folder: for the logs. settings: the arguments of make_recipe.
     """
     recipe = make_recipe(verifier, **settings)
-    pools = make_pools(recipe, read_verifiers(recipe.env, ()).specs, folder)
+    pools = make_pools(recipe, read_verifiers(recipe.env, recipe.gym.servers).specs, folder)
     return VerifierRouter(gym_client.Gym({}), pools)
 
 

@@ -198,4 +198,4 @@ def test_an_overlay_is_short_and_works_with_both_math_recipes(workspace, path):
         changes += write_chats(workspace)
     merged = read_source([str(CPU), str(RECIPE), str(path)], [*changes, "data.train_batch_size=8"])
     recipe, inputs, _ = choose_prepare(path.stem)(merged)
-    trial.try_functions(recipe, inputs)
+    trial.check_functions(recipe, inputs)

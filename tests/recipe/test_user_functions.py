@@ -113,7 +113,7 @@ def test_custom_functions_are_called_with_their_settings(workspace, tmp_path, mo
 
     for _ in range(2):  # a second registration is not an error
         user_functions.register_in_verl(recipe.algorithm.adv_estimator, recipe.get(LOSS_MODE))
-    trial.try_functions(recipe, inputs)
+    trial.check_functions(recipe, inputs)
     assert get_adv_estimator_fn("good.py:flat").__name__ == "flat"
     assert get_policy_loss_fn("good.py:loss").__name__ == "loss"
     assert not recipe.has_critic and not recipe.compares_group
@@ -221,7 +221,7 @@ def test_a_mistake_is_an_error_with_key_and_function_before_anything_starts(
     name = f"bad.py:{function}"
     recipe = make_recipe({key: [name] if key == "env.filters" else name})
     with pytest.raises(UserFunctionError, match=re.escape(message)) as caught:
-        trial.try_functions(recipe, tiny_recipe.inputs)
+        trial.check_functions(recipe, tiny_recipe.inputs)
     assert f"{key}=bad.py:{function}" in str(caught.value)
     assert "Nothing was started" in str(caught.value)
 

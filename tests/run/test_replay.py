@@ -33,7 +33,7 @@ def write_step(folder: Path, step: int, inputs, token: int = 0, groups=("0", "1"
             group_id = f"{step}/{groups[k // 2]}"
             episode = Episode(task.row_id, group_id, task.server, [5], row=task.row)
             episode.reward = float(k % 2)
-            episode.output.append(gym_client.message("7"))
+            episode.output.append(gym_client.make_message("7"))
             append_tokens(episode, [sampled, sampled], [-1.0, -1.0])
             write_record(out, to_record(episode, 0, k))
     return path

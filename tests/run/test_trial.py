@@ -74,7 +74,7 @@ def test_synthetic_episodes_are_like_those_of_a_run(workspace, make_inputs, tmp_
     monkeypatch.chdir(tmp_path)
     changes = {"env.reward": "looks.py:reward", "env.filters": ["looks.py:everything"]}
     recipe, data = make_inputs({**changes, ADVANTAGE: "looks.py:asks_all"})
-    trial.try_functions(recipe, data)
+    trial.check_functions(recipe, data)
     rewarded, episodes = sys.modules[recipe.functions.filters[0].__module__].seen
     assert rewarded.row == data.train[1].row and rewarded.reward == 1.0
     assert (
@@ -88,15 +88,15 @@ def test_synthetic_episodes_are_like_those_of_a_run(workspace, make_inputs, tmp_
         len(e.turns) == 1 for e in episodes
     )
     training.build_batch(episodes, 0, 1.0)  # raises an error for incomplete episodes
-    trial.try_functions(*make_inputs({ADVANTAGE: "looks.py:open_handed"}))
-    trial.try_functions(*make_inputs({"env.reward": "looks.py:merged"}))
+    trial.check_functions(*make_inputs({ADVANTAGE: "looks.py:open_handed"}))
+    trial.check_functions(*make_inputs({"env.reward": "looks.py:merged"}))
     with pytest.raises(UserFunctionError, match="KeyError: 'questoin'"):
-        trial.try_functions(*make_inputs({"env.reward": "looks.py:wrong_row"}))
+        trial.check_functions(*make_inputs({"env.reward": "looks.py:wrong_row"}))
 
     recipe, data = load(
         workspace, "env.filters=[looks.py:everything]", f"env.train_files=[{workspace}/tools.jsonl]"
     )
-    trial.try_functions(recipe, data)
+    trial.check_functions(recipe, data)
     episodes = sys.modules[recipe.functions.filters[0].__module__].seen[-1]
     assert all(
         len(e.turns) == 2 and 0 in e.response_mask and "=> " in e.transcript for e in episodes

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from omegaconf import OmegaConf
 
 from env import Task
 from kit.data.reward_scale import RewardScale, Scales
-from kit.errors import UserFunctionError
+from kit.errors import ConfigError
 from kit.run import verifier_trial
 from kit.verify.python_verifiers.settings import read_verifiers
+from tests.helpers.http import ROW, VERIFY_ROUTES, ScriptedServer
 from tests.helpers.recipes import ROOT
 from tests.helpers.verifiers import EXAMPLE_SOURCE, make_recipe
 
@@ -19,26 +21,15 @@ TEMPLATE = "templates/reward.py:compute_score"
 def try_rows(verifier, rows, *responses):
     """Try a verifier for {row id: row}, and return the lines for the summary."""
     recipe = make_recipe(verifier)
-    specs = read_verifiers(recipe.verl).specs
+    specs = read_verifiers(recipe.env, recipe.gym.servers).specs
     (name,) = specs
     tasks = [Task(row_id, row, name, [], []) for row_id, row in rows.items()]
-    return verifier_trial.try_verifiers(specs, tasks, recipe, None, *responses)
+    return verifier_trial.check_verifiers(specs, tasks, recipe, None, *responses)
 
 
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch):
     monkeypatch.chdir(ROOT)
-
-
-@pytest.mark.parametrize("verifier", [MATH, "verl"])
-def test_an_error_names_the_row_and_the_response(verifier):
-    source = {"data_source": "openai/gsm8k"}
-    with pytest.raises(UserFunctionError) as error:
-        try_rows(verifier, {"a.jsonl:1": source, "a.jsonl:2": {**source, "answer": "5"}})
-    assert str(error.value).startswith(f"env.verifier={verifier} failed")
-    assert str(error.value).endswith(
-        "(tried on row a.jsonl:1 with the response 'So the answer is 7.')"
-    )
 
 
 def test_a_response_of_the_user_is_tried_on_the_first_row(tmp_path):
@@ -74,11 +65,6 @@ def test_the_expected_answer_is_tried_in_the_usual_formats(verifier, row, earnin
     assert line == f"tried on row a:1: {expected}"
 
 
-def test_an_expected_answer_that_earns_nothing_is_a_warning():
-    (line,) = try_rows("verl", {"a:1": {"answer": "1,000", "data_source": "openai/gsm8k"}})
-    assert "0 for the ground truth '1,000'. The ground truth earns nothing" in line
-
-
 PARTS = """
 import re
 
@@ -95,11 +81,11 @@ def test_a_reward_for_the_form_alone_is_not_full(tmp_path):
     (tmp_path / "my.py").write_text(PARTS.replace("TAG", tag))
     prompt = [{"role": "user", "content": f"Use <{tag}> </{tag}> and <answer> </answer>."}]
     recipe = make_recipe({"function": f"{tmp_path}/my.py:parts", "raw_text": True})
-    specs = read_verifiers(recipe.verl).specs
+    specs = read_verifiers(recipe.env, recipe.gym.servers).specs
     (name,) = specs
     scales: Scales = {}
     task = Task("a:1", {"answer": "5"}, name, prompt, [])
-    (line,) = verifier_trial.try_verifiers(specs, [task], recipe, scales)
+    (line,) = verifier_trial.check_verifiers(specs, [task], recipe, scales)
     assert list(scales.values()) == [RewardScale(1, 2)]
     assert line.endswith("A reward of 2 counts as right (acc, pass@k)")
 
@@ -111,3 +97,30 @@ def test_a_verifier_that_pays_the_form_alone_is_named(tmp_path):
     )
     (line,) = try_rows(f"{tmp_path}/my.py:tags", {"a:1": {"answer": "5"}})
     assert "1 for the ground truth '<answer>5</answer>'. The ground truth earns no more" in line
+
+
+# --- a Gym server that runs already --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ((200, {"reward": 0.5}), "reward 0.5 for 'So the answer is 7.'"),
+        ((200, {"reward": 0.5, "judge_error": "x"}), "reward none (masked)"),
+        ((500, "KeyError"), "HTTP 500"),  # maybe because of this text
+        ((422, "no such field"), "gym.servers.s cannot verify row a:1"),
+    ],
+)
+def test_a_server_that_runs_verifies_one_row_before_the_run(answer, text):
+    server = ScriptedServer(**{**VERIFY_ROUTES, "verify": [answer]})
+    servers = {"s": {"url": server.url}, "later": {"start": {}}}
+    recipe = make_recipe(None)
+    recipe = recipe.with_config(OmegaConf.merge(recipe.verl, {"gym": {"servers": servers}}))
+    tasks = [Task(f"a:{n}", {**ROW, "answer": "7"}, "s", [], []) for n in (1, 2)]
+    tasks.append(Task("b:1", ROW, "later", [], []))
+    if answer[0] == 422:
+        with pytest.raises(ConfigError, match=text):
+            verifier_trial.check_verifiers({}, tasks, recipe)
+        return
+    (line,) = verifier_trial.check_verifiers({}, tasks, recipe)
+    assert line.startswith("tried on row a:1: ") and text in line

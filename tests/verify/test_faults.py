@@ -20,15 +20,17 @@ import training
 from gym_client import Gym
 from kit.chat.responses import parse_response
 from kit.data.selection import select_trainable
+from kit.verify.network import find_free_port
 from tests.helpers.fault_server import (
     ENVIRONMENT_FAULTS,
     FAULTS,
     MEMBERS,
     TIMEOUT_S,
+    FaultServer,
     FaultyEnvironment,
     RowPolicy,
-    RunningServer,
     make_requests,
+    serve,
 )
 from tests.helpers.recipes import ALGORITHM
 from tests.helpers.rollouts import chatml_tokenizer, context_of
@@ -44,14 +46,17 @@ def run(fault: str, with_tool: bool = False, is_environment: bool = False):
     policy = RowPolicy(tokenizer, [request.task for request in requests])
     context = context_of(policy, tokenizer, timeout_s=timeout_s)
 
-    async def collect(url):
-        async with Gym({"faulty": url}, timeout_s=timeout_s, concurrency=64) as gym:
+    server = FaultyEnvironment(fault, tokenizer) if is_environment else FaultServer(fault)
+    context.samples = server.samples
+
+    async def collect():
+        async with (
+            serve(server) as url,
+            Gym({"faulty": url}, timeout_s=timeout_s, concurrency=64) as gym,
+        ):
             return await inference.rollout(requests, {}, context, gym)
 
-    server = FaultyEnvironment(fault, tokenizer) if is_environment else None
-    context.samples = server.samples if server else None
-    with RunningServer(fault, server) as running:
-        return asyncio.run(collect(running.url)), running.server
+    return asyncio.run(collect()), server
 
 
 def compute_advantages(episodes) -> dict[str, torch.Tensor]:
@@ -150,21 +155,21 @@ def test_a_short_outage_of_a_server_fails_no_episode(with_tool, faultless):
     requests = make_requests(tokenizer, with_tool)
     context = context_of(RowPolicy(tokenizer, [request.task for request in requests]), tokenizer)
 
-    async def collect(running):
-        async with Gym({"faulty": running.url}, concurrency=64) as gym:
-            rollout = asyncio.create_task(inference.rollout(requests, {}, context, gym))
-            while running.server.calls["/verify"] < 50:
-                await asyncio.sleep(0.01)
-            await asyncio.to_thread(running.__exit__)
+    server = FaultServer()
+    port = find_free_port()
+
+    async def collect():
+        async with Gym({"faulty": f"http://127.0.0.1:{port}"}, concurrency=64) as gym:
+            async with serve(server, port):
+                rollout = asyncio.create_task(inference.rollout(requests, {}, context, gym))
+                while server.calls["/verify"] < 50:
+                    await asyncio.sleep(0.01)
             await asyncio.sleep(2.0)
-            running.server.forget()  # a new process accepts the old cookies, without the sessions
-            running = await asyncio.to_thread(
-                RunningServer, server=running.server, port=running.port
-            )
-            with running:
+            server.forget()  # a new process accepts the old cookies, without the sessions
+            async with serve(server, port):
                 return await rollout
 
-    episodes = asyncio.run(collect(RunningServer()))
+    episodes = asyncio.run(collect())
     honest = {e.row_id: e.reward for e in faultless[with_tool]}
     assert Counter(e.status for e in episodes) == {"ok": len(honest)}
     assert {e.row_id: e.reward for e in episodes} == honest

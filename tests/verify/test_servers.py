@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from kit.recipe.schema import Server, ServerStart
 from kit.verify import network, process_specs, server_process
 from kit.verify import servers as gym_servers
 from kit.verify.network import GymStartError, find_free_port, wait_ready
@@ -39,7 +40,7 @@ START = {"python": str(GYM_PYTHON)}
 )
 def test_a_server_that_cannot_start_is_an_error_of_one_line(start, problem):
     with pytest.raises(GymStartError, match=problem) as caught:
-        check_server("x", {"start": START | start})
+        check_server("x", Server(start=START | start))
     assert "\n" not in str(caught.value)
 
 
@@ -48,10 +49,10 @@ def test_a_name_or_a_port_that_cannot_be_used_is_an_error(tmp_path):
         socket.create_server(("127.0.0.1", 0)) as busy,
         pytest.raises(GymStartError, match=r"port=\d+ \(Address already in use"),
     ):
-        check_server("x", {"start": START | {"port": busy.getsockname()[1]}})
+        check_server("x", Server(start=START | {"port": busy.getsockname()[1]}))
     for name in ("../x", "a/b", ".x", "", "a\n", "x" * 101):
         with pytest.raises(GymStartError, match="is not a valid name"):
-            check_server(name, {})
+            check_server(name, Server(start={}))
     servers = {"x": {"start": START | {"server": "nosuch"}}}
     with (
         pytest.raises(GymStartError, match="no folder 'nosuch' in resources_servers"),
@@ -63,7 +64,7 @@ def test_a_name_or_a_port_that_cannot_be_used_is_an_error(tmp_path):
 def test_a_url_without_a_server_is_an_error_with_the_command_that_starts_one():
     port = find_free_port()
     with pytest.raises(GymStartError, match=f"`python -m kit.verify.servers mcqa --port {port}`"):
-        check_server("mcqa", {"url": f"http://127.0.0.1:{port}"})
+        check_server("mcqa", Server(url=f"http://127.0.0.1:{port}"))
 
 
 # --- the settings and secrets of a server --------------------------------------------------------
@@ -75,10 +76,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 text = sys.stdin.read()
-task = json.loads(text) if text else {{"name": "other", "specs": []}}
-ports = {{spec["name"]: spec["port"] for spec in task["specs"]}}
-view = {{"environment": dict(os.environ), "text": text, "specs": task["specs"]}}
-Path(__file__).with_name(task["name"] + ".json").write_text(json.dumps(view))
+specs = json.loads(text)["specs"] if text else [{{"name": "other", "port": int(sys.argv[1])}}]
+view = {{"environment": dict(os.environ), "text": text, "specs": specs}}
+Path(__file__).with_name(specs[0]["name"] + ".json").write_text(json.dumps(view))
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -88,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b'{{"paths": {{}}}}')
 
 
-HTTPServer(("127.0.0.1", ports.get(task["name"]) or int(sys.argv[1])), Handler).serve_forever()
+HTTPServer(("127.0.0.1", specs[0]["port"]), Handler).serve_forever()
 """
 SECRETS = {  # {variable: value} in the environment of the run
     "HF_TOKEN": "hidden-1",
@@ -118,7 +118,7 @@ def test_a_process_sees_its_settings_and_no_secret_that_its_recipe_does_not_name
     judge.port = find_free_port()
     for spec in (judge, other):
         spec.log = str(tmp_path / "log")
-    servers = {"shop": {"start": start}}
+    servers = {"shop": Server(start=start)}
     group = gym_servers.GymServers(servers, tmp_path, policy, other_specs=[judge, other])
     with contextlib.closing(group):
         group.start()
@@ -151,7 +151,7 @@ def test_the_settings_of_a_server_come_from_its_yaml_and_from_global_config(tmp_
 
     def build(entries):
         start = START | {"path": str(tmp_path / "shop"), "global_config": entries}
-        (spec,) = process_specs.plan_processes("x", start, None)
+        (spec,) = process_specs.plan_processes("x", ServerStart(**start), None)
         return OmegaConf.create(server_process.build_gym_config(spec, [spec], tmp_path))
 
     shop = build({"shop_key": "k"}).x.resources_servers.shop

@@ -7,4 +7,6 @@ step may run in another process. If a process is lost, only the episode of that 
 next call starts a new process.
 
 settings.py reads the recipe, pool.py starts the processes, and process.py and calls.py run in them.
+
+Protects: the run from the code of verifiers, which may crash, hang or leak.
 """

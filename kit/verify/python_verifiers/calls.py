@@ -1,9 +1,11 @@
-"""Load a Python verifier, call it, and check its return value. Runs in the verifier's process."""
+"""Load a Python verifier, call it, and check its return value. Runs in the verifier's process.
+
+Protects: rewards are finite numbers that a function returned, and no failure becomes one.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import json
 import math
@@ -12,12 +14,13 @@ import pickle
 import reprlib
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kit.data.ground_truths import Json
 from kit.errors import UserFunctionError
-from kit.recipe.python_files import describe_place, import_callable
-from kit.verify.python_verifiers.verl_scorer import load_verl_scorer
+from kit.recipe.python_files import describe_place
+
+if TYPE_CHECKING:  # its packages would take each process a second to import
+    from gym_client import Json
 
 SCORE_RESULT = "a finite number, or a dict with a finite number `score`"
 STEP_RESULT = "(observation, reward, done): text or None, a finite number, True or False"
@@ -40,21 +43,6 @@ class CallResult(NamedTuple):
     answer: Json
     env_state: bytes = b""  # the environment, pickled, for the next step of its episode
     seconds: float = 0.0  # that the driver waited for it
-
-
-# --- load ----------------------------------------------------------------------------------------
-
-
-def load_verifier(path: str, attribute: str, settings: Json) -> functools.partial[object]:
-    """Return the function or class with its settings.
-
-    path: of its file, empty for verl's scorer. Raises VerifierError.
-    """
-    try:
-        verifier = import_callable(f"{path}:{attribute}") if path else load_verl_scorer()
-    except UserFunctionError as error:
-        raise VerifierError(str(error)) from error
-    return functools.partial(verifier, **settings)
 
 
 # --- call ----------------------------------------------------------------------------------------
@@ -179,7 +167,7 @@ def describe_failure(error: BaseException, path: str) -> Json:
     """
     if isinstance(error, VerifierError):
         return {"failed": "bad_answer", "why": str(error)}
-    if isinstance(error, UserFunctionError):  # of a template, about a function of the user
+    if isinstance(error, UserFunctionError):  # of its import, or of a template
         return {"failed": "bad_answer", "why": f"failed: {error}"}
     place = describe_place(error, path).strip() or "failed:"
     reason = "memory" if isinstance(error, MemoryError) else "raised"

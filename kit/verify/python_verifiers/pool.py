@@ -1,4 +1,7 @@
-"""Start processes that run Python verifiers, call them with a timeout, and replace lost ones."""
+"""Start processes that run Python verifiers, call them with a timeout, and replace lost ones.
+
+Protects: a call that fails, hangs, forges an answer or is lost gives no reward.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,8 @@ from kit.recipe.keys import ROOT
 from kit.recipe.recipe import Recipe
 from kit.recipe.resources import cores
 from kit.verify import servers as gym_servers
-from kit.verify.python_verifiers import process_tree
 from kit.verify.python_verifiers.calls import CallResult
-from kit.verify.python_verifiers.process import ANSWER, REQUEST
+from kit.verify.python_verifiers.process import ANSWER, REQUEST, kill_tree
 from kit.verify.python_verifiers.session import FunctionSession
 from kit.verify.python_verifiers.settings import VerifierSpec
 
@@ -153,7 +155,7 @@ class Worker:
         if process is None:
             return
         if process.returncode is None:
-            process_tree.kill_tree(process.pid)
+            kill_tree(process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         # asyncio also waits until its pipes are closed, which another process may hold open

@@ -8,39 +8,47 @@ request in advance. The driver never unpickles what this process writes. The out
 goes to stderr.
 
 Only this process can write answers: in a child that it forks, both pipes are /dev/null.
+
+Protects: the driver and other rewards from the code of a verifier, and of the policy.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import faulthandler
 import functools
 import inspect
 import json
+import math
 import os
 import pickle
 import resource
 import signal
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import psutil
+
 from kit import optional
+from kit.recipe.python_files import import_callable
 from kit.verify.python_verifiers.calls import (
     CallResult,
     describe_failure,
-    load_verifier,
     reset,
     score,
     step,
 )
-from kit.verify.python_verifiers.verl_scorer import CODE_SOURCES
+from kit.verify.python_verifiers.verl_scorer import CODE_SOURCES, load_verl_scorer
 
 REQUEST = struct.Struct("!QQ")  # number of the request, bytes of its pickle
 ANSWER = struct.Struct("!QQQ")  # number of the request, bytes of the JSON, bytes of the environment
 CALLS: dict[str, Callable[..., CallResult]] = {"score": score, "reset": reset, "step": step}
+TREE_TIMEOUT_S = 5.0  # for the descendants of a killed process to end
 # Options of prctl(2).
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
@@ -88,10 +96,12 @@ class VerifierServer:
         method: str,
         arguments: list[Any],  # unpickled
     ) -> CallResult:
-        """Load the verifier or call it. Raises VerifierError and the verifier's errors."""
+        """Load the verifier or call it. Raises its errors, UserFunctionError and VerifierError."""
         if method == "load":
-            self.path = arguments[0]
-            self.verifier = load_verifier(*arguments)
+            self.path, name, settings = arguments
+            reference = f"{self.path}:{name}"
+            verifier = import_callable(reference) if self.path else load_verl_scorer()
+            self.verifier = functools.partial(verifier, **settings)
             return CallResult({})
         assert self.verifier, "the first request loads the verifier"
         if method == "kind":
@@ -142,3 +152,38 @@ def protect_process(memory: int) -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process
     prctl(PR_SET_DUMPABLE, 0)  # only root can open its memory or its pipes in /proc
+
+
+# --- kill a process with all that it has started -------------------------------------------------
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all its descendants, also those in another session or process group."""
+    with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+        os.kill(pid, signal.SIGSTOP)  # a stopped process cannot start more processes
+        kill_descendants(pid, TREE_TIMEOUT_S)
+        os.kill(pid, signal.SIGKILL)
+
+
+def kill_descendants(pid: int, timeout_s: float = math.inf) -> None:
+    """Kill all descendants of a process, until none is left or the time is over.
+
+    The process must be a subreaper (PR_SET_CHILD_SUBREAPER): then the children of its dead children
+    are still its descendants.
+    """
+    end = time.monotonic() + timeout_s
+    while kill_running(psutil.Process(pid).children(recursive=True)):
+        if time.monotonic() > end:
+            return
+        time.sleep(0.005)
+
+
+def kill_running(processes: list[psutil.Process]) -> int:
+    """Kill the processes that have not ended, and return their number."""
+    killed = 0
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end at any moment
+            if process.status() != psutil.STATUS_ZOMBIE:
+                process.kill()
+                killed += 1
+    return killed

@@ -1,4 +1,7 @@
-"""The session of one episode with a Python verifier."""
+"""The session of one episode with a Python verifier.
+
+Protects: rewards of verl's scorers, which the program that they run could change.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import gym_client
 from gym_client import GymError, Json
 from kit.chat.parsed_response import ParsedResponse
 from kit.data.ground_truths import find_ground_truth
+from kit.verify.masks import find_mask
 from kit.verify.python_verifiers.calls import CallResult
 from kit.verify.python_verifiers.settings import VerifierSpec
 
@@ -55,7 +59,7 @@ class FunctionSession:
         scored = await self.call("score", arguments)
         # The user's own function may pay any reward.
         result = gym_client.parse_verify_result(
-            scored.answer, scored.seconds, self.row, max_reward=math.inf
+            scored.answer, scored.seconds, self.row, math.inf, find_mask
         )
         if runs_response and not 0 <= result.reward <= 1:
             raise GymError(

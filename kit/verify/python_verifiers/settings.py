@@ -1,8 +1,11 @@
-"""Read the Python verifiers that a recipe names."""
+"""Read the Python verifiers that a recipe names.
+
+Convenience: a recipe names a function and its settings in one line.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gym_client import Json
@@ -35,11 +38,11 @@ class VerifierSpec:
         return f"{self.reference} {settings}" if settings else self.reference
 
     def scores_code(self, data_source: object) -> bool:
-        """Whether responses to rows of a data source are code: verl's scorer runs them."""
+        """Return whether responses to rows of a data source are code that verl's scorer runs."""
         return not self.path and data_source in CODE_SOURCES
 
     def runs_response(self, data_source: object) -> bool:
-        """Whether verl's scorer runs responses to rows of a data source on this machine."""
+        """Return whether verl's scorer runs responses to a data source on this machine."""
         return not self.path and runs_response(data_source, self.settings)
 
 
@@ -57,23 +60,37 @@ class PythonVerifiers:
 def read_verifiers(env: EnvSection, servers: Collection[str]) -> PythonVerifiers:
     """Read the Python verifiers of a recipe. Raises UserFunctionError, ConfigError.
 
-    servers: the names of its Gym servers.
+    servers: the names in gym.servers.
     """
     default = read_spec(env.verifier, VERIFIER_KEY) if env.verifier else None
-    specs = [default] if default else []
-    entries: dict[str, list[Entry]] = {TRAIN: [], VAL: []}
+    named = {default.name: default} if default else {}
+    entries: dict[str, list[Entry]] = {}
     for key, listed in ((TRAIN, env.train_files), (VAL, env.val_files)):
+        entries[key] = []
         for entry in listed:
             spec = read_spec(entry.verifier, f"{key}: verifier") if entry.verifier else default
-            named = entry
             if spec and not entry.server:
-                specs.append(spec)
-                named = entry._replace(server=spec.name)
-            entries[key].append(named)
-    named_specs: dict[str, VerifierSpec] = {}
-    for spec in specs:
-        check_name(spec, named_specs.setdefault(spec.name, spec), servers)
-    return PythonVerifiers(named_specs, entries)
+                check_same(spec, named.setdefault(spec.name, spec))
+                entry = entry._replace(server=spec.name)
+            entries[key].append(entry)
+    for name in named.keys() & set(servers):
+        raise ConfigError(
+            f"{named[name].key}={named[name].reference}: gym.servers has an entry {name}, too. "
+            "Rename one."
+        )
+    return PythonVerifiers(named, entries)
+
+
+def find_unused_servers(env: EnvSection, servers: Iterable[str]) -> list[str]:
+    """Return the Gym servers that no row uses: with env.verifier, those that no file names.
+
+    servers: the names in gym.servers.
+    """
+    if not env.verifier:
+        return []
+    used = {env.shadow_verifier} if isinstance(env.shadow_verifier, str) else set()
+    used |= {entry.server for entry in (*env.train_files, *env.val_files)}
+    return [name for name in servers if name not in used]
 
 
 def read_spec(value: str | Json, key: str) -> VerifierSpec:
@@ -98,25 +115,10 @@ def read_spec(value: str | Json, key: str) -> VerifierSpec:
     return VerifierSpec(name, reference, key, str(path.resolve()), settings, raw_text)
 
 
-def check_name(spec: VerifierSpec, other: VerifierSpec, servers: Collection[str]) -> None:
-    """Check that no Gym server and no other verifier has the name. Raises ConfigError.
-
-    other: the first verifier with this name, possibly the same.
-    """
+def check_same(spec: VerifierSpec, other: VerifierSpec) -> None:
+    """Check that two verifiers of one name are the same. Raises ConfigError."""
     if spec != other:
         raise ConfigError(
             f"two verifiers have the name {spec.name} in metrics: {other} and {spec}. Rename one "
             "function."
         )
-    if spec.name in servers:
-        raise ConfigError(
-            f"{spec.key}={spec.reference}: gym.servers has an entry {spec.name}, too. Rename one."
-        )
-
-
-def find_unused_servers(env: EnvSection, servers: Collection[str]) -> list[str]:
-    """Find the Gym servers that no row uses: with env.verifier, those that no file names."""
-    if not env.verifier:
-        return []
-    used = {entry.server for entry in (*env.train_files, *env.val_files)}
-    return [name for name in servers if name not in used and name != env.shadow_verifier]

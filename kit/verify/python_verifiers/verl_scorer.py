@@ -2,6 +2,8 @@
 
 For some data sources verl runs the response as a program, or evaluates it as Python. An optional
 feature scores these (extras/policy_programs/program_scores.py).
+
+Protects: this machine from programs of the policy, and rewards of rows without a ground truth.
 """
 
 from __future__ import annotations
@@ -9,8 +11,12 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
-from kit.data.ground_truths import Json, is_empty, make_error, read_expected_answers
+from kit.data.ground_truths import is_empty, make_error, read_expected_answers
+
+if TYPE_CHECKING:  # its packages would take each process a second to import
+    from gym_client import Json
 
 PROGRAM_SOURCES = ("codecontests", "apps", "codeforces", "taco")  # verl runs the response
 # verl evaluates the response: math_equal in verl/utils/reward_score/prime_math/grader.py calls eval
@@ -24,7 +30,7 @@ EVALUATED_SOURCES = (
     "numina_olympiads",
 )
 CODE_SOURCES = (*PROGRAM_SOURCES, *EVALUATED_SOURCES)
-VerlScore = float | Json  # a result of verl: a number, or an object with `score`
+VerlScore: TypeAlias = "float | Json"  # a result of verl: a number, or an object with `score`
 
 # verl compares the answer with a text.
 TEXT_SOURCES = (

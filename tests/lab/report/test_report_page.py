@@ -80,11 +80,11 @@ def test_a_run_ends_with_its_first_finding(tmp_path, monkeypatch, capsys):
 
 def test_each_turn_has_the_advantages_of_its_tokens():
     episode = Episode("x:1", "1/0", "s", [5], row=row(), reward=1.0, ended="stop")
-    episode.output.append(gym_client.message("one"))
+    episode.output.append(gym_client.make_message("one"))
     append_tokens(episode, [6, 7], [-1.0, -2.0])
     episode.output.append(gym_client.function_call_output("c", "seen"))
     append_tokens(episode, [8, 8, 8])
-    episode.output.append(gym_client.message("two"))
+    episode.output.append(gym_client.make_message("two"))
     append_tokens(episode, [9], [-3.0])
     record = to_record(episode, 0, 0)
 
@@ -105,7 +105,7 @@ def write_foreign_run(path: Path, model: Path, text: str, tokens: int = 3) -> Ru
     """Write a run directory with one episode, and its evaluation."""
     path.mkdir()
     episode = Episode("rows.jsonl:1", "1/0", "s", [5], row=row(), ended="stop", reward=1.0)
-    episode.output.append(gym_client.message(text))
+    episode.output.append(gym_client.make_message(text))
     append_tokens(episode, [6] * tokens, [-1.0] * tokens)
     recipe = {"actor_rollout_ref": {"model": {"path": str(model)}}}
     return write_run(path, recipe, {"rollout/reward/mean": [0.5]}, [episode])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import math
 from decimal import Decimal
@@ -11,10 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+import inference
 from kit.chat.parsed_response import ParsedResponse
+from kit.engine.sampling import request_group
 from kit.verify.python_verifiers import calls
 from kit.verify.python_verifiers.calls import VerifierError
 from kit.verify.python_verifiers.session import make_arguments
+from tests.helpers.rollouts import chatml_tokenizer, context_of, one_turn_each, task_of
 from tests.helpers.verifiers import EXAMPLE_SOURCE, list_rewards, make_router, play, run_session
 
 
@@ -75,6 +79,21 @@ def test_verls_scorer_scores_the_rows_that_it_knows(build_router):
     results = asyncio.run(score_two_rows())
     assert list_rewards(results) == [1.0, 0.0, "raised"]
     assert "not implemented for data_source='mine'" in str(results[-1])
+
+
+def test_an_episode_whose_function_raises_has_no_reward(build_router):
+    tokenizer = chatml_tokenizer()
+    task = dataclasses.replace(task_of(tokenizer, tools=False), server="count_sevens")
+    context = context_of(one_turn_each(["77", "?"], tokenizer), tokenizer)
+
+    async def sample_two():
+        async with build_router("my.py:count_sevens") as router:
+            return await inference.rollout(request_group(task, "g", 2), {}, context, router)
+
+    episodes = {e.response: e for e in asyncio.run(sample_two())}
+    right, failed = episodes["77"], episodes["?"]
+    assert (right.status, right.reward, right.reward_components) == ("ok", 2.0, {"length": 2.0})
+    assert (failed.status, failed.reward, failed.reward_components) == ("raised", None, {})
 
 
 def test_an_environment_travels_between_processes(build_router):

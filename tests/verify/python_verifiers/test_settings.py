@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 from env import Task
 from kit.errors import ConfigError, UserFunctionError
 from kit.recipe.load import load_config
+from kit.recipe.schema import EnvSection
 from kit.run import prepare, summary, verifier_trial
-from kit.verify.python_verifiers.settings import read_verifiers
+from kit.verify.python_verifiers.settings import find_unused_servers, read_verifiers
 from tests.helpers.recipes import CPU, ROOT, load, row, tiny
 from tests.helpers.verifiers import EXAMPLE_SOURCE, make_recipe
 
@@ -36,34 +37,40 @@ def test_a_verifier_that_cannot_work_is_an_error_of_one_line(
     lines = EXAMPLE_SOURCE.splitlines()
     number = next(n for n, line in enumerate(lines, 1) if "[solution_str]" in line)
     recipe = make_recipe(verifier)
-    specs = read_verifiers(recipe.verl).specs
+    specs = read_verifiers(recipe.env, recipe.gym.servers).specs
     task = Task("r:1", row(), next(iter(specs)), [], [])
     with pytest.raises(UserFunctionError) as error:
-        verifier_trial.try_verifiers(specs, [task], recipe)
+        verifier_trial.check_verifiers(specs, [task], recipe)
     text = str(error.value)
     assert text.startswith("env.verifier=") and "\n" not in text
     assert re.search(message.replace("LINE", str(number)), text), text
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    ("verifier", "file", "problem"),
     [
-        ("env.verifier=absent.py:f", "no file absent.py"),
-        ("env.verifier=compute_score", "is not a Python verifier"),
-        ("env.verifier={function: verl, raw_text: 1}", "raw_text=1"),
-        ("env.val_files=[{path: x, server: a, verifier: verl}]", "has a server and a verifier"),
-        ("gym.servers.verl={url: http://127.0.0.1:9}", "has an entry verl, too"),
-        ("env.val_files=[{path: x, verifier: {function: verl, other: 1}}]", "two verifiers"),
+        ("absent.py:f", {}, "no file absent.py"),
+        ("compute_score", {}, "is not a Python verifier"),
+        ({"function": "verl", "raw_text": 1}, {}, "raw_text=1"),
+        ("templates/reward.py:mcqa", {}, "has an entry mcqa, too"),
+        ("verl", {"verifier": {"function": "verl", "other": 1}}, "two verifiers"),
+        ("verl", {"server": "a", "verifier": "verl"}, "has a server and a verifier"),
     ],
 )
-def test_invalid_settings_are_errors_before_anything_is_loaded(
-    workspace, monkeypatch, change, problem
-):
-    monkeypatch.chdir(workspace)
-    file = "env.train_files=[{path: val.jsonl, server: verl}]"
-    changes = tiny(workspace, "env.verifier=verl", file, change)
-    with pytest.raises((ConfigError, UserFunctionError), match=problem):
-        prepare.prepare(*load_config([str(ROOT / "tests" / "tiny.yaml")], changes))
+def test_invalid_settings_are_errors_before_anything_is_loaded(verifier, file, problem):
+    values = make_recipe("verl").env.model_dump()
+    values |= {"verifier": verifier, "val_files": [{"path": "x", **file}]}
+    with pytest.raises(ValueError, match=problem):
+        read_verifiers(EnvSection.model_validate(values), ["mcqa"])
+
+
+def test_only_a_server_that_a_file_names_is_used_next_to_a_verifier_of_all_rows():
+    values = make_recipe("verl").env.model_dump()
+    values["val_files"] = ["x", {"path": "y", "server": "a"}]
+    section = EnvSection.model_validate(values)
+    assert find_unused_servers(section, ["a", "b"]) == ["b"]
+    assert find_unused_servers(section.model_copy(update={"shadow_verifier": "b"}), ["b"]) == []
+    assert find_unused_servers(section.model_copy(update={"verifier": None}), ["b"]) == []
 
 
 def test_a_recipe_with_a_verifier_needs_no_server(workspace, tmp_path, monkeypatch):
