@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import env
-from env import TEMPLATE_HINT, Json
+from env import TEMPLATE_HINT, Json, TaskImage
 from gym_client import GymError
 from kit.chat import harmony, thoughts
 from kit.chat.control_tokens import encode_marked_text, find_control_tokens, mark_tokens
@@ -197,7 +197,7 @@ class ChatTemplate:
         tokenizer: Any = self.tokenizer  # the types of its method allow only messages with texts
         try:
             text = tokenizer.apply_chat_template(
-                self.processor.template_messages(list(messages)),
+                list(messages),
                 tools=list(tools) or None,
                 tokenize=False,
                 **options,
@@ -212,7 +212,9 @@ class ChatTemplate:
         """Find how the template takes text, arguments of calls and reasoning."""
         parts = make_message("user", ANSWER, as_parts=True)
         text = make_message("user", ANSWER, as_parts=False)
-        text_as_parts = self.shows(parts) and not self.shows(text)
+        # next to images, some templates drop plain text
+        is_needed = self.shows(parts) and not self.shows(text)
+        text_as_parts = self.processor.reads_images or is_needed
         question = make_message("user", QUESTION, text_as_parts)
         key = next((key for key in env.THOUGHT_KEYS if self.shows_thought(question, key)), "")
         as_object = self.shows_arguments(question, ARGUMENT)
@@ -268,13 +270,19 @@ class ChatTemplate:
         tools: Sequence[Message] = (),
         row_id: str = "",
         observation: str | None = None,
+        images: Sequence[TaskImage] = (),
     ) -> list[int]:
         """Encode the messages and tools of a prompt.
 
         A last message of the assistant is the beginning of the response. Control tokens in texts
         stay text (`mark_texts`). observation: the environment's first one, which follows as a user
-        message. Raises env.DataError, GymError('template').
+        message. images: of the messages, by `TextProcessor.read_images`. Raises env.DataError,
+        GymError('template').
         """
+        if not self.processor.reads_images and env.list_images(messages, row_id):
+            raise env.UnsupportedRowError(
+                f"{row_id}: input_image: the model reads no images. Remove it."
+            )
         mark = uuid.uuid4().hex
         observed = [{"role": "user", "content": observation}] if observation else []
         plain = [*messages, *observed]
@@ -282,11 +290,11 @@ class ChatTemplate:
         self.check_prompt(given, tools, row_id)
         marked = self.mark_texts(given, mark)
         if marked != plain:
-            return self.encode_marked(marked, tools, mark, row_id)
-        adapted = [self.adapt(message) for message in plain]
-        return env.encode_messages(
-            adapted, tools, self.tokenizer, row_id, self.processor, self.arguments
-        )
+            ids = self.encode_marked(marked, tools, mark)
+        else:
+            adapted = [self.adapt(message) for message in plain]
+            ids = env.encode_messages(adapted, tools, self.tokenizer, row_id, self.arguments)
+        return self.processor.expand(ids, images, row_id)
 
     def check_prompt(
         self, messages: Sequence[Message], tools: Sequence[Message], row_id: str
@@ -331,7 +339,7 @@ class ChatTemplate:
         return mark_messages(marked, self.special_tokens, mark, ["user", "system"])
 
     def encode_marked(
-        self, messages: Sequence[Message], tools: Sequence[Message], mark: str, row_id: str
+        self, messages: Sequence[Message], tools: Sequence[Message], mark: str
     ) -> list[int]:
         """Encode a prompt some of whose texts have `mark` in control tokens."""
         try:
@@ -339,8 +347,7 @@ class ChatTemplate:
         except RenderError as error:
             problem = f"the chat template does not take what the environment returned: {error}"
             raise GymError("template", problem) from error
-        ids = encode_marked_text(text, self.control_tokens, mark, self.tokenizer)
-        return self.processor.expand(ids, messages, row_id)
+        return encode_marked_text(text, self.control_tokens, mark, self.tokenizer)
 
     def describe_failure(self, part: str) -> str:
         """Describe a part that the template lacks, with what to set."""

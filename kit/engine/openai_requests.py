@@ -97,8 +97,7 @@ class ChatRequest(BaseModel):
     @property
     def max_length(self) -> int | None:
         """The limit of the response, in tokens."""
-        limits = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
-        return min(limits, default=None)
+        return self.max_completion_tokens or self.max_tokens
 
 
 def read_request(body: object) -> ChatRequest:

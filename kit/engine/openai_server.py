@@ -25,7 +25,7 @@ from aiohttp import web
 
 from gym_client import GymError, Json
 from kit.chat.parsed_response import ParsedResponse
-from kit.data.episode import LOG_PROBS, PROMPT_IDS, SAMPLED_IDS, TOKEN_FIELDS
+from kit.data.episode import LOG_PROBS, PROMPT_IDS, SAMPLED_IDS
 from kit.engine.openai_history import Histories, Prompt, parse_offered
 from kit.engine.openai_requests import CONTEXT_CODE, ChatRequest, RequestError, read_request
 from kit.engine.sampling import RolloutContext, SampledResponse, sample
@@ -92,12 +92,13 @@ async def complete_chat(
         histories.warn_of_unused(body)
         prompt = await histories.build_prompt(request)
         room = find_room(prompt, request, context)
-        request_id = uuid.uuid4().hex
-        sampled = await sample(context, context.endpoint_sampling, request_id, prompt.ids, room)
+        samples = context.samples
+        assert samples, "the policy endpoint is in the driver, whose context has a store"
+        sampled = await sample(context, samples.sampling, uuid.uuid4().hex, prompt.ids, room)
         tools = [] if request.tool_choice == "none" else request.tools
         response = await parse_offered(context, sampled.ids, tools, prompt.ids)
-        if context.samples and request.for_training is not False:
-            context.samples.add(prompt.ids, sampled)
+        if request.for_training is not False:
+            samples.add(prompt.ids, sampled)
     except RequestError as error:
         return error_reply(400, str(error), error.param, error.code)
     except RecursionError:
@@ -209,30 +210,19 @@ def list_log_probs(sampled: SampledResponse, tokenizer: PreTrainedTokenizerBase)
 
 
 def make_chunks(completion: Json, include_usage: bool) -> Iterator[Json]:
-    """Yield the chunks of a stream that has the contents of a completion.
-
-    The first chunk has the token ids.
-    """
-    choice = completion["choices"][0]
-    message = choice["message"]
-    deltas = [{key: message[key] for key in ("role", *TOKEN_FIELDS)}]
-    deltas += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
-    for index, call in enumerate(message["tool_calls"]):
-        deltas.append({"tool_calls": [{"index": index, **call}]})
-    deltas.append({})
+    """Yield the chunks of a stream: the whole message, its end, and maybe the usage."""
     shared = {**completion, "object": "chat.completion.chunk"}
     usage = shared.pop("usage")
     if include_usage:
         shared["usage"] = None
-    for number, delta in enumerate(deltas):
-        is_last = number == len(deltas) - 1
-        part = {
-            "index": 0,
-            "delta": delta,
-            "logprobs": choice["logprobs"] if number == 0 else None,
-            "finish_reason": choice["finish_reason"] if is_last else None,
-        }
-        yield {**shared, "choices": [part]}
+    (choice,) = completion["choices"]
+    message = choice["message"]
+    calls = [{"index": index, **call} for index, call in enumerate(message["tool_calls"])]
+    beginning = {**choice, "delta": {**message, "tool_calls": calls}, "finish_reason": None}
+    del beginning["message"]
+    yield {**shared, "choices": [beginning]}
+    end = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
+    yield {**shared, "choices": [end]}
     if include_usage:
         yield {**shared, "choices": [], "usage": usage}
 

@@ -24,9 +24,7 @@ TOOL = {"type": "function", "function": FUNCTION}
 def context():
     public = load("trl/gptoss")
     template = ChatTemplate(TextProcessor(public.tokenizer), public.stop_ids)
-    context = context_of(None, public.tokenizer, template=template)
-    context.stop_ids = public.stop_ids
-    return context
+    return context_of(None, public.tokenizer, template=template)
 
 
 def parse(context, text):

@@ -90,9 +90,7 @@ def public(request):
 
 
 def make_context(client, public, template, tool_format="hermes"):
-    context = context_of(client, public.tokenizer, tool_format=tool_format, template=template)
-    context.stop_ids = public.stop_ids
-    return context
+    return context_of(client, public.tokenizer, tool_format=tool_format, template=template)
 
 
 def make_task(template, items, tools=()) -> env.Task:

@@ -106,7 +106,7 @@ def test_the_next_prompt_starts_with_the_sampled_tokens():
 def test_sampling_parameters_are_those_of_the_run():
     context = make_context("a", "b")
     for temperature in (0.5, 0.0):  # as when an evaluation starts
-        context.endpoint_sampling = {"temperature": temperature}
+        context.samples.begin_batch({"temperature": temperature})
         ask(context, temperature=9)
     assert [params["temperature"] for _, params in context.client.requests] == [0.5, 0.0]
 
