@@ -1,6 +1,7 @@
 """The processor of text models: the steps before and after the tokenizer.
 
 An optional feature (kit/features.py) has the processor of models that read images.
+
 Convenience: models that read images need no other code path.
 """
 

@@ -9,6 +9,8 @@ observations, the requests of agents (openai_server.py) and the chats of `sft`.
 
 Sampled tokens are never rendered again. A continuation is therefore rendered after another, short
 conversation, and is what the template writes after that conversation's answer.
+
+Protects: sampled tokens, which stay as they are, and turns, which no text of others can open.
 """
 
 from __future__ import annotations
@@ -96,30 +98,30 @@ class ChatTemplate:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self.processor.tokenizer
 
     @functools.cached_property
     def control_tokens(self) -> dict[str, int]:
-        """The control tokens of the template and their ids."""
+        """Find the control tokens of the template and their ids."""
         return find_control_tokens(self.tokenizer)
 
     @functools.cached_property
     def own_markers(self) -> thoughts.Markers | None:
-        """The texts around a thought, as the template shows them."""
+        """Find the texts around a thought, as the template shows them."""
         return find_markers(self)
 
     @property
     def markers(self) -> thoughts.Markers:
-        """The texts around a thought. If the template shows none, a prompt may ask for think tags.
+        """Return the texts around a thought.
 
-        Gym's converter reads these tags, too.
+        If the template shows none, a prompt may ask for think tags, which Gym's converter reads.
         """
         return self.own_markers or thoughts.THINK
 
     @functools.cached_property
     def is_harmony(self) -> bool:
-        """Whether responses have the format of gpt-oss."""
+        """Return whether responses have the format of gpt-oss."""
         return harmony.is_harmony(self.tokenizer)
 
     def split_thought(self, prompt_ids: Sequence[int], ids: list[int]) -> thoughts.SplitResponse:
@@ -148,7 +150,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def response_header(self) -> str:
-        """The text between a question and its response, without a thought."""
+        """Find the text between a question and its response, without a thought."""
         header = render_prompt(self).rpartition(QUESTION)[2]
         start = self.markers.start
         return (header.partition(start)[0] if start else header).strip()
@@ -320,7 +322,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The control tokens that no text of a row means: special ones, without thought markers.
+        """Find the control tokens that no text of a row means: special ones, no thought markers.
 
         Other control tokens, such as <think>, are also words of a question.
         """
@@ -439,7 +441,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def max_calls(self) -> int:
-        """How many calls in one message the template shows: none, one, or 2 for any number."""
+        """Find how many calls in one message the template shows: none, one, or 2 for any number."""
         for letters in ("ab", "a"):
             marks = [f"{ANSWER}{letter}" for letter in letters]
             calls = [make_call(mark[-1], {"text": mark}) for mark in marks]
@@ -454,7 +456,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def turn_tools(self) -> list[Message]:
-        """Tools with which calls and outputs are rendered, if the template does that otherwise.
+        """Find the tools with which calls and outputs are rendered, if that needs any.
 
         Some models have another template for prompts with tools. Tools that would be written again
         after an answer are left out.
@@ -485,7 +487,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def stop_texts(self) -> list[str]:
-        """The texts of the stop tokens."""
+        """Return the texts of the stop tokens."""
         texts = self.tokenizer.convert_ids_to_tokens(sorted(self.stop_ids))
         return [text for text in texts if text]
 
@@ -506,7 +508,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def message_ends(self) -> list[str]:
-        """The control tokens that the template writes directly after a message."""
+        """Find the control token that the template writes directly after a message, if any."""
         text = self.render([{"role": "user", "content": ANSWER}])
         rest = text_after(text, ANSWER).lstrip()
         tokens = sorted(self.control_tokens, key=len, reverse=True)

@@ -1,4 +1,7 @@
-"""All that a run needs besides its configuration. kit/run/prepare.py loads it."""
+"""All that a run needs besides its configuration. kit/run/prepare.py loads it.
+
+Convenience: one typed object in place of a dozen arguments.
+"""
 
 from __future__ import annotations
 

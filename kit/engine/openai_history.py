@@ -15,7 +15,8 @@ not begin with the earlier tokens, and the episode fails as not_contiguous.
 
 The check needs nothing but the request, so several endpoints can serve one episode. A cache of
 checked histories keeps the time of a long episode linear.
-Protects: training from token ids that do not belong to the text that the policy saw.
+
+Protects: training, from token ids that do not belong to the text that the policy saw.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@
 Each response has its token ids and log-probs. In the next request, Gym returns them with the
 assistant's message. The next prompt starts with exactly these ids, so that no sampled token is
 encoded again.
+
+Protects: sampled tokens, since an agent's text is never encoded as what the policy wrote.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Requests of a rollout, and one response of the policy: token ids in, token ids out."""
+"""Requests of a rollout, and one response of the policy: token ids in, token ids out.
+
+Protects: training, from stale weights and from token ids that the policy did not sample.
+"""
 
 from __future__ import annotations
 
@@ -109,22 +112,22 @@ class RolloutContext:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self.template.tokenizer
 
     @property
     def processor(self) -> TextProcessor:
-        """The model's processor, which may read images."""
+        """Return the model's processor, which may read images."""
         return self.template.processor
 
     @property
     def stop_ids(self) -> set[int]:
-        """The ids that end a turn."""
+        """Return the ids that end a turn."""
         return self.template.stop_ids
 
     @property
     def max_length(self) -> int:
-        """The tokens of the longest episode."""
+        """Return the number of tokens of the longest episode."""
         return self.max_prompt_length + self.max_response_length
 
 
@@ -260,14 +263,14 @@ class EpisodeId(NamedTuple):
 
     @property
     def request_id(self) -> str:
-        """The id for the rollout engine. The seeds of the responses follow from it."""
+        """Return the id for the rollout engine. The seeds of the responses follow from it."""
         prefix = "greedy-" if self.is_baseline else ""
         suffix = f"-again-{self.attempt}" if self.attempt else ""
         return f"{prefix}{self.group_id}-{self.number}{suffix}"
 
     @property
     def gym_index(self) -> EpisodeIndex:
-        """The numbers for the Gym server."""
+        """Return the numbers for the Gym server."""
         return EpisodeIndex(self.task_index, self.number)
 
 
