@@ -84,14 +84,6 @@ def test_a_prompt_that_no_response_can_follow_is_refused(tmp_path, capsys, last)
         TaskLoader(Letters(), {"s": "s"}, 999).load_files([Entry(str(path))])
 
 
-@pytest.mark.parametrize("name", ["trl/qwen3", "trl/glm4moe"])
-def test_public_templates_continue_an_answer_as_transformers_does(name):
-    tokenizer = load(name).tokenizer
-    template = context_of(None, tokenizer).template
-    ids = tokenizer.apply_chat_template(begin("It is"), continue_final_message=True)["input_ids"]
-    assert template.encode_prompt(begin("It is")) == ids
-
-
 def test_the_endpoint_continues_the_answer_that_an_agent_begins():
     tokenizer = chatml_tokenizer()
     context = context_of(one_turn_each(["5", "6"], tokenizer), tokenizer)

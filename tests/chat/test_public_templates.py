@@ -317,7 +317,7 @@ def test_the_endpoint_gives_an_agent_the_same_tokens(public):
 def test_an_unfinished_thought_is_no_answer_and_makes_no_calls(public):
     template = make_template(public)
     if {PROMPTS, ANSWERS} & template.failures.keys() or template.is_harmony:
-        return  # refused, or in tests/chat/test_harmony.py
+        return  # refused, or in tests/chat/test_thoughts.py
     tokenizer = template.tokenizer
     task = make_task(template, QUESTION)
     opened = template.render(task.messages, add_generation_prompt=True)
