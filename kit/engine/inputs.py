@@ -41,5 +41,5 @@ class RunInputs:
 
     @property
     def tasks(self) -> list[Any]:  # as `train`
-        """Every task that is known before the run."""
+        """Return every task that is known before the run."""
         return [*self.train, *self.generated, *self.validation]
