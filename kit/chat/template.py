@@ -382,7 +382,7 @@ class ChatTemplate:
         if is_trusted:
             marked = self.mark_texts(messages, mark)
         try:
-            text = self.render_continuation(marked, last_id)
+            text = self.continue_conversation(self.make_conversation(marked), marked, last_id)
         except RenderError as error:
             problem = f"the chat template does not take what the environment returned: {error}"
             raise GymError("template", f"{problem}. To use it, {TEMPLATE_HINT}.") from error
@@ -398,21 +398,14 @@ class ChatTemplate:
             raise GymError("template", f"{problem}. Remove it from the server's answer.")
         return ids
 
-    def render_continuation(self, messages: Sequence[Message], last_id: int | None) -> str:
-        """Return what the template writes between an answer that ends with `last_id` and the next.
-
-        The template renders a short conversation without and with `messages`. Both texts have the
-        conversation's answer, and then the end of its turn. Raises RenderError.
-        """
-        return self.continue_conversation(self.make_conversation(messages), messages, last_id)
-
     def continue_conversation(
         self, conversation: Sequence[Message], messages: Sequence[Message], last_id: int | None
     ) -> str:
-        """Return what the template writes for `messages` after a conversation.
+        """Return what the template writes for `messages` between two answers.
 
-        conversation: its last message has the first and only ANSWER. last_id: None, or the last
-        token of that answer. Raises RenderError.
+        The template renders the conversation without and with `messages`. Both texts have its
+        answer, and then the end of its turn. conversation: its last message has the first and only
+        ANSWER. last_id: None, or the last token of that answer. Raises RenderError.
         """
         tools = self.turn_tools if conversation[-1].get("tool_calls") else []
         closed = text_after(self.render(conversation, tools), ANSWER)
@@ -560,7 +553,7 @@ class ChatTemplate:
         stop = self.find_stop(turn_end)
         if stop:
             return stop
-        rest = self.render_continuation([following], None)
+        rest = self.continue_conversation(self.make_conversation([following]), [following], None)
         opening = next((stop for stop in self.stop_texts if rest.startswith(stop)), "")
         return opening or str(self.tokenizer.eos_token or "")
 

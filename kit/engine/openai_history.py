@@ -25,7 +25,6 @@ import hashlib
 import json
 import logging
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -157,7 +156,7 @@ class Histories:
         self.context = context
         self.rewritten_count = 0
         self._unused: set[str] = set()  # fields of requests that the log has named
-        self._checked: OrderedDict[bytes, None] = OrderedDict()  # digests, the newest at the end
+        self._checked: set[bytes] = set()  # digests
 
     def warn_of_unused(self, body: Message) -> None:
         """Log each field of a request that is not used, once. body: of a valid request."""
@@ -236,11 +235,10 @@ class Histories:
         return False
 
     def remember(self, digest: bytes) -> None:
-        """Add a checked history to the cache. If the cache is full, drop the oldest one."""
-        self._checked[digest] = None
-        self._checked.move_to_end(digest)
-        if len(self._checked) > MAX_CHECKED:
-            self._checked.popitem(last=False)
+        """Add a checked history. If there are too many, all are checked once more."""
+        if len(self._checked) >= MAX_CHECKED:
+            self._checked.clear()
+        self._checked.add(digest)
 
     def count_rewritten(self) -> None:
         """Count a rewritten history, and log the first one."""

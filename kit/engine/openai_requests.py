@@ -83,8 +83,6 @@ class ChatRequest(BaseModel):
     tool_choice: object = None
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
-    logprobs: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: Json | None = None
     chat_template_kwargs: Annotated[Json | None, ReadJson] = None

@@ -21,7 +21,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
@@ -31,9 +31,6 @@ from kit.data.episode import LOG_PROBS, PROMPT_IDS, SAMPLED_IDS
 from kit.engine.openai_history import Histories, Prompt, parse_offered
 from kit.engine.openai_requests import CONTEXT_CODE, ChatRequest, RequestError, read_request
 from kit.engine.sampling import RolloutContext, SampledResponse, sample
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MAX_BODY_BYTES = 2**28
 # A request has the text of its conversation, and the ids up to each of its turns.
@@ -107,7 +104,7 @@ async def complete_chat(
         return error_reply(400, "the JSON of the request has too many levels. Remove some.")
     except GymError as error:
         return error_reply(422, str(error), code=error.reason, kind="server_error")
-    return Reply(200, make_completion(request, prompt, sampled, response, context))
+    return Reply(200, make_completion(prompt, sampled, response, context.stop_ids))
 
 
 def find_room(prompt: Prompt, request: ChatRequest, context: RolloutContext) -> int:
@@ -140,27 +137,19 @@ def find_room(prompt: Prompt, request: ChatRequest, context: RolloutContext) -> 
 
 
 def make_completion(
-    request: ChatRequest,
-    prompt: Prompt,
-    sampled: SampledResponse,
-    response: ParsedResponse,
-    context: RolloutContext,
+    prompt: Prompt, sampled: SampledResponse, response: ParsedResponse, stop_ids: set[int]
 ) -> Json:
     """Return a chat completion of OpenAI's API, with Gym's fields for token ids and log-probs."""
-    if sampled.ids[-1] not in context.stop_ids:
+    if sampled.ids[-1] not in stop_ids:
         finish_reason = "length"
     elif response.calls:
         finish_reason = "tool_calls"
     else:
         finish_reason = "stop"
-    log_probs = None
-    # Gym's model server sets both fields, but reads the log-probs of the message.
-    if request.logprobs and not request.return_tokens_as_token_ids:
-        log_probs = {"content": list_log_probs(sampled, context.tokenizer), "refusal": None}
     choice = {
         "index": 0,
         "finish_reason": finish_reason,
-        "logprobs": log_probs,
+        "logprobs": None,  # the message has those of the sampled tokens
         "message": make_message(prompt, sampled, response),
     }
     return {
@@ -196,16 +185,6 @@ def make_message(prompt: Prompt, sampled: SampledResponse, response: ParsedRespo
         LOG_PROBS: sampled.log_probs,
     }
     return message | token_fields
-
-
-def list_log_probs(sampled: SampledResponse, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
-    """Return the log-probs of a response in the form of OpenAI's API."""
-    entries = []
-    for token_id, log_prob in zip(sampled.ids, sampled.log_probs, strict=True):
-        token = str(tokenizer.decode([token_id]))
-        entry = {"token": token, "logprob": log_prob, "bytes": list(token.encode())}
-        entries.append({**entry, "top_logprobs": []})
-    return entries
 
 
 # --- streams -------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from datasets import Dataset
 from omegaconf import OmegaConf
 
 import env
@@ -118,32 +117,9 @@ def load_task(processor, row, where) -> env.Task:
     return TaskLoader(template, {"s": "s"}, 999).make_task(row, where, "s", Entry("rows.jsonl"))
 
 
-CHAT = [{"role": "user", "content": "which <image> or <image>"}]
-
-
-@pytest.mark.parametrize("form", ["bytes", "path"])
-def test_images_of_verl_are_loaded_with_their_prompt(workspace, vision_model, tmp_path, form):
-    processor = load_image_processor(vision_model)
-    images = []
-    for name, color in COLORS.items():
-        (tmp_path / f"{name}.png").write_bytes(png(color))
-        images.append({"bytes": png(color), "path": None})
-    path = tmp_path / "rows.parquet"
-    if form == "bytes":
-        Dataset.from_list([{"prompt": CHAT, "images": images}]).to_parquet(path)
-    else:
-        row = {"prompt": CHAT, "images": [f"{name}.png" for name in COLORS]}
-        path = write_rows(tmp_path / "rows.jsonl", [row])
-    template = ChatTemplate(processor, {processor.tokenizer.eos_token_id})
-    (task,) = TaskLoader(template, {"s": "s"}, 999).load_files([Entry(str(path))]).tasks
-    assert task.prompt_ids.count(processor.placeholder) == 32
-    _, inputs = processor.engine_inputs(task.prompt_ids, task)
-    assert [image.getpixel((0, 0)) for image in inputs["image_data"]] == list(COLORS.values())
-    assert "images" not in task.row
-
-    text_template = ChatTemplate(TextProcessor(processor.tokenizer), {1})
+def test_a_model_of_text_reads_no_images(processor):
     with pytest.raises(env.UnsupportedRowError, match="the model reads no images"):
-        TaskLoader(text_template, {"s": "s"}, 999).load_files([Entry(str(path))])
+        load_task(TextProcessor(processor.tokenizer), image_row("c.png"), "rows.jsonl:1")
 
 
 def make_episode(task: env.Task, group_id: str, ids: list[int]) -> Episode:
@@ -341,8 +317,6 @@ def test_a_model_learns_to_name_a_color(workspace, vision_model):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     folder = workspace / "runs" / "colors"
     trained = [m for m in metrics_of(folder) if "actor/grad_norm" in m]
-    print("rewards", [round(m["reward/reasoning_gym/mean"], 2) for m in trained])
-    print("largest difference", max(m["training/rollout_probs_diff_max"] for m in trained))
     assert len(trained) == 34
     # If all eight groups of a step have equal rewards, there is no gradient.
     with_signal = [m for m in trained if m["rollout/zero_variance_groups"] < 8]
