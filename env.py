@@ -32,7 +32,8 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from urllib.parse import unquote, urlparse
 
 import numpy as np
 
@@ -224,6 +225,13 @@ GENERATORS = {"arithmetic": arithmetic, "gsm8k": gsm8k, "counter": counter}
 # --- rows -> chat messages, as NeMo Gym's own converter does it for its model servers -------------
 
 
+class TaskImage(NamedTuple):
+    """An image of a prompt. Its pixels are read when they are needed."""
+
+    source: str  # a data URL, an http(s) address, or an absolute path
+    token_count: int  # the ids of the prompt that stand for it
+
+
 @dataclass(frozen=True)
 class Task:
     """One row with its prompt. P is the number of prompt tokens."""
@@ -238,6 +246,7 @@ class Task:
     weight: float | None = None  # the share of this entry in each batch
     key: str = ""  # the row's name in any file, by its content (kit/data/fingerprint.py)
     template_arguments: Json = field(default_factory=dict)  # the row's own, of the chat template
+    images: Sequence[TaskImage] = ()  # of `messages`, in order
 
 
 def render_row(row: Json, row_id: str) -> tuple[list[Json], list[Json]]:
@@ -623,35 +632,19 @@ def read_text(item: Json, key: str, row_id: str) -> str:
 # --- chat messages -> token ids -------------------------------------------------------------------
 
 
-class Processor(Protocol):
-    """What encode_messages needs of kit/chat/processor.py."""
-
-    reads_images: bool
-
-    def template_messages(self, messages: Sequence[Json]) -> Sequence[Json]: ...
-    def expand(self, ids: list[int], messages: Sequence[Json], where: str) -> list[int]: ...
-
-
 def encode_messages(
     messages: Sequence[Json],
     tools: Sequence[Json],
     tokenizer: PreTrainedTokenizerBase,
     row_id: str = "",
-    processor: Processor | None = None,
     template_arguments: Mapping[str, object] | None = None,
 ) -> list[int]:
-    """Encode chat messages and tools to prompt ids [P].
+    """Encode chat messages and tools to prompt ids [P]. An image has one id.
 
-    row_id: for error messages. processor: of kit/chat/processor.py, needed for images only.
-    template_arguments: of the chat template: data.apply_chat_template_kwargs and the row's. If the
-    last message is of the assistant, the response continues it. Raises DataError if the chat
-    template fails.
+    row_id: for error messages. template_arguments: of the chat template:
+    data.apply_chat_template_kwargs and the row's. If the last message is of the assistant, the
+    response continues it. Raises DataError if the chat template fails.
     """
-    images = processor if processor and processor.reads_images else None
-    if images:
-        messages = images.template_messages(messages)
-    elif any(has_image(message) for message in messages):
-        raise UnsupportedRowError(f"{row_id}: input_image: the model reads no images. Remove it.")
     place = f"{row_id}: the chat template" if row_id else "the chat template"
     apply: Any = tokenizer.apply_chat_template  # its types allow only messages with texts
     try:
@@ -666,8 +659,7 @@ def encode_messages(
         raise DataError(
             f"{place} cannot render these messages: {error}. Change them, or {TEMPLATE_HINT}."
         ) from error
-    ids = list(output["input_ids"])
-    return images.expand(ids, messages, row_id) if images else ids
+    return list(output["input_ids"])
 
 
 def choose_end(messages: Sequence[Json]) -> dict[str, bool]:
@@ -687,10 +679,28 @@ def check_end(messages: Sequence[Json], row_id: str) -> None:
         )
 
 
-def has_image(message: Json) -> bool:
-    """Whether a chat message has an image among its parts."""
-    content = message.get("content")
-    return isinstance(content, list) and any("image" in part for part in content)
+def list_images(messages: Sequence[Json], row_id: str) -> list[str]:
+    """List the addresses of the images of chat messages, in order.
+
+    Paths become absolute: relative ones begin at the folder of the row's file.
+    """
+    sources = []
+    for message in messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        sources += [locate(part["image"], row_id) for part in parts if "image" in part]
+    return sources
+
+
+def locate(source: str, row_id: str) -> str:
+    """Return the address of an image as an absolute path, unless it is a data URL or http(s)."""
+    if source.startswith("data:"):
+        return source
+    url = urlparse(source)
+    if url.scheme in ("http", "https"):
+        return source
+    path = unquote(url.path) if url.scheme == "file" else source
+    return str((Path(row_id.rpartition(":")[0]).parent / path).absolute())
 
 
 # --- tasks -> batches -----------------------------------------------------------------------------
@@ -750,7 +760,7 @@ def take_from_stream(
     stop = start + size
     batch: list[T] = []
     for epoch in range(start // len(rows), (stop - 1) // len(rows) + 1):
-        order: Any = range(len(rows))
+        order: Sequence[int] = range(len(rows))
         if shuffle:
             order = shuffle_rows(rows, np.random.default_rng([seed, epoch, stream]))
         epoch_start = epoch * len(rows)

@@ -127,7 +127,9 @@ def build_prompt(episode: Episode, task: Task, session: Session, context: Rollou
         problem = f"{task.row_id}: {len(observation)} characters observed, {advice}"
         raise GymError("prompt_too_long", problem)
     template = context.template.with_arguments(task.template_arguments, task.row_id)
-    episode.prompt_ids = template.encode_prompt(task.messages, task.tools, task.row_id, observation)
+    episode.prompt_ids = template.encode_prompt(
+        task.messages, task.tools, task.row_id, observation, task.images
+    )
     length = len(episode.prompt_ids)
     if length > limit:
         problem = f"{task.row_id}: {length} tokens with the observation, {advice}"
@@ -295,6 +297,7 @@ async def run_episode(
     """
     task = request.task
     episode = Episode(task.row_id, request.id.group_id, task.server, task.prompt_ids, row=task.row)
+    episode.images = [image.source for image in task.images]
     episode.scale = find_scale(context.scales, task.server, task.row.get("data_source"))
     try:
         if await gym.kind(task.server) in RUNS_EPISODES:
@@ -639,9 +642,8 @@ class Servers:
     ) -> Coroutine[Any, Any, list[Episode]]:
         """Return a coroutine that runs the episodes, here or in the workers."""
         sampling = sampling | self.context.processor.sampling_params()
-        self.context.endpoint_sampling = sampling
         if self.context.samples:
-            self.context.samples = SampleStore()  # without those of the batch before
+            self.context.samples.begin_batch(sampling)
         if self.workers:
             return self.workers.rollout(requests, sampling, on_done, baselines)
         run = rollout_with_baselines if baselines else rollout

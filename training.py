@@ -270,7 +270,7 @@ def to_batch(episodes: Sequence[Episode], inputs: RunInputs, recipe: Recipe) -> 
     """
     temperature = recipe.rollout.temperature
     batch = build_batch(episodes, inputs.tokenizer.pad_token_id, temperature)
-    inputs.processor.add_images(batch, episodes)
+    inputs.processor.add_images(batch, [episode.images for episode in episodes])
     return batch
 
 

@@ -139,12 +139,8 @@ def make_tasks(count: int) -> list[Task]:
 def make_context(recipe: Recipe, count: int) -> RolloutContext:
     """Return the context of a rollout in which all `count` episodes run concurrently."""
     tokenizer: Any = make_tokenizer(RESPONSE_TEXT)
-    processor = TextProcessor(tokenizer)
     inputs: Any = SimpleNamespace(
-        tokenizer=processor.tokenizer,
-        processor=processor,
-        template=ChatTemplate(processor, {STOP_ID}),
-        stop_ids={STOP_ID},
+        template=ChatTemplate(TextProcessor(tokenizer), {STOP_ID}),
         scales={},
         model=SimpleNamespace(vocab_size=VOCABULARY),
     )

@@ -1,14 +1,13 @@
 """Read the images of rows, count their tokens, and pass them to vLLM and the trainer.
 
 A row has images in the format of Gym and OpenAI, `{"type": "input_image", "image_url": ...}`. The
-address is one of these:
+address is a data URL, a file (a path, relative ones from the rows' folder, or file://), or an
+http(s) address at a host of env.image_hosts.
 
-- a data URL
-- a file: an absolute path, a path relative to the rows' folder, or file://
-- an http(s) address at a host of env.image_hosts
-
-The model computes several features of an image. In the prompt's ids, an image has one placeholder
-for each feature. vLLM gets one placeholder for each image, and expands it.
+An image has several features for the model. In the prompt's ids, it has one placeholder for each
+feature. vLLM gets one placeholder for each image, and expands it. Images are read and counted when
+their row is loaded. A task keeps the addresses and counts only, so memory does not grow with
+pixels.
 """
 
 from __future__ import annotations
@@ -19,18 +18,24 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import unquote, urlparse
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlparse
 
 import numpy as np
 
 import env
-from env import DataError
+from env import DataError, Json, Task, TaskImage
 from kit.chat.processor import TextProcessor
 from kit.errors import ConfigError
 from kit.recipe.keys import ACTOR, MODEL, REF, ROLLOUT
 from kit.recipe.settings import Settings
 from kit.verify import network
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from verl import DataProto
 
 USES_MROPE = {  # by model_type: whether positions have three dimensions (mRoPE)
     "llava": False,
@@ -41,6 +46,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of the 43 that PIL reads
 MAX_FETCHED_BYTES = 2**25  # of one image from the network
 FETCH_TIMEOUT_S = 30.0
 BAN = -100.0  # added to a logit by the rollout engine
+MAX_DECODED = 64  # images in memory: the responses to a prompt, and their turns, share them
 MASKED_LOGIT = -1e4  # its exponential is 0, and unlike -inf it keeps the entropy finite
 
 
@@ -48,7 +54,7 @@ class RowInputs(NamedTuple):
     """The images of a row."""
 
     number: int  # rows with the same number have the same images
-    tensors: dict[str, Any]  # of the model's forward pass
+    tensors: Mapping[str, torch.Tensor]  # of the model's forward pass
 
 
 @dataclass
@@ -66,104 +72,89 @@ class ImageProcessor(TextProcessor):
     reads_images = True
 
     def placeholder_ids(self) -> list[int]:
-        """Ids that stand for an image or a video, which no policy may sample."""
+        """Return the ids that stand for an image or a video, which no policy may sample."""
         return self.all_placeholders
 
     # --- prompts ---
 
-    def template_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Turn text content into a list of parts: next to lists, some templates drop plain text."""
-        converted = []
-        for message in messages:
-            content = message.get("content")
-            if isinstance(content, str):
-                message = {**message, "content": [{"type": "text", "text": content}]}
-            converted.append(message)
-        return converted
+    def read_images(self, messages: Sequence[Json], row_id: str) -> list[TaskImage]:
+        """Read the images of a row's chat messages, and count their tokens. Raises DataError."""
+        sources = env.list_images(messages, row_id)
+        if not sources:
+            return []
+        try:
+            images = [self.load_image(source) for source in sources]
+        except DataError as error:
+            raise DataError(f"{row_id}: {error}") from None
+        sizes = [(image.height, image.width) for image in images]
+        counts = self.processor._get_num_multimodal_tokens(sizes)["num_image_tokens"]
+        return [TaskImage(*pair) for pair in zip(sources, map(int, counts), strict=True)]
 
-    def expand(self, ids: list[int], messages: Sequence[dict[str, Any]], where: str) -> list[int]:
+    def expand(self, ids: list[int], images: Sequence[TaskImage], row_id: str) -> list[int]:
         """Repeat the placeholder of each image for each of its features. Raises DataError."""
-        images = self.load_images(messages, where)
         placeholders = ids.count(self.placeholder)
         if placeholders != len(images):
             raise DataError(
-                f"{where}: {len(images)} images, but {placeholders} placeholders in the prompt. "
+                f"{row_id}: {len(images)} images, but {placeholders} placeholders in the prompt. "
                 "Remove the placeholders from its text."
             )
-        counts = iter(self.count_features(images))
+        counts = iter([image.token_count for image in images])
         expanded: list[int] = []
         for token in ids:
-            repeats = next(counts) if token == self.placeholder else 1
-            expanded += [token] * repeats
+            expanded += [token] * (next(counts) if token == self.placeholder else 1)
         return expanded
 
-    def engine_inputs(self, ids: list[int], task: Any) -> tuple[list[int], dict[str, Any]]:
-        """Undo `expand` for vLLM -> (ids, the images as arguments of its `generate`)."""
-        if not list_sources(task.messages):
+    def engine_inputs(self, ids: list[int], task: Task) -> tuple[list[int], Json]:
+        """Undo `expand` for vLLM. Returns the ids, and the images as arguments of `generate`."""
+        if not task.images:
             return ids, {}
-        images = self.load_images(task.messages, task.row_id)
-        counts = iter(self.count_features(images))
+        counts = iter([image.token_count for image in task.images])
         kept: list[int] = []
         position = 0
         while position < len(ids):
             kept.append(ids[position])
             position += next(counts) if ids[position] == self.placeholder else 1
-        return kept, {"image_data": images}
+        return kept, {"image_data": [self.load_image(image.source) for image in task.images]}
 
-    def sampling_params(self) -> dict[str, Any]:
-        """Sampling parameters that keep the policy from sampling a placeholder."""
+    def sampling_params(self) -> Json:
+        """Return the sampling parameters that keep the policy from sampling a placeholder."""
         return {"logit_bias": dict.fromkeys(self.all_placeholders, BAN)}
 
     # --- images ---
 
-    def load_images(self, messages: Sequence[dict[str, Any]], where: str) -> list[Any]:
-        """The images of a prompt in RGB. Raises DataError."""
-        return [self.load_image(source, where) for source in list_sources(messages)]
-
-    def load_image(self, source: str, where: str) -> Any:
-        """An image in RGB, as a PIL image. Raises DataError.
-
-        where: the row, file:line. Relative paths start at the folder of this file.
-        """
+    def load_image(self, source: str) -> Image:
+        """Load an image in RGB. Raises DataError."""
         try:
-            return decode(self.read_source(source, where))
+            return decode(self.read_source(source))
         except Exception as error:  # from the disk, the network, base64 or PIL
             raise DataError(
-                f"{where}: image {source[:60]!r} cannot be read ({error!s:.100}). Give a data URL "
-                "or a file of an image."
+                f"image {source[:60]!r} cannot be read ({error!s:.100}). Give a data URL or a file "
+                "of an image."
             ) from None
 
-    def read_source(self, source: str, where: str) -> bytes:
-        """The bytes of an image."""
+    def read_source(self, source: str) -> bytes:
+        """Read the bytes of an image. Raises ValueError, OSError or httpx.HTTPError."""
         if source.startswith("data:"):
             return base64.b64decode(source.partition(",")[2], validate=True)
         url = urlparse(source)
-        if url.scheme in ("http", "https"):
-            if url.hostname not in self.hosts:
-                raise ValueError(f"{url.hostname} is not in env.image_hosts")
-            if source not in self.fetched:
-                self.fetched[source] = fetch(source)
-            return self.fetched[source]
-        path = unquote(url.path) if url.scheme == "file" else source
-        return (folder_of(where) / path).read_bytes()
+        if url.scheme not in ("http", "https"):
+            return Path(source).read_bytes()
+        if url.hostname not in self.hosts:
+            raise ValueError(f"{url.hostname} is not in env.image_hosts")
+        if source not in self.fetched:
+            self.fetched[source] = fetch(source)
+        return self.fetched[source]
 
-    def count_features(self, images: Sequence[Any]) -> list[int]:
-        """The number of features of each image."""
-        if not images:
-            return []
-        sizes = [(image.height, image.width) for image in images]
-        counts = self.processor._get_num_multimodal_tokens(sizes)
-        return [int(count) for count in counts["num_image_tokens"]]
-
-    def compute_inputs(self, images: Sequence[Any]) -> dict[str, Any]:
-        """The inputs of the model's forward pass: pixel_values, for some models image_grid_thw."""
-        inputs = self.processor.image_processor(images=list(images), return_tensors="pt")
+    def compute_inputs(self, sources: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Compute the inputs of the forward pass: pixel_values, for some models image_grid_thw."""
+        images = [self.load_image(source) for source in sources]
+        inputs = self.processor.image_processor(images=images, return_tensors="pt")
         return {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
 
     # --- checks, batches, workers ---
 
-    def derive(self, settings: Settings, tasks: Sequence[Any]) -> Mapping[str, object]:
-        """Check that images fit the recipe, and return values that follow. Raises ConfigError."""
+    def derive(self, settings: Settings, tasks: Sequence[Task]) -> Mapping[str, object]:
+        """Check that images fit the recipe, and set the values that follow. Raises ConfigError."""
         rollout = settings.rollout
         if (rollout.engine_kwargs.get("vllm") or {}).get("speculative_config"):
             raise ConfigError(
@@ -173,7 +164,7 @@ class ImageProcessor(TextProcessor):
         changes: dict[str, object] = {}
         if settings.command == "train" and settings.engine.is_fsdp:
             changes |= find_wrapped_layers(settings, self.folder)
-        counts = {len(list_sources(task.messages)) for task in tasks}
+        counts = {len(task.images) for task in tasks}
         if not any(counts):
             return changes
         conflicts = self.find_conflicts(settings, tasks, 0 in counts)
@@ -184,9 +175,9 @@ class ImageProcessor(TextProcessor):
         return changes | {f"{ROLLOUT}.limit_images": max(counts)}
 
     def find_conflicts(
-        self, settings: Settings, tasks: Sequence[Any], has_text_rows: bool
+        self, settings: Settings, tasks: Sequence[Task], has_text_rows: bool
     ) -> list[str]:
-        """Return the parts of a recipe that do not work with images."""
+        """Find the parts of a recipe that do not work with images."""
         rollout = settings.rollout
         is_conflict = {
             f"{ROLLOUT}.name={rollout.name}": rollout.name != "vllm",
@@ -204,23 +195,19 @@ class ImageProcessor(TextProcessor):
         }
         return [name for name, conflicts in is_conflict.items() if conflicts]
 
-    def add_images(self, batch: Any, episodes: Sequence[Any]) -> None:
+    def add_images(self, batch: DataProto, images: Sequence[Sequence[str]]) -> None:
         """Add `multi_modal_inputs`, `image` [B] and with mRoPE position_ids [B, 4, P+R].
 
-        batch: verl's DataProto. Rows with the same number in `image` have the same images.
+        images: the addresses in each row. Rows with the same number in `image` have the same ones.
         """
         import torch
 
-        row_inputs: dict[tuple[tuple[str, str], ...], RowInputs] = {(): RowInputs(0, {})}
+        inputs_of: dict[tuple[str, ...], RowInputs] = {(): RowInputs(0, {})}
         rows: list[RowInputs] = []
-        for episode in episodes:
-            messages = env.render_row(episode.row, episode.row_id)[0]
-            folder = str(folder_of(episode.row_id))  # in the key, since relative paths start here
-            key = tuple((folder, source) for source in list_sources(messages))
-            if key not in row_inputs:
-                images = self.load_images(messages, episode.row_id)
-                row_inputs[key] = RowInputs(len(row_inputs), self.compute_inputs(images))
-            rows.append(row_inputs[key])
+        for sources in map(tuple, images):
+            if sources not in inputs_of:
+                inputs_of[sources] = RowInputs(len(inputs_of), self.compute_inputs(sources))
+            rows.append(inputs_of[sources])
         batch.batch["image"] = torch.tensor([row.number for row in rows])  # [B]
         inputs = np.empty(len(rows), dtype=object)
         inputs[:] = [row.tensors for row in rows]
@@ -229,8 +216,8 @@ class ImageProcessor(TextProcessor):
             positions = [self.compute_positions(batch, i, row) for i, row in enumerate(rows)]
             batch.batch["position_ids"] = torch.stack(positions)  # [B, 4, P+R]
 
-    def compute_positions(self, batch: Any, row: int, inputs: RowInputs) -> Any:
-        """[4, P+R]: text positions, then time, height and width by the model's get_rope_index."""
+    def compute_positions(self, batch: DataProto, row: int, inputs: RowInputs) -> torch.Tensor:
+        """Compute the positions of a row [4, P+R]: of the text, then time, height and width."""
         import torch
 
         mask = batch.batch["attention_mask"][row].bool()  # [P+R]
@@ -276,34 +263,16 @@ def mask_in_worker(worker: Any, name: str, placeholders: list[int]) -> None:
             part.engine.module.get_output_embeddings().register_forward_hook(mask)
 
 
-def has_agent_rows(settings: Settings, tasks: Sequence[Any]) -> bool:
+def has_agent_rows(settings: Settings, tasks: Sequence[Task]) -> bool:
     """Return whether an agent server runs the episodes of a row with images."""
     servers = settings.gym.servers.items()
     agents = {name for name, server in servers if server.start and server.start.agent}
-    return any(task.server in agents and list_sources(task.messages) for task in tasks)
+    return any(task.server in agents and task.images for task in tasks)
 
 
-# --- reading images ------------------------------------------------------------------------------
-
-
-def list_sources(messages: Sequence[dict[str, Any]]) -> list[str]:
-    """The addresses of the images of chat messages, in order."""
-    sources = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            sources += [part["image"] for part in content if part["type"] == "image"]
-    return sources
-
-
-def folder_of(where: str) -> Path:
-    """The folder of a row's file. where: file:line."""
-    return Path(where.rpartition(":")[0]).parent
-
-
-@functools.lru_cache(maxsize=4)  # the responses to a prompt share its images
-def decode(raw: bytes) -> Any:
-    """The image in RGB. Raises the errors of PIL, which also refuses over 179 million pixels."""
+@functools.lru_cache(MAX_DECODED)
+def decode(raw: bytes) -> Image:
+    """Decode an image to RGB. Raises the errors of PIL, which refuses over 179 million pixels."""
     from PIL import Image
 
     with Image.open(io.BytesIO(raw), formats=FORMATS) as image:
@@ -322,8 +291,10 @@ def fetch(source: str) -> bytes:
 # --- models --------------------------------------------------------------------------------------
 
 
-def make_processor(settings: Settings, hf_config: Any, tokenizer: Any) -> ImageProcessor | None:
-    """The processor of a model of a supported family; None if the model can only read text here."""
+def make_processor(
+    settings: Settings, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> ImageProcessor | None:
+    """Make the processor of a model, or None if its family can only read text here."""
     kind = hf_config.model_type
     folder = settings.model.path
     processor = load_processor(folder, kind) if kind in USES_MROPE else None
@@ -344,7 +315,7 @@ def make_processor(settings: Settings, hf_config: Any, tokenizer: Any) -> ImageP
 
 
 def load_processor(folder: str, kind: str) -> Any:
-    """transformers' processor of a model, or None if it has none.
+    """Load transformers' processor of a model, or None if it has none.
 
     Qwen's needs torchvision for videos. Without torchvision, it is built for images only.
     """
@@ -369,7 +340,7 @@ def load_processor(folder: str, kind: str) -> Any:
 
 @functools.cache
 def load_without_weights(folder: str) -> Any:
-    """The model on torch's meta device."""
+    """Load the model on torch's meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -387,7 +358,7 @@ def find_wrapped_layers(settings: Settings, folder: str) -> dict[str, object]:
 
 
 def find_layer_classes(folder: str) -> list[str]:
-    """The classes of the model's layers that FSDP can wrap.
+    """Find the classes of the model's layers that FSDP can wrap.
 
     By default, verl wraps every class of transformers' _no_split_modules. Some of these contain an
     embedding, which FSDP would wrap twice.

@@ -130,7 +130,7 @@ def test_an_observation_that_cannot_fit_is_not_tokenized():
     task = env.Task("x:1", {"responses_create_params": {"input": []}}, "server", [], [])
     session = SimpleNamespace(kind="step", observation="x" * (256 * 100 + 1))
     context = context_of(None, bytes_tokenizer(CHATML, STOPS["chatml"]), max_prompt_length=100)
-    context.tokenizer = None
+    context.template = None
     with pytest.raises(inference.GymError, match="25601 characters observed") as error:
         inference.build_prompt(Episode("x:1", "g", "server", []), task, session, context)
     assert error.value.reason == "prompt_too_long"

@@ -707,7 +707,7 @@ def make_servers(monkeypatch):
         context = make_context(None)
         # as for a model whose image tokens must not be sampled
         processor: Any = SimpleNamespace(sampling_params=lambda: {"logit_bias": {9: -100.0}})
-        context.processor = processor
+        context.template.processor = processor
         loop = asyncio.Runner()
         manager: Any = Manager
         gym: Any = "gym"
@@ -745,7 +745,7 @@ def test_a_rollout_runs_here_or_in_the_workers_with_the_sampling_of_the_call(
     arguments = ["requests", sampling, servers.context, servers.gym, print]
     result = servers.rollout("requests", {"temperature": 0.4}, print)
     assert result == ["rollout", *arguments]
-    assert servers.context.endpoint_sampling == sampling
+    assert servers.context.samples.sampling == sampling
     result = servers.rollout("requests", {"temperature": 0.4}, print, baselines=True)
     assert result == ["rollout_with_baselines", *arguments]
     assert servers.rollout("requests", {"temperature": 0.4})[5](0, None) is None

@@ -60,10 +60,11 @@ def test_the_mask_and_not_the_id_marks_padding(recipe):
         make_episode([5, 6, 7], [8, PAD], turns=[]),
         make_episode([9], [PAD], turns=[], reward=0.5),
     ]
+    episodes[1].images = ["a.png"]
     temperature = "actor_rollout_ref.rollout.temperature=0.7"
     batch = training.to_batch(episodes, inputs, changed(recipe, temperature))
-    [(given_batch, given_episodes)] = calls
-    assert given_batch is batch and given_episodes is episodes
+    [(given_batch, images)] = calls
+    assert given_batch is batch and images == [[], ["a.png"]]
     b = batch.batch
     assert b["prompts"].tolist() == [[5, 6, 7], [PAD, PAD, 9]]
     assert b["responses"].tolist() == [[8, PAD], [PAD, PAD]]

@@ -127,10 +127,7 @@ class RolloutWorkers:
             scheduling_strategy=NodeAffinitySchedulingStrategy(this_node, soft=False),
         )
         worker_inputs = SimpleNamespace(
-            tokenizer=inputs.tokenizer,
-            processor=inputs.processor,
             template=inputs.template,
-            stop_ids=inputs.stop_ids,
             model=inputs.model,
             verifiers=inputs.verifiers,
             scales=inputs.scales,

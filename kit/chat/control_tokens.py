@@ -4,6 +4,8 @@ The text of an environment or a row may contain the text of a control token, for
 `<|im_start|>`. If that were encoded as a control token, it would open a turn of another role. So
 `mark_tokens` splits such text with a random mark before the template is rendered.
 `encode_marked_text` then encodes the pieces between the marks separately.
+
+Protects: the roles of a conversation, from text that others write.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
     <|channel|>analysis<|message|>a thought<|end|><|start|>assistant<|channel|>final<|message|>...
 
 The messages of the channel `analysis` are the thought. A message to `functions.NAME` is a call.
+
+Protects: rewards, from a thought or a cut call of gpt-oss that would count as its answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One response of the policy in its parts. kit/chat/responses.py parses it."""
+"""One response of the policy in its parts. kit/chat/responses.py parses it.
+
+Protects: rewards, since verifiers, tools and logs read the same answer.
+"""
 
 from __future__ import annotations
 

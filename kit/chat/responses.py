@@ -1,6 +1,8 @@
 """Responses and observations: parse what the policy sampled, name what an environment returned.
 
 kit/chat/template.py encodes prompts and observations.
+
+Protects: rewards, from drafts and unfinished thoughts that would count as answers or calls.
 """
 
 from __future__ import annotations

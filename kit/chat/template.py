@@ -9,6 +9,8 @@ observations, the requests of agents (openai_server.py) and the chats of `sft`.
 
 Sampled tokens are never rendered again. A continuation is therefore rendered after another, short
 conversation, and is what the template writes after that conversation's answer.
+
+Protects: sampled tokens, which stay as they are, and turns, which no text of others can open.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import env
-from env import TEMPLATE_HINT, Json
+from env import TEMPLATE_HINT, Json, TaskImage
 from gym_client import GymError
 from kit.chat import harmony, thoughts
 from kit.chat.control_tokens import encode_marked_text, find_control_tokens, mark_tokens
@@ -96,30 +98,30 @@ class ChatTemplate:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self.processor.tokenizer
 
     @functools.cached_property
     def control_tokens(self) -> dict[str, int]:
-        """The control tokens of the template and their ids."""
+        """Find the control tokens of the template and their ids."""
         return find_control_tokens(self.tokenizer)
 
     @functools.cached_property
     def own_markers(self) -> thoughts.Markers | None:
-        """The texts around a thought, as the template shows them."""
+        """Find the texts around a thought, as the template shows them."""
         return find_markers(self)
 
     @property
     def markers(self) -> thoughts.Markers:
-        """The texts around a thought. If the template shows none, a prompt may ask for think tags.
+        """Return the texts around a thought.
 
-        Gym's converter reads these tags, too.
+        If the template shows none, a prompt may ask for think tags, which Gym's converter reads.
         """
         return self.own_markers or thoughts.THINK
 
     @functools.cached_property
     def is_harmony(self) -> bool:
-        """Whether responses have the format of gpt-oss."""
+        """Return whether responses have the format of gpt-oss."""
         return harmony.is_harmony(self.tokenizer)
 
     def split_thought(self, prompt_ids: Sequence[int], ids: list[int]) -> thoughts.SplitResponse:
@@ -148,7 +150,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def response_header(self) -> str:
-        """The text between a question and its response, without a thought."""
+        """Find the text between a question and its response, without a thought."""
         header = render_prompt(self).rpartition(QUESTION)[2]
         start = self.markers.start
         return (header.partition(start)[0] if start else header).strip()
@@ -197,7 +199,7 @@ class ChatTemplate:
         tokenizer: Any = self.tokenizer  # the types of its method allow only messages with texts
         try:
             text = tokenizer.apply_chat_template(
-                self.processor.template_messages(list(messages)),
+                list(messages),
                 tools=list(tools) or None,
                 tokenize=False,
                 **options,
@@ -212,7 +214,9 @@ class ChatTemplate:
         """Find how the template takes text, arguments of calls and reasoning."""
         parts = make_message("user", ANSWER, as_parts=True)
         text = make_message("user", ANSWER, as_parts=False)
-        text_as_parts = self.shows(parts) and not self.shows(text)
+        # next to images, some templates drop plain text
+        is_needed = self.shows(parts) and not self.shows(text)
+        text_as_parts = self.processor.reads_images or is_needed
         question = make_message("user", QUESTION, text_as_parts)
         key = next((key for key in env.THOUGHT_KEYS if self.shows_thought(question, key)), "")
         as_object = self.shows_arguments(question, ARGUMENT)
@@ -268,13 +272,19 @@ class ChatTemplate:
         tools: Sequence[Message] = (),
         row_id: str = "",
         observation: str | None = None,
+        images: Sequence[TaskImage] = (),
     ) -> list[int]:
         """Encode the messages and tools of a prompt.
 
         A last message of the assistant is the beginning of the response. Control tokens in texts
         stay text (`mark_texts`). observation: the environment's first one, which follows as a user
-        message. Raises env.DataError, GymError('template').
+        message. images: of the messages, by `TextProcessor.read_images`. Raises env.DataError,
+        GymError('template').
         """
+        if not self.processor.reads_images and env.list_images(messages, row_id):
+            raise env.UnsupportedRowError(
+                f"{row_id}: input_image: the model reads no images. Remove it."
+            )
         mark = uuid.uuid4().hex
         observed = [{"role": "user", "content": observation}] if observation else []
         plain = [*messages, *observed]
@@ -282,11 +292,11 @@ class ChatTemplate:
         self.check_prompt(given, tools, row_id)
         marked = self.mark_texts(given, mark)
         if marked != plain:
-            return self.encode_marked(marked, tools, mark, row_id)
-        adapted = [self.adapt(message) for message in plain]
-        return env.encode_messages(
-            adapted, tools, self.tokenizer, row_id, self.processor, self.arguments
-        )
+            ids = self.encode_marked(marked, tools, mark)
+        else:
+            adapted = [self.adapt(message) for message in plain]
+            ids = env.encode_messages(adapted, tools, self.tokenizer, row_id, self.arguments)
+        return self.processor.expand(ids, images, row_id)
 
     def check_prompt(
         self, messages: Sequence[Message], tools: Sequence[Message], row_id: str
@@ -312,7 +322,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The control tokens that no text of a row means: special ones, without thought markers.
+        """Find the control tokens that no text of a row means: special ones, no thought markers.
 
         Other control tokens, such as <think>, are also words of a question.
         """
@@ -331,7 +341,7 @@ class ChatTemplate:
         return mark_messages(marked, self.special_tokens, mark, ["user", "system"])
 
     def encode_marked(
-        self, messages: Sequence[Message], tools: Sequence[Message], mark: str, row_id: str
+        self, messages: Sequence[Message], tools: Sequence[Message], mark: str
     ) -> list[int]:
         """Encode a prompt some of whose texts have `mark` in control tokens."""
         try:
@@ -339,8 +349,7 @@ class ChatTemplate:
         except RenderError as error:
             problem = f"the chat template does not take what the environment returned: {error}"
             raise GymError("template", problem) from error
-        ids = encode_marked_text(text, self.control_tokens, mark, self.tokenizer)
-        return self.processor.expand(ids, messages, row_id)
+        return encode_marked_text(text, self.control_tokens, mark, self.tokenizer)
 
     def describe_failure(self, part: str) -> str:
         """Describe a part that the template lacks, with what to set."""
@@ -373,7 +382,7 @@ class ChatTemplate:
         if is_trusted:
             marked = self.mark_texts(messages, mark)
         try:
-            text = self.render_continuation(marked, last_id)
+            text = self.continue_conversation(self.make_conversation(marked), marked, last_id)
         except RenderError as error:
             problem = f"the chat template does not take what the environment returned: {error}"
             raise GymError("template", f"{problem}. To use it, {TEMPLATE_HINT}.") from error
@@ -389,21 +398,14 @@ class ChatTemplate:
             raise GymError("template", f"{problem}. Remove it from the server's answer.")
         return ids
 
-    def render_continuation(self, messages: Sequence[Message], last_id: int | None) -> str:
-        """Return what the template writes between an answer that ends with `last_id` and the next.
-
-        The template renders a short conversation without and with `messages`. Both texts have the
-        conversation's answer, and then the end of its turn. Raises RenderError.
-        """
-        return self.continue_conversation(self.make_conversation(messages), messages, last_id)
-
     def continue_conversation(
         self, conversation: Sequence[Message], messages: Sequence[Message], last_id: int | None
     ) -> str:
-        """Return what the template writes for `messages` after a conversation.
+        """Return what the template writes for `messages` between two answers.
 
-        conversation: its last message has the first and only ANSWER. last_id: None, or the last
-        token of that answer. Raises RenderError.
+        The template renders the conversation without and with `messages`. Both texts have its
+        answer, and then the end of its turn. conversation: its last message has the first and only
+        ANSWER. last_id: None, or the last token of that answer. Raises RenderError.
         """
         tools = self.turn_tools if conversation[-1].get("tool_calls") else []
         closed = text_after(self.render(conversation, tools), ANSWER)
@@ -432,7 +434,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def max_calls(self) -> int:
-        """How many calls in one message the template shows: none, one, or 2 for any number."""
+        """Find how many calls in one message the template shows: none, one, or 2 for any number."""
         for letters in ("ab", "a"):
             marks = [f"{ANSWER}{letter}" for letter in letters]
             calls = [make_call(mark[-1], {"text": mark}) for mark in marks]
@@ -447,7 +449,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def turn_tools(self) -> list[Message]:
-        """Tools with which calls and outputs are rendered, if the template does that otherwise.
+        """Find the tools with which calls and outputs are rendered, if that needs any.
 
         Some models have another template for prompts with tools. Tools that would be written again
         after an answer are left out.
@@ -478,7 +480,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def stop_texts(self) -> list[str]:
-        """The texts of the stop tokens."""
+        """Return the texts of the stop tokens."""
         texts = self.tokenizer.convert_ids_to_tokens(sorted(self.stop_ids))
         return [text for text in texts if text]
 
@@ -499,7 +501,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def message_ends(self) -> list[str]:
-        """The control tokens that the template writes directly after a message."""
+        """Find the control token that the template writes directly after a message, if any."""
         text = self.render([{"role": "user", "content": ANSWER}])
         rest = text_after(text, ANSWER).lstrip()
         tokens = sorted(self.control_tokens, key=len, reverse=True)
@@ -551,7 +553,7 @@ class ChatTemplate:
         stop = self.find_stop(turn_end)
         if stop:
             return stop
-        rest = self.render_continuation([following], None)
+        rest = self.continue_conversation(self.make_conversation([following]), [following], None)
         opening = next((stop for stop in self.stop_texts if rest.startswith(stop)), "")
         return opening or str(self.tokenizer.eos_token or "")
 

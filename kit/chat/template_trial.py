@@ -2,6 +2,8 @@
 
 The trial renders small conversations with marked texts. For each part of a conversation that a
 template may lack, it returns why the part fails. A recipe that needs this part is then refused.
+
+Protects: training, from a template that drops, repeats or changes what the policy should see.
 """
 
 from __future__ import annotations

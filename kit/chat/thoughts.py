@@ -2,6 +2,8 @@
 
 A thought is closed by its end marker. It begins at the start of the response, or the prompt has
 opened it. A thought that is not closed is not an answer and has no tool calls.
+
+Protects: rewards, from a thought that would count as the answer.
 """
 
 from __future__ import annotations

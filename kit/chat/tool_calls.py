@@ -1,4 +1,7 @@
-"""Tool parsers: find the calls in a response, with vLLM's parser of the format or with verl's."""
+"""Tool parsers: find the calls in a response, with vLLM's parser of the format or with verl's.
+
+Protects: a run, from a response on which a parser takes cubic time.
+"""
 
 from __future__ import annotations
 

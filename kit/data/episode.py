@@ -86,6 +86,7 @@ class Episode:
     session_lost: bool = False  # the Gym server stopped during the episode
     timings: dict[str, float] = field(default_factory=dict)  # seconds of generate, tools, verify
     row: Json = field(default_factory=dict)  # the task's row, unchanged
+    images: list[str] = field(default_factory=list)  # addresses of the task's images, in order
     record_index: RecordIndex = NOT_WRITTEN
 
     @property

@@ -28,6 +28,7 @@ from typing import IO, Any
 import numpy as np
 import orjson
 
+import env
 import gym_client
 from env import Json, Task
 from gym_client import GymError
@@ -254,11 +255,12 @@ def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
     """
     if not path.is_file():
         raise ConfigError(f"--replay {path}: no such file. Name one of runs/<name>/rollouts.")
-    rows = {hash_row(task.row): task.row for task in tasks}
+    by_content = {hash_row(task.row): task for task in tasks}
     batches: dict[str, list[Episode]] = {}
     for number, record in read_records(path):
         saved = record["_episode"]
-        row = saved.get("row") or rows.get(saved.get("content"))
+        task = by_content.get(saved.get("content"))
+        row = saved.get("row") or (task.row if task else None)
         if not row:
             raise ConfigError(
                 f"{path}:{number}: env.train_files have no row {saved['row_id']} with the recorded "
@@ -266,6 +268,7 @@ def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
             )
         try:
             episode = from_record(record, row)
+            episode.images = list_images(episode, task)
         except (KeyError, TypeError, ValueError, GymError) as error:
             raise ConfigError(
                 f"--replay {path}:{number} is no episode of rollouts/step_<N>.jsonl ({error!r}). "
@@ -276,3 +279,10 @@ def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
     if not batches:
         raise ConfigError(f"--replay {path} holds no episode. Name the file of another step.")
     return list(batches.values())
+
+
+def list_images(episode: Episode, task: Task | None) -> list[str]:
+    """List the images of a replayed episode. task: None for a row that a function generated."""
+    if task:
+        return [image.source for image in task.images]
+    return env.list_images(env.render_row(episode.row, episode.row_id)[0], episode.row_id)

@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import env
 from env import DataError, Json, Task
+from kit.chat.template import ChatTemplate
 from kit.data import fields
 from kit.data.fingerprint import name_row
 from kit.data.row_files import find_files, ignore, report_progress
@@ -62,26 +63,11 @@ def make_unique(name: str, used: set[str]) -> str:
     return unique
 
 
-class PromptEncoder(Protocol):
-    """kit.chat.template.ChatTemplate, as far as rows need it."""
-
-    def with_arguments(self, arguments: Mapping[str, object], row_id: str) -> PromptEncoder:
-        """Return the template with a row's own arguments. Raises DataError."""
-
-    def list_unused(self, arguments: Mapping[str, object]) -> set[str]:
-        """List the arguments that the template does not read."""
-
-    def encode_prompt(
-        self, messages: Sequence[Json], tools: Sequence[Json], row_id: str
-    ) -> list[int]:
-        """Encode the messages and tools of a prompt. Raises DataError."""
-
-
 @dataclass(frozen=True)
 class TaskLoader:
     """The settings by which all rows of a recipe become tasks."""
 
-    template: PromptEncoder
+    template: ChatTemplate
     aliases: Mapping[str, str]  # {alias of a Gym server, or its name: its name}
     max_prompt_length: int  # tokens; rows with a longer prompt are dropped
     only_servers: Collection[str] | None = None  # None: the rows of all servers
@@ -159,7 +145,8 @@ class TaskLoader:
         env.check_end(messages, row_id)
         arguments = env.read_template_arguments(row, row_id)
         template = self.template.with_arguments(arguments, row_id) if arguments else self.template
-        ids = template.encode_prompt(messages, tools, row_id) if messages else []
+        images = template.processor.read_images(messages, row_id)
+        ids = template.encode_prompt(messages, tools, row_id, images=images) if messages else []
         return Task(
             row_id,
             row,
@@ -170,6 +157,7 @@ class TaskLoader:
             entry.file,
             entry.weight,
             template_arguments=arguments,
+            images=images,
         )
 
     def find_server(self, row: Json, row_id: str, name: str) -> str | None:

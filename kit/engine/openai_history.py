@@ -15,6 +15,8 @@ not begin with the earlier tokens, and the episode fails as not_contiguous.
 
 The check needs nothing but the request, so several endpoints can serve one episode. A cache of
 checked histories keeps the time of a long episode linear.
+
+Protects: training, from token ids that do not belong to the text that the policy saw.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ import hashlib
 import json
 import logging
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -109,18 +110,43 @@ def has_contents(answer: ChatMessage, response: ParsedResponse) -> bool:
 # --- prompts -------------------------------------------------------------------------------------
 
 
-class Turn(NamedTuple):
-    """An earlier response of the policy: messages[position] of a request."""
+class Conversation:
+    """The messages of a request, with the template and the tools that render them."""
 
-    position: int
-    answer: ChatMessage
+    def __init__(self, request: ChatRequest, template: ChatTemplate):
+        self.messages = request.messages
+        self.tools = request.tools
+        self.template = template  # with the arguments of the request
+        # the places of the responses that have token ids
+        self.turns = [place for place, each in enumerate(request.messages) if each.is_sampled]
 
+    def encode_prompt(self, end: int | None = None) -> list[int]:
+        """Encode the messages before `end` as those of a row. Raises env.DataError."""
+        return self.template.encode_prompt(render(self.messages[:end]), self.tools, WHERE)
 
-class Setup(NamedTuple):
-    """What a request says about its prompts, besides the messages."""
+    def extend(self, turn: int, end: int | None = None) -> list[int]:
+        """Return the ids up to the end of a turn, then the encoding of the messages before `end`.
 
-    tools: list[Message]
-    template: ChatTemplate  # with the arguments of the request
+        turn: the place of a response. Text of the messages cannot open a turn of another role.
+        Raises env.DataError, GymError('template').
+        """
+        rendered = render(self.messages[turn:end])
+        between = [message for message in rendered if message["role"] != "assistant"]
+        ids = self.messages[turn].token_ids
+        return ids + self.template.encode_continuation(between, ids[-1])
+
+    def digest_turns(self) -> list[bytes]:
+        """Return a digest for each turn, of the tools, the arguments and all messages up to it."""
+        setup = [self.tools, dict(self.template.arguments)]
+        state = hashlib.sha256(json.dumps(setup).encode())
+        digests = []
+        for message in self.messages:
+            state.update(json.dumps(message.item).encode())
+            if message.is_sampled:
+                for ids in (message.prompt_token_ids or [], message.generation_token_ids or []):
+                    state.update(f" {len(ids)} ".encode() + array("i", ids).tobytes())
+                digests.append(state.copy().digest())
+        return digests
 
 
 class Histories:
@@ -130,7 +156,7 @@ class Histories:
         self.context = context
         self.rewritten_count = 0
         self._unused: set[str] = set()  # fields of requests that the log has named
-        self._checked: OrderedDict[bytes, None] = OrderedDict()  # digests, the newest at the end
+        self._checked: set[bytes] = set()  # digests
 
     def warn_of_unused(self, body: Message) -> None:
         """Log each field of a request that is not used, once. body: of a valid request."""
@@ -150,96 +176,69 @@ class Histories:
             raise RequestError(
                 f"The conversation exceeds the context length: {problem}.", "messages", CONTEXT_CODE
             )
-        arguments = request.template_arguments
+        param = env.TEMPLATE_ARGUMENTS
         try:
-            template = self.context.template.with_arguments(arguments, env.TEMPLATE_ARGUMENTS)
-        except env.DataError as error:
-            raise RequestError(str(error), env.TEMPLATE_ARGUMENTS) from error
-        try:
-            return await self._build_prompt(request, Setup(request.tools, template))
+            template = self.context.template.with_arguments(request.template_arguments, param)
+            param = "messages"
+            return await self._build_prompt(Conversation(request, template))
         except (env.DataError, GymError) as error:
-            raise RequestError(str(error), "messages") from error
+            raise RequestError(str(error), param) from error
 
-    async def _build_prompt(self, request: ChatRequest, setup: Setup) -> Prompt:
-        messages = request.messages
-        last = messages[-1]
+    async def _build_prompt(self, conversation: Conversation) -> Prompt:
+        turns = conversation.turns
+        last = conversation.messages[-1]
         if last.role == "assistant" and not last.is_sampled:  # the policy continues this text
             env.check_end(render([last]), WHERE)
-        turns = list_turns(messages)
-        if turns and await self.is_unchanged(messages, setup, turns):
-            ids = self.extend(turns[-1], messages, len(messages), setup)
-            first_length = len(turns[0].answer.prompt_token_ids or [])
+        if turns and await self.is_unchanged(conversation):
+            first_length = len(conversation.messages[turns[0]].prompt_token_ids or [])
+            ids = conversation.extend(turns[-1])
             return Prompt(ids, first_length, len(turns), is_rewritten=False)
         if turns:
             self.count_rewritten()
-        ids = self.encode_prompt(messages, setup)
+        ids = conversation.encode_prompt()
         return Prompt(ids, len(ids), turn_count=0, is_rewritten=bool(turns))
-
-    def encode_prompt(self, messages: Sequence[ChatMessage], setup: Setup) -> list[int]:
-        """Encode messages as those of a row are encoded. Raises env.DataError."""
-        return setup.template.encode_prompt(render(messages), setup.tools, WHERE)
-
-    def extend(
-        self, turn: Turn, messages: Sequence[ChatMessage], end: int, setup: Setup
-    ) -> list[int]:
-        """Return the ids up to the end of `turn`, then the encoding of the messages before `end`.
-
-        Text of these messages cannot open a turn of another role. Raises env.DataError,
-        GymError('template').
-        """
-        rendered = render(messages[turn.position : end])
-        between = [message for message in rendered if message["role"] != "assistant"]
-        ids = turn.answer.token_ids
-        return ids + setup.template.encode_continuation(between, ids[-1])
 
     # --- the check ---
 
-    async def is_unchanged(
-        self, messages: Sequence[ChatMessage], setup: Setup, turns: Sequence[Turn]
-    ) -> bool:
+    async def is_unchanged(self, conversation: Conversation) -> bool:
         """Return whether the token ids of all turns belong to these messages."""
-        later_answers = [each for each in messages[turns[0].position :] if each.role == "assistant"]
-        if len(later_answers) > len(turns):  # the agent has written some of them
-            return False
-        digests = digest_histories(messages, setup)
+        turns = conversation.turns
+        later = conversation.messages[turns[0] :]
+        if sum(message.role == "assistant" for message in later) > len(turns):
+            return False  # the agent has written some of them
+        digests = conversation.digest_turns()
         checked = [number for number, digest in enumerate(digests) if digest in self._checked]
         for number in range(checked[-1] + 1 if checked else 0, len(turns)):
-            previous = turns[number - 1] if number else None
-            if not await self.is_consistent(messages, setup, turns[number], previous):
+            if not await self.is_consistent(conversation, number):
                 return False
         self.remember(digests[-1])
         return True
 
-    async def is_consistent(
-        self,
-        messages: Sequence[ChatMessage],
-        setup: Setup,
-        turn: Turn,
-        previous: Turn | None,
-    ) -> bool:
-        """Return whether a turn follows the previous one, and has the contents of its ids."""
+    async def is_consistent(self, conversation: Conversation, number: int) -> bool:
+        """Return whether a turn follows the one before, and has the contents of its ids."""
+        turn = conversation.turns[number]
+        answer = conversation.messages[turn]
         try:
-            if previous:
-                prompt_ids = self.extend(previous, messages, turn.position, setup)
+            if number:
+                prompt_ids = conversation.extend(conversation.turns[number - 1], turn)
             else:
-                prompt_ids = self.encode_prompt(messages[: turn.position], setup)
-            if turn.answer.prompt_token_ids != prompt_ids:
+                prompt_ids = conversation.encode_prompt(turn)
+            if answer.prompt_token_ids != prompt_ids:
                 return False
-            ids = turn.answer.generation_token_ids or []
-            response = await parse_offered(self.context, ids, setup.tools, prompt_ids)
-            if has_contents(turn.answer, response):
-                return True
-            response = await parse_offered(self.context, ids, [], prompt_ids)  # tool_choice: none
-            return has_contents(turn.answer, response)
+            ids = answer.generation_token_ids or []
+            for tools in (conversation.tools, []):  # without tools, as by tool_choice: none
+                response = await parse_offered(self.context, ids, tools, prompt_ids)
+                if has_contents(answer, response):
+                    return True
         except (env.DataError, GymError):  # no prompt or response of this endpoint
-            return False
+            pass
+        return False
 
     def remember(self, digest: bytes) -> None:
-        """Add a checked history to the cache. If the cache is full, drop the oldest one."""
-        self._checked[digest] = None
-        self._checked.move_to_end(digest)
-        if len(self._checked) > MAX_CHECKED:
-            self._checked.popitem(last=False)
+        """Add a checked history. If there are too many, all are checked once more."""
+        if len(self._checked) >= MAX_CHECKED:
+            self._checked.clear()
+        self._checked.add(digest)
 
     def count_rewritten(self) -> None:
         """Count a rewritten history, and log the first one."""
@@ -252,28 +251,9 @@ class Histories:
             )
 
 
-def list_turns(messages: Sequence[ChatMessage]) -> list[Turn]:
-    """Return the responses that have token ids."""
-    numbered = enumerate(messages)
-    return [Turn(position, message) for position, message in numbered if message.is_sampled]
-
-
 def render(messages: Sequence[ChatMessage]) -> list[Message]:
     """Render messages as those of a row. Raises env.DataError."""
     rendered = env.render_items([message.item for message in messages], WHERE)
-    if any(map(env.has_image, rendered)):
+    if env.list_images(rendered, WHERE):
         raise env.DataError(f"{WHERE}: only text is supported, no images. Remove them.")
     return rendered
-
-
-def digest_histories(messages: Sequence[ChatMessage], setup: Setup) -> list[bytes]:
-    """Return a digest for each turn, of the setup and all messages up to its end."""
-    state = hashlib.sha256(json.dumps([setup.tools, dict(setup.template.arguments)]).encode())
-    digests = []
-    for message in messages:
-        state.update(json.dumps(message.item).encode())
-        if message.is_sampled:
-            for ids in (message.prompt_token_ids or [], message.generation_token_ids or []):
-                state.update(f" {len(ids)} ".encode() + array("i", ids).tobytes())
-            digests.append(state.copy().digest())
-    return digests

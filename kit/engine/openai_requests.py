@@ -4,6 +4,11 @@ A request that is malformed, or that needs more, is refused with a `RequestError
 field. kit/data/fields.py has the table of fields. The sampling parameters (`temperature`, `top_p`,
 `seed` and others) are not used, since the run sets them: tokens must be on-policy. Messages and
 tools are read by env.py, as those of a row are.
+
+vLLM's ChatCompletionRequest is not used: it refuses arguments of calls that are objects, finds a
+wrong content only when it is read, and takes seconds to import.
+
+Protects: training, from a field of a request that would be ignored silently.
 """
 
 from __future__ import annotations
@@ -52,18 +57,18 @@ class Message(BaseModel):
 
     @property
     def is_sampled(self) -> bool:
-        """Whether it is a response with the token ids of its prompt and of itself."""
+        """Return whether it is a response with the token ids of its prompt and of itself."""
         has_ids = bool(self.prompt_token_ids and self.generation_token_ids)
         return self.role == "assistant" and has_ids
 
     @property
     def token_ids(self) -> list[int]:
-        """The token ids of the conversation up to the end of this response."""
+        """Return the token ids of the conversation up to the end of this response."""
         return [*(self.prompt_token_ids or []), *(self.generation_token_ids or [])]
 
     @functools.cached_property
     def item(self) -> Json:
-        """The message as env.render_items takes it."""
+        """Return the message as env.render_items takes it."""
         item: Json = sanitize_json({**(self.model_extra or {}), "role": self.role})
         return item
 
@@ -78,8 +83,6 @@ class ChatRequest(BaseModel):
     tool_choice: object = None
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
-    logprobs: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: Json | None = None
     chat_template_kwargs: Annotated[Json | None, ReadJson] = None
@@ -90,15 +93,14 @@ class ChatRequest(BaseModel):
 
     @property
     def template_arguments(self) -> Json:
-        """The arguments that the request gives to the chat template."""
+        """Return the arguments that the request gives to the chat template."""
         arguments = {"reasoning_effort": self.reasoning_effort, **(self.chat_template_kwargs or {})}
         return {key: value for key, value in arguments.items() if value is not None}
 
     @property
     def max_length(self) -> int | None:
-        """The limit of the response, in tokens."""
-        limits = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
-        return min(limits, default=None)
+        """Return the limit of the response, in tokens."""
+        return self.max_completion_tokens or self.max_tokens
 
 
 def read_request(body: object) -> ChatRequest:

@@ -9,6 +9,8 @@
 Each response has its token ids and log-probs. In the next request, Gym returns them with the
 assistant's message. The next prompt starts with exactly these ids, so that no sampled token is
 encoded again.
+
+Protects: sampled tokens, since an agent's text is never encoded as what the policy wrote.
 """
 
 from __future__ import annotations
@@ -19,19 +21,16 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
 from gym_client import GymError, Json
 from kit.chat.parsed_response import ParsedResponse
-from kit.data.episode import LOG_PROBS, PROMPT_IDS, SAMPLED_IDS, TOKEN_FIELDS
+from kit.data.episode import LOG_PROBS, PROMPT_IDS, SAMPLED_IDS
 from kit.engine.openai_history import Histories, Prompt, parse_offered
 from kit.engine.openai_requests import CONTEXT_CODE, ChatRequest, RequestError, read_request
 from kit.engine.sampling import RolloutContext, SampledResponse, sample
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MAX_BODY_BYTES = 2**28
 # A request has the text of its conversation, and the ids up to each of its turns.
@@ -92,19 +91,20 @@ async def complete_chat(
         histories.warn_of_unused(body)
         prompt = await histories.build_prompt(request)
         room = find_room(prompt, request, context)
-        request_id = uuid.uuid4().hex
-        sampled = await sample(context, context.endpoint_sampling, request_id, prompt.ids, room)
+        samples = context.samples
+        assert samples, "the policy endpoint is in the driver, whose context has a store"
+        sampled = await sample(context, samples.sampling, uuid.uuid4().hex, prompt.ids, room)
         tools = [] if request.tool_choice == "none" else request.tools
         response = await parse_offered(context, sampled.ids, tools, prompt.ids)
-        if context.samples and request.for_training is not False:
-            context.samples.add(prompt.ids, sampled)
+        if request.for_training is not False:
+            samples.add(prompt.ids, sampled)
     except RequestError as error:
         return error_reply(400, str(error), error.param, error.code)
     except RecursionError:
         return error_reply(400, "the JSON of the request has too many levels. Remove some.")
     except GymError as error:
         return error_reply(422, str(error), code=error.reason, kind="server_error")
-    return Reply(200, make_completion(request, prompt, sampled, response, context))
+    return Reply(200, make_completion(prompt, sampled, response, context.stop_ids))
 
 
 def find_room(prompt: Prompt, request: ChatRequest, context: RolloutContext) -> int:
@@ -137,27 +137,19 @@ def find_room(prompt: Prompt, request: ChatRequest, context: RolloutContext) -> 
 
 
 def make_completion(
-    request: ChatRequest,
-    prompt: Prompt,
-    sampled: SampledResponse,
-    response: ParsedResponse,
-    context: RolloutContext,
+    prompt: Prompt, sampled: SampledResponse, response: ParsedResponse, stop_ids: set[int]
 ) -> Json:
     """Return a chat completion of OpenAI's API, with Gym's fields for token ids and log-probs."""
-    if sampled.ids[-1] not in context.stop_ids:
+    if sampled.ids[-1] not in stop_ids:
         finish_reason = "length"
     elif response.calls:
         finish_reason = "tool_calls"
     else:
         finish_reason = "stop"
-    log_probs = None
-    # Gym's model server sets both fields, but reads the log-probs of the message.
-    if request.logprobs and not request.return_tokens_as_token_ids:
-        log_probs = {"content": list_log_probs(sampled, context.tokenizer), "refusal": None}
     choice = {
         "index": 0,
         "finish_reason": finish_reason,
-        "logprobs": log_probs,
+        "logprobs": None,  # the message has those of the sampled tokens
         "message": make_message(prompt, sampled, response),
     }
     return {
@@ -195,44 +187,23 @@ def make_message(prompt: Prompt, sampled: SampledResponse, response: ParsedRespo
     return message | token_fields
 
 
-def list_log_probs(sampled: SampledResponse, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
-    """Return the log-probs of a response in the form of OpenAI's API."""
-    entries = []
-    for token_id, log_prob in zip(sampled.ids, sampled.log_probs, strict=True):
-        token = str(tokenizer.decode([token_id]))
-        entry = {"token": token, "logprob": log_prob, "bytes": list(token.encode())}
-        entries.append({**entry, "top_logprobs": []})
-    return entries
-
-
 # --- streams -------------------------------------------------------------------------------------
 
 
 def make_chunks(completion: Json, include_usage: bool) -> Iterator[Json]:
-    """Yield the chunks of a stream that has the contents of a completion.
-
-    The first chunk has the token ids.
-    """
-    choice = completion["choices"][0]
-    message = choice["message"]
-    deltas = [{key: message[key] for key in ("role", *TOKEN_FIELDS)}]
-    deltas += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
-    for index, call in enumerate(message["tool_calls"]):
-        deltas.append({"tool_calls": [{"index": index, **call}]})
-    deltas.append({})
+    """Yield the chunks of a stream: the whole message, its end, and maybe the usage."""
     shared = {**completion, "object": "chat.completion.chunk"}
     usage = shared.pop("usage")
     if include_usage:
         shared["usage"] = None
-    for number, delta in enumerate(deltas):
-        is_last = number == len(deltas) - 1
-        part = {
-            "index": 0,
-            "delta": delta,
-            "logprobs": choice["logprobs"] if number == 0 else None,
-            "finish_reason": choice["finish_reason"] if is_last else None,
-        }
-        yield {**shared, "choices": [part]}
+    (choice,) = completion["choices"]
+    message = choice["message"]
+    calls = [{"index": index, **call} for index, call in enumerate(message["tool_calls"])]
+    beginning = {**choice, "delta": {**message, "tool_calls": calls}, "finish_reason": None}
+    del beginning["message"]
+    yield {**shared, "choices": [beginning]}
+    end = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
+    yield {**shared, "choices": [end]}
     if include_usage:
         yield {**shared, "choices": [], "usage": usage}
 

@@ -11,6 +11,8 @@ computes a few short rows with its engine, before the first step:
                 every model. Other kernels may differ from it by rounding only
 
 If packed rows fail, each row becomes a micro-batch, with the first attention that agrees.
+
+Protects: log-probs and weights, from layers that mix the rows of a batch.
 """
 
 from __future__ import annotations
@@ -146,7 +148,7 @@ def find_problem(engine: Engine, way: Way, reference: Sequence[torch.Tensor]) ->
 
 
 def measure_influence(engine: Engine, way: Way, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """How much rows change if the tokens of the other half of the rows do."""
+    """Measure how much rows change if the tokens of the other half of the rows do."""
     rows = make_rows(find_model(engine).config)
     half = len(rows) // 2
     # the first tokens stay, so that rows which the engine sorts keep their order
@@ -178,7 +180,7 @@ def compute(engine: Engine, rows: Sequence[Row], way: Way) -> list[torch.Tensor]
 
 
 def find_model(engine: Engine) -> PreTrainedModel:
-    """The model of transformers inside the wrappers of FSDP and LoRA."""
+    """Find the model of transformers inside the wrappers of FSDP and LoRA."""
     return next(part for part in engine.module.modules() if isinstance(part, PreTrainedModel))
 
 
@@ -213,15 +215,15 @@ def make_data(rows: Sequence[Row], has_axes: bool) -> TensorDict:
 
 
 def subtract(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The differences of all tokens."""
+    """Return the differences of all tokens."""
     return torch.cat([x - y for x, y in zip(a, b, strict=True)])
 
 
 def measure(differences: torch.Tensor) -> float:
-    """The root of the mean square. NaN if a difference is NaN."""
+    """Return the root of the mean square. It is NaN if a difference is NaN."""
     return float(differences.square().mean().sqrt())
 
 
 def describe_error(error: Exception) -> str:
-    """The first line of an exception."""
+    """Return the first line of an exception."""
     return f"{type(error).__name__}: {error}".splitlines()[0]

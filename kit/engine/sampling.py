@@ -1,4 +1,7 @@
-"""Requests of a rollout, and one response of the policy: token ids in, token ids out."""
+"""Requests of a rollout, and one response of the policy: token ids in, token ids out.
+
+Protects: training, from stale weights and from token ids that the policy did not sample.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +46,21 @@ class SampledResponse(NamedTuple):
 
 
 class SampleStore:
-    """What the policy endpoint sampled in this batch, until an episode takes it.
+    """What the policy endpoint samples in one batch, until an episode takes it.
 
     An agent's Response claims token ids and log-probs. The endpoint knows both. Two episodes may
     have sampled the same response, so an entry is a list.
     """
 
     def __init__(self) -> None:
+        # Requests of agents do not say which batch they belong to: to the last one that began.
+        self.sampling: Sampling = {}
         self._responses: dict[bytes, list[SampledResponse]] = {}
+
+    def begin_batch(self, sampling: Sampling) -> None:
+        """Let the endpoint sample in this way, and forget the responses of the batch before."""
+        self.sampling = sampling
+        self._responses.clear()
 
     def add(self, prompt_ids: list[int], sampled: SampledResponse) -> None:
         """Keep a response and its prompt."""
@@ -79,8 +89,7 @@ class RolloutContext:
     """The client of the rollout engine, and the settings of model and recipe that turns use."""
 
     client: Client
-    tokenizer: PreTrainedTokenizerBase
-    stop_ids: set[int]  # ids that end a turn
+    template: ChatTemplate
     max_prompt_length: int  # tokens
     max_response_length: int  # tokens of an episode after its prompt, including observed ones
     max_turns: int | None  # responses of the policy in one episode; None: as many as fit
@@ -93,30 +102,34 @@ class RolloutContext:
     )
     policy_version: int | None = None  # the step whose weights the servers have; None: no check
     max_staleness: int = 0  # allowed distance from policy_version, in steps
-    # The policy endpoint (openai_server.py) samples with these. Its requests come from agents and
-    # do not say which rollout they belong to, so `Servers` sets this when a rollout starts.
-    endpoint_sampling: Sampling = field(default_factory=dict)
     scales: Scales = field(default_factory=dict)  # of the verifiers' rewards
-    # Responses of the policy endpoint. None in a rollout worker, whose endpoint is in the driver.
+    # Of the policy endpoint. None in a rollout worker, since the endpoint is in the driver.
     samples: SampleStore | None = field(default_factory=SampleStore)
     episode_timeout_s: float = math.inf  # for all turns of an episode, once it has a slot
     # {server: the first names of its reward components, of which a run has at most MAX_COMPONENTS}
     component_names: dict[str, set[str]] = field(default_factory=dict)
     # functions of optional features that look at a verified episode
     after_episode: Sequence[AfterEpisode] = ()
-    processor: TextProcessor = None  # type: ignore[assignment]  # __post_init__ sets it
-    template: ChatTemplate = None  # type: ignore[assignment]  # __post_init__ sets it
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the model's tokenizer."""
+        return self.template.tokenizer
+
+    @property
+    def processor(self) -> TextProcessor:
+        """Return the model's processor, which may read images."""
+        return self.template.processor
+
+    @property
+    def stop_ids(self) -> set[int]:
+        """Return the ids that end a turn."""
+        return self.template.stop_ids
 
     @property
     def max_length(self) -> int:
-        """The tokens of the longest episode."""
+        """Return the number of tokens of the longest episode."""
         return self.max_prompt_length + self.max_response_length
-
-    def __post_init__(self) -> None:
-        if self.processor is None:
-            self.processor = TextProcessor(self.tokenizer)
-        if self.template is None:
-            self.template = ChatTemplate(self.processor, self.stop_ids)
 
 
 def make_rollout_context(
@@ -136,10 +149,7 @@ def make_rollout_context(
     engines = recipe.rollout_gpus // rollout.tensor_model_parallel_size
     return RolloutContext(
         client=client,
-        tokenizer=inputs.tokenizer,
-        processor=inputs.processor,
         template=inputs.template,
-        stop_ids=inputs.stop_ids,
         max_prompt_length=recipe.data.max_prompt_length,
         max_response_length=recipe.data.max_response_length,
         max_turns=turns.max_assistant_turns,
@@ -258,14 +268,14 @@ class EpisodeId(NamedTuple):
 
     @property
     def request_id(self) -> str:
-        """The id for the rollout engine. The seeds of the responses follow from it."""
+        """Return the id for the rollout engine. The seeds of the responses follow from it."""
         prefix = "greedy-" if self.is_baseline else ""
         suffix = f"-again-{self.attempt}" if self.attempt else ""
         return f"{prefix}{self.group_id}-{self.number}{suffix}"
 
     @property
     def gym_index(self) -> EpisodeIndex:
-        """The numbers for the Gym server."""
+        """Return the numbers for the Gym server."""
         return EpisodeIndex(self.task_index, self.number)
 
 

@@ -2,6 +2,8 @@
 
 Processes of torch.distributed find each other through this store. This module imports torch only
 when it creates a store, because a run checks its recipe before it imports torch.
+
+Protects: other runs and this one, from processes of other machines that join a store.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 configs/base.yaml names it twice: VERL_USE_EXTERNAL_MODULES makes verl import it, and
 worker_extension_cls makes vLLM's workers use `WorkerExtension`. vLLM's classes take 10 s to import,
 and not every process of verl needs them. So the two classes here are created at their first use.
+
+Protects: weights, from other users and runs that read or write verl's sockets.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 vLLM imports these classes in its server process (its option `--middleware`). Without them, vLLM
 answers some 25 routes. Its API key guards only those below /v1, /v2 and /inference; `/invocations`
 samples without a key.
+
+Protects: the policy and the judges, from requests of anybody who reaches the port.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Patches of verl's TrainingWorker, which trains the actor and the critic with FSDP.
 
 `monkey_patch_training_worker` is called in each process that trains (kit/engine/verl_patches.py).
+
+Protects: the learning rate after a resume, and LoRA's reference, which keeps its first weights.
 """
 
 from __future__ import annotations

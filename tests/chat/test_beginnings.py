@@ -74,22 +74,11 @@ def test_a_thought_that_the_row_begins_is_read_as_a_thought(text, response, thou
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So"}]},
     ],
 )
-def test_a_prompt_that_no_response_can_follow_is_refused(tmp_path, capsys, last):
-    from lab import convert
-
+def test_a_prompt_that_no_response_can_follow_is_refused(tmp_path, last):
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": [USER, last]}])
     message = "rows.jsonl:1: the prompt ends with a thought or a call of the assistant"
-    assert not convert.check(str(path)) and message in capsys.readouterr().out
     with pytest.raises(env.DataError, match=message):
         TaskLoader(Letters(), {"s": "s"}, 999).load_files([Entry(str(path))])
-
-
-@pytest.mark.parametrize("name", ["trl/qwen3", "trl/glm4moe"])
-def test_public_templates_continue_an_answer_as_transformers_does(name):
-    tokenizer = load(name).tokenizer
-    template = context_of(None, tokenizer).template
-    ids = tokenizer.apply_chat_template(begin("It is"), continue_final_message=True)["input_ids"]
-    assert template.encode_prompt(begin("It is")) == ids
 
 
 def test_the_endpoint_continues_the_answer_that_an_agent_begins():

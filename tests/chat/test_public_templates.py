@@ -90,9 +90,7 @@ def public(request):
 
 
 def make_context(client, public, template, tool_format="hermes"):
-    context = context_of(client, public.tokenizer, tool_format=tool_format, template=template)
-    context.stop_ids = public.stop_ids
-    return context
+    return context_of(client, public.tokenizer, tool_format=tool_format, template=template)
 
 
 def make_task(template, items, tools=()) -> env.Task:
@@ -319,7 +317,7 @@ def test_the_endpoint_gives_an_agent_the_same_tokens(public):
 def test_an_unfinished_thought_is_no_answer_and_makes_no_calls(public):
     template = make_template(public)
     if {PROMPTS, ANSWERS} & template.failures.keys() or template.is_harmony:
-        return  # refused, or in tests/chat/test_harmony.py
+        return  # refused, or in tests/chat/test_thoughts.py
     tokenizer = template.tokenizer
     task = make_task(template, QUESTION)
     opened = template.render(task.messages, add_generation_prompt=True)

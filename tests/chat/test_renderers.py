@@ -63,7 +63,6 @@ def pair(request):
 
 def parse(pair, prompt, ids):
     context = context_of(None, pair.tokenizer, tool_format=pair.tool_format, template=pair.template)
-    context.stop_ids = pair.template.stop_ids
     ours = asyncio.run(parse_response(context.template, ids, [TOOL], prompt))
     theirs = pair.renderer.parse_response(ids, tools=[TOOL], prompt_ids=prompt)
     return ours, theirs

@@ -24,7 +24,6 @@ from kit.chat.processor import TextProcessor
 from kit.chat.template import ChatTemplate
 from kit.data.row_files import read_raw_rows
 from kit.data.verl_rows import parse_row
-from kit.engine import openai_server
 from tests.helpers.http import measure_longest_pause
 from tests.helpers.recipes import gym_examples
 from tests.helpers.rollouts import (
@@ -126,22 +125,6 @@ def test_no_tool_and_no_step_writes_a_turn_of_an_episode(session):
     # one turn of the environment, and one of the policy
     assert count_turns(episode.response_ids, tokenizer) == 2
     assert FORGED in tokenizer.decode(episode.response_ids)
-
-
-def test_no_tool_of_an_agent_writes_a_turn():
-    tokenizer = make_family_tokenizer("chatml")
-    context = context_of(one_turn_each([call(), "done"], tokenizer), tokenizer)
-    history = [{"role": "user", "content": "Look it up."}]
-    _, answer = asyncio.run(
-        openai_server.complete_chat({"messages": history, "tools": [CHAT_TOOL]}, context)
-    )
-    message = answer["choices"][0]["message"]
-    output = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": FORGED}
-    second = {"messages": [*history, message, output], "tools": [CHAT_TOOL]}
-    assert asyncio.run(openai_server.complete_chat(second, context))[0] == 200
-    before, after = context.client.prompts
-    assert count_turns(after, tokenizer) - count_turns(before, tokenizer) == 2
-    assert FORGED in tokenizer.decode(after)
 
 
 # --- tool parsers --------------------------------------------------------------------------------

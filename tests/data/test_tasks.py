@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,8 +24,9 @@ class Letters:
 
     def __init__(self):
         self.prompts: list[str] = []
+        self.processor: Any = SimpleNamespace(read_images=lambda *_: ())
 
-    def encode_prompt(self, messages, tools, row_id):
+    def encode_prompt(self, messages, tools, row_id, images):
         self.prompts.append(messages[-1]["content"])
         return [ord(letter) for letter in messages[-1]["content"]]
 

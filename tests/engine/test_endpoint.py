@@ -106,7 +106,7 @@ def test_the_next_prompt_starts_with_the_sampled_tokens():
 def test_sampling_parameters_are_those_of_the_run():
     context = make_context("a", "b")
     for temperature in (0.5, 0.0):  # as when an evaluation starts
-        context.endpoint_sampling = {"temperature": temperature}
+        context.samples.begin_batch({"temperature": temperature})
         ask(context, temperature=9)
     assert [params["temperature"] for _, params in context.client.requests] == [0.5, 0.0]
 
@@ -529,11 +529,3 @@ def test_a_failure_of_the_engine_is_an_error_in_json(error, status, code):
     found, text = asyncio.run(fetch(context, "POST", "/v1/chat/completions", **options))
     body = json.loads(text)["error"]
     assert (found, body["code"]) == (status, code) and str(error) in body["message"]
-
-
-def test_log_probs_are_sent_if_the_request_asks_for_them():
-    entries = chat(make_context("é!"), logprobs=True).choices[0].logprobs.content
-    assert [entry.logprob for entry in entries] == [-0.5, -1.5, -2.5, -3.5]
-    assert [entry.token for entry in entries][2:] == ["!", "<|im_end|>"]
-    gym = {"return_tokens_as_token_ids": True}  # it reads the log-probs of the message
-    assert chat(make_context(), logprobs=True, extra_body=gym).choices[0].logprobs is None

@@ -164,49 +164,33 @@ SCHEMA = {
     "required": ["city"],
     "additionalProperties": False,
 }
-EXAMPLE: list[dict[str, Any]] = [
-    {"role": "user", "content": "Add 7."},
-    {"type": "function_call", "call_id": "a" * 9, "name": "look_up", "arguments": '{"n": 7}'},
-    {"type": "function_call_output", "call_id": "a" * 9, "output": '{"ok":true}'},
-    {"role": "assistant", "content": "Done."},
-]
-ROWS = {
-    "instructions": {
-        "instructions": "Be brief.",
-        "input": [
-            {"role": "developer", "content": "Use °C."},
-            {"role": "user", "content": [{"type": "input_text", "text": part} for part in "ab"]},
-        ],
-        "tools": [{**LOOK_UP, "parameters": SCHEMA}],
-    },
-    "two calls": {
-        "input": [
-            {"role": "user", "content": "Two."},
-            {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "Hm"}]},
-            {**EXAMPLE[1], "call_id": "b" * 9},
-            {**EXAMPLE[1], "arguments": '{"n": {"m": [1, 2.5, "é"]}}'},
-            {**EXAMPLE[2], "call_id": "b" * 9},
-            *EXAMPLE[2:],
-            {"role": "user", "content": "Now three."},
-        ],
-        "tools": [LOOK_UP],
-    },
+CALLED: dict[str, Any] = {"type": "function_call", "call_id": "a" * 9, "name": "look_up"}
+ROW = {
+    "instructions": "Be brief.",
+    "input": [
+        {"role": "developer", "content": "Use °C."},
+        {"role": "user", "content": [{"type": "input_text", "text": part} for part in "ab"]},
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "Hm"}]},
+        {**CALLED, "arguments": '{"n": 7}', "call_id": "b" * 9},
+        {**CALLED, "arguments": '{"n": {"m": [1, 2.5, "é"]}}'},
+        {"type": "function_call_output", "call_id": "b" * 9, "output": '{"ok":true}'},
+        {"type": "function_call_output", "call_id": "a" * 9, "output": '{"ok":true}'},
+        {"role": "assistant", "content": "Done."},
+        {"role": "user", "content": "Now three."},
+    ],
+    "tools": [{**LOOK_UP, "parameters": SCHEMA}],
 }
 
 
 @pytest.mark.parametrize("family", sorted(TEMPLATES))
 def test_the_first_prompt_is_the_one_of_the_dry_run(server, family):
     tokenizer = bytes_tokenizer(TEMPLATES[family], STOPS[family])
-    rows = {**ROWS, "counter": make_counter_row("Add 3.")["responses_create_params"]}
-    if family == "mistral":  # its ids have nine characters
-        del rows["counter"]
-    for name, params in rows.items():
-        client = one_turn_each(["Done."], tokenizer)
-        context = context_of(client, tokenizer)
-        play(server, context, params, [])
-        messages, tools = env.render_row({"responses_create_params": params}, "x:1")
-        expected = context.template.encode_prompt(messages, tools, "x:1")
-        assert client.prompts == [expected], (name, tokenizer.decode(client.prompts[0]))
+    client = one_turn_each(["Done."], tokenizer)
+    context = context_of(client, tokenizer)
+    play(server, context, ROW, [])
+    messages, tools = env.render_row({"responses_create_params": ROW}, "x:1")
+    expected = context.template.encode_prompt(messages, tools, "x:1")
+    assert client.prompts == [expected], tokenizer.decode(client.prompts[0])
 
 
 # --- turns ---------------------------------------------------------------------------------------
@@ -276,30 +260,24 @@ def test_no_text_of_the_policy_looks_like_a_rewritten_history(server, turns):
 # --- limits --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [84, 400])
-def test_the_length_of_a_response_limits_an_agent(server, limit):
-    """It counts the tokens of all turns and of the tool's outputs, as in an episode of the kit."""
+@pytest.mark.parametrize(
+    ("texts", "limits", "row", "turns", "ended"),
+    [
+        # all tokens after the first prompt count, also those of the tool's outputs
+        ([call(), call(), "Done."], {"max_response_length": 84}, {}, 1, "length"),
+        ([call(), call(), "Done."], {"max_response_length": 400}, {}, 3, "stop"),
+        ([call()] * 5, {"max_turns": 3}, {}, 3, "turns"),
+        (["Hello."], {}, {"max_output_tokens": 4}, 1, "length"),
+    ],
+)
+def test_an_agent_has_the_limits_of_an_episode_of_the_kit(server, texts, limits, row, turns, ended):
     tokenizer = chatml_tokenizer()
-    client = one_turn_each([call(), call(), "Done."], tokenizer)
-    context = context_of(client, tokenizer, max_response_length=limit)
-    response = play(server, context, PARAMS, ["seen", "seen"])
-    episode = make_episode(response, context)
-    assert len(episode.response_ids) <= limit
-    assert len(client.prompts) == len(episode.turns)  # no request was repeated
-    assert episode.ended == ("stop" if limit == 400 else "length")
-    assert len(episode.turns) == {84: 1, 400: 3}[limit]
-
-
-def test_the_number_of_turns_and_a_row_limit_an_agent(server):
-    tokenizer = chatml_tokenizer()
-    client = one_turn_each([call()] * 5, tokenizer)
-    context = context_of(client, tokenizer, max_turns=3)
-    episode = make_episode(play(server, context, PARAMS, ["seen"] * 5), context)
-    assert len(episode.turns) == len(client.prompts) == 3
-    context = context_of(one_turn_each(["Hello."], tokenizer), tokenizer)
-    params = {**PARAMS, "max_output_tokens": 4}
-    episode = make_episode(play(server, context, params, []), context)
-    assert (episode.response, episode.ended) == ("Hell", "length")
+    client = one_turn_each(texts, tokenizer)
+    context = context_of(client, tokenizer, **limits)
+    episode = make_episode(play(server, context, PARAMS | row, ["seen"] * 5), context)
+    assert len(episode.response_ids) <= context.max_response_length
+    assert len(episode.turns) == len(client.prompts) == turns  # no request was repeated
+    assert episode.ended == ended and (not row or episode.response == "Hell")
 
 
 # --- requests that are refused -------------------------------------------------------------------

@@ -9,26 +9,22 @@ from types import SimpleNamespace
 import pytest
 
 from gym_client import GymError
+from kit.chat.processor import TextProcessor
+from kit.chat.template import ChatTemplate
 from kit.engine import sampling
 from kit.errors import RunError
 from tests.helpers.rollouts import SAMPLING, STOP, RecordingClient, make_context, make_recipe
 
 
 def test_a_context_has_the_limits_of_the_recipe():
-    inputs = SimpleNamespace(
-        tokenizer="tokenizer",
-        processor="processor",
-        stop_ids={3, 4},
-        model=SimpleNamespace(vocab_size=1000),
-        scales={},
-        template="template",
-    )
+    template = ChatTemplate(TextProcessor("tokenizer"), {3, 4})
+    model = SimpleNamespace(vocab_size=1000)
+    inputs = SimpleNamespace(template=template, model=model, scales={})
     context = sampling.make_rollout_context(make_recipe(), "client", inputs, 77.0)
     assert (context.client, context.tokenizer, context.stop_ids) == ("client", "tokenizer", {3, 4})
-    assert context.processor == "processor"
+    assert context.template is template and context.processor is template.processor
     assert (context.max_prompt_length, context.max_response_length) == (123, 456)
     assert (context.max_turns, context.max_tool_chars) == (6, 99)
-    assert context.template.tool_format == "llama3_json"
     assert (context.timeout_s, context.vocab_size) == (77.0, 1000)
     assert context.episode_timeout_s == 45.0
     assert (context.seed, context.max_staleness) == (11, 2)

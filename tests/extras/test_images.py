@@ -6,10 +6,10 @@ import asyncio
 import http.server
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from datasets import Dataset
 from omegaconf import OmegaConf
 
 import env
@@ -19,6 +19,7 @@ from extras.images import ImageProcessor, make_processor
 from gym_client import GymError
 from kit.chat.processor import TextProcessor
 from kit.chat.template import ChatTemplate
+from kit.data import rollout_files
 from kit.data.episode import Episode, TurnSpan
 from kit.data.tasks import TaskLoader
 from kit.engine import openai_server
@@ -67,6 +68,12 @@ def processor(vision_model):
     return load_image_processor(vision_model)
 
 
+def read_image(processor, source, where):
+    """Read the image of a row at `where`, as the loader of rows does."""
+    messages = env.render_row(image_row(source), where)[0]
+    return processor.read_images(messages, where)[0]
+
+
 def test_an_unreadable_image_is_an_error_that_names_the_row(processor, workspace, monkeypatch):
     monkeypatch.setattr(images, "MAX_FETCHED_BYTES", 10**4)
     requests: list[str] = []
@@ -74,25 +81,18 @@ def test_an_unreadable_image_is_an_error_that_names_the_row(processor, workspace
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             requests.append(self.path)
-            if "moved" in self.path:
-                self.send_response(302)
-                self.send_header("Location", f"{url}/ok?after_redirect")
-                self.end_headers()
-                return
-            self.send_response(200 if "ok" in self.path else 404)
+            self.send_response(302 if "moved" in self.path else 200 if "ok" in self.path else 404)
+            self.send_header("Location", f"{url}/ok?after_redirect")
             self.end_headers()
             self.wfile.write(bytes(10**5) if "long" in self.path else png(COLORS["b"]))
 
     where = f"{workspace / 'rows.jsonl'}:3"
+    path = workspace / "c.png"
+    path.write_bytes(png(COLORS["r"]))
     with served(Handler) as url:
-        (workspace / "c.png").write_bytes(png(COLORS["r"]))
-        for source in (
-            f"{url}/ok",
-            str(workspace / "c.png"),
-            (workspace / "c.png").as_uri(),
-            "c.png",
-        ):
-            assert processor.load_image(source, where).size == (40, 30)
+        for source in (str(path), path.as_uri(), "c.png"):
+            assert read_image(processor, source, where) == (str(path), 16)
+        assert read_image(processor, f"{url}/ok", where).token_count == 16
         unreadable = {  # {source: the reason in the message}
             f"{url}/gone": "404",
             f"{url}/moved": "302",
@@ -104,50 +104,31 @@ def test_an_unreadable_image_is_an_error_that_names_the_row(processor, workspace
         }
         for source, reason in unreadable.items():
             with pytest.raises(env.DataError, match=rf"rows\.jsonl:3: image .*{reason}"):
-                processor.load_image(source, where)
+                read_image(processor, source, where)
         assert "/moved" in requests and "/ok?after_redirect" not in requests
-    # The server has ended, so this image comes from the cache.
-    assert processor.load_image(f"{url}/ok", where).size == (40, 30)
+    assert processor.load_image(f"{url}/ok").size == (40, 30)  # fetched once, and the server ended
     with pytest.raises(env.DataError, match="1 images, but 2 placeholders"):
-        messages = env.render_row(image_row("c.png", "so <image>"), where)[0]
-        env.encode_messages(messages, [], processor.tokenizer, where, processor)
+        load_task(processor, image_row("c.png", "so <image>"), where)
 
 
-CHAT = [{"role": "user", "content": "which <image> or <image>"}]
-
-
-@pytest.mark.parametrize("form", ["bytes", "path"])
-def test_images_of_verl_are_loaded_with_their_prompt(workspace, vision_model, tmp_path, form):
-    processor = load_image_processor(vision_model)
-    images = []
-    for name, color in COLORS.items():
-        (tmp_path / f"{name}.png").write_bytes(png(color))
-        images.append({"bytes": png(color), "path": None})
-    path = tmp_path / "rows.parquet"
-    if form == "bytes":
-        Dataset.from_list([{"prompt": CHAT, "images": images}]).to_parquet(path)
-    else:
-        row = {"prompt": CHAT, "images": [f"{name}.png" for name in COLORS]}
-        path = write_rows(tmp_path / "rows.jsonl", [row])
+def load_task(processor, row, where) -> env.Task:
+    """Make the task of a row."""
     template = ChatTemplate(processor, {processor.tokenizer.eos_token_id})
-    (task,) = TaskLoader(template, {"s": "s"}, 999).load_files([Entry(str(path))]).tasks
-    assert task.prompt_ids.count(processor.placeholder) == 32
-    _, inputs = processor.engine_inputs(task.prompt_ids, task)
-    assert [image.getpixel((0, 0)) for image in inputs["image_data"]] == list(COLORS.values())
-    assert "images" not in task.row
+    return TaskLoader(template, {"s": "s"}, 999).make_task(row, where, "s", Entry("rows.jsonl"))
 
-    text_template = ChatTemplate(TextProcessor(processor.tokenizer), {1})
+
+def test_a_model_of_text_reads_no_images(processor):
     with pytest.raises(env.UnsupportedRowError, match="the model reads no images"):
-        TaskLoader(text_template, {"s": "s"}, 999).load_files([Entry(str(path))])
+        load_task(TextProcessor(processor.tokenizer), image_row("c.png"), "rows.jsonl:1")
 
 
-def make_episode(
-    where: str, group_id: str, prompt: list[int], ids: list[int], row: dict
-) -> Episode:
+def make_episode(task: env.Task, group_id: str, ids: list[int]) -> Episode:
     """Make an episode with one turn and the reward 1."""
     turns = [TurnSpan(0, len(ids), 0)]
-    episode = Episode(where, group_id, "s", prompt, ids, [1] * len(ids), [-1.0] * len(ids), turns)
-    episode.row = row
+    lists = (ids, [1] * len(ids), [-1.0] * len(ids), turns)
+    episode = Episode(task.row_id, group_id, "s", task.prompt_ids, *lists)
+    episode.row = task.row
+    episode.images = [image.source for image in task.images]
     episode.reward = 1.0
     return episode
 
@@ -157,22 +138,28 @@ def test_an_image_has_one_token_for_each_feature_of_the_model(processor, workspa
     content = two_images["responses_create_params"]["input"][0]["content"]
     content.insert(1, {"type": "input_image", "image_url": "b.png"})
     (workspace / "b.png").write_bytes(png(COLORS["b"], (70, 90)))
-    where = f"{workspace / 'rows.jsonl'}:1"
-    messages, _ = env.render_row(two_images, where)
-    assert [part["type"] for part in messages[0]["content"]] == ["image", "image", "text"]
-    ids = env.encode_messages(messages, [], processor.tokenizer, where, processor)
+    task = load_task(processor, two_images, f"{workspace / 'rows.jsonl'}:1")
+    ids = task.prompt_ids
+    assert [part["type"] for part in task.messages[0]["content"]] == ["image", "image", "text"]
     assert ids.count(processor.placeholder) == 32
     assert processor.tokenizer.decode(ids).endswith("which ")
-    task = env.Task(where, two_images, "", messages, ids)
     engine_ids, inputs = processor.engine_inputs([*ids, 5, 6], task)
     assert engine_ids.count(processor.placeholder) == 2
     assert engine_ids[-2:] == [5, 6] and len(engine_ids) == len(ids) - 30 + 2
     loaded = inputs["image_data"]
     assert [image.getpixel((0, 0)) for image in loaded] == list(COLORS.values())
-    assert processor.compute_inputs(loaded)["pixel_values"].shape == (2, 3, 32, 32)
+    again = processor.engine_inputs(ids, task)[1]["image_data"]
+    assert [a is b for a, b in zip(again, loaded, strict=True)] == [True, True]  # decoded once
     text_task = env.Task("", row(), "", [{"role": "user", "content": "x"}], [5])
     assert processor.engine_inputs([5], text_task) == ([5], {})
     assert processor.sampling_params() == {"logit_bias": {processor.placeholder: -100.0}}
+
+
+def build_batch(processor, episodes):
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    recipe: Any = SimpleNamespace(rollout=SimpleNamespace(temperature=1.0))
+    inputs: Any = SimpleNamespace(processor=processor, tokenizer=tokenizer)
+    return training.to_batch(episodes, inputs, recipe)
 
 
 def test_a_relative_path_is_relative_to_the_folder_of_the_row_file(processor, workspace):
@@ -182,13 +169,12 @@ def test_a_relative_path_is_relative_to_the_folder_of_the_row_file(processor, wo
         (workspace / name).mkdir()
         (workspace / name / "1.png").write_bytes(png(color))
         where = f"{workspace / name / 'rows.jsonl'}:1"
-        row = image_row("1.png")
-        messages = env.render_row(row, where)[0]
-        prompt = env.encode_messages(messages, [], processor.tokenizer, where, processor)
-        episodes += [make_episode(where, f"1/{name}", prompt, [5], row)] * 2
-    batch = training.build_batch(episodes, 0, 1.0)
-    processor.add_images(batch, episodes)
+        task = load_task(processor, image_row("1.png"), where)
+        episodes += [make_episode(task, f"1/{name}", [5])] * 2
+    batch = build_batch(processor, episodes)
     assert batch.batch["image"].tolist() == [1, 1, 2, 2]
+    for episode in episodes:  # a replay finds the images of rows that a function generated
+        assert rollout_files.list_images(episode, None) == episode.images
     inputs = batch.non_tensor_batch["multi_modal_inputs"]
     red, same_red, blue, _ = (tensors["pixel_values"] for tensors in inputs)
     assert red is same_red
@@ -208,14 +194,13 @@ def test_text_of_the_environment_is_encoded_for_the_model(processor):
         template.encode_continuation([{"role": "user", "content": "so <image>"}], stop_id)
     part = {"type": "image_url", "image_url": {"url": "x"}}
     body = {"messages": [{"role": "user", "content": [part]}]}
-    context = context_of(None, tokenizer, processor=processor)
+    context = context_of(None, tokenizer, template=template)
     reply = asyncio.run(openai_server.complete_chat(body, context))
     assert reply.status == 400 and reply.body["error"]["param"] == "messages"
 
 
 def test_options_that_do_not_work_with_images_are_refused(processor):
-    message = {"role": "user", "content": [{"type": "image", "image": "x"}]}
-    task = env.Task("", {}, "s", [message], [1])
+    task = env.Task("", {}, "s", [], [1], images=[env.TaskImage("x", 1)])
     agent = "gym.servers={s: {start: {agent: simple_agent}}}"
     lora = "actor_rollout_ref.model.lora_rank=8"
     config, _ = load_config([], ["actor_rollout_ref.rollout.name=hf", lora, agent])
@@ -277,9 +262,7 @@ def test_a_recipe_for_qwen2_5_vl_is_checked_and_its_batch_built(workspace, qwen)
     task = inputs.train[0]
     # 70 x 70 patches of 14 x 14 pixels, with four patches in a token
     assert task.prompt_ids.count(inputs.processor.placeholder) == 35 * 35
-    episode = make_episode(task.row_id, "1/0", task.prompt_ids, [5, 6], task.row)
-    batch = training.build_batch([episode, episode], 0, 1.0)
-    inputs.processor.add_images(batch, [episode, episode])
+    batch = build_batch(inputs.processor, [make_episode(task, "1/0", [5, 6])] * 2)
     positions = batch.batch["position_ids"]
     ids = batch.batch["input_ids"][0]
     assert positions.shape == (2, 4, len(ids))
@@ -334,8 +317,6 @@ def test_a_model_learns_to_name_a_color(workspace, vision_model):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     folder = workspace / "runs" / "colors"
     trained = [m for m in metrics_of(folder) if "actor/grad_norm" in m]
-    print("rewards", [round(m["reward/reasoning_gym/mean"], 2) for m in trained])
-    print("largest difference", max(m["training/rollout_probs_diff_max"] for m in trained))
     assert len(trained) == 34
     # If all eight groups of a step have equal rewards, there is no gradient.
     with_signal = [m for m in trained if m["rollout/zero_variance_groups"] < 8]

@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 import env
 import gym_client
 import inference
+from kit.chat.processor import TextProcessor
+from kit.chat.template import ChatTemplate
 from kit.data.episode import PolicyVersion
 from kit.engine.sampling import (
     RolloutContext,
@@ -119,7 +121,8 @@ def make_tokenizer(text: str) -> SimpleNamespace:
 
 def make_context(client, **changes) -> RolloutContext:
     tokenizer: Any = make_tokenizer("five")
-    return RolloutContext(client, tokenizer, {STOP}, 32, 12, None, 100, 5.0, **changes)
+    template = ChatTemplate(TextProcessor(tokenizer), {STOP})
+    return RolloutContext(client, template, 32, 12, None, 100, 5.0, **changes)
 
 
 def make_tasks(count: int) -> list[env.Task]:
@@ -310,7 +313,9 @@ class Game:
         )
 
 
-def context_of(client, tokenizer, tool_format="hermes", **changes) -> RolloutContext:
+def context_of(client, tokenizer, tool_format="hermes", template=None, **changes) -> RolloutContext:
+    template = template or ChatTemplate(TextProcessor(tokenizer), {tokenizer.eos_token_id})
+    template.tool_format = tool_format
     settings = {
         "max_prompt_length": 4000,
         "max_response_length": 20000,
@@ -319,9 +324,7 @@ def context_of(client, tokenizer, tool_format="hermes", **changes) -> RolloutCon
         "timeout_s": 5.0,
         **changes,
     }
-    context = RolloutContext(client, tokenizer, {tokenizer.eos_token_id}, **settings)
-    context.template.tool_format = tool_format
-    return context
+    return RolloutContext(client, template, **settings)
 
 
 def task_of(tokenizer, tools=True, prompt="Look it up.") -> env.Task:

@@ -18,10 +18,10 @@ import pytest
 import inference
 from env import Task
 from gym_client import Gym, message_response
-from kit.engine.sampling import RolloutContext, repeat_per_group
+from kit.engine.sampling import repeat_per_group
 from kit.verify import concurrency
 from kit.verify.concurrency import ConcurrencyLimit, ConcurrencyLimits
-from tests.helpers.rollouts import make_tokenizer
+from tests.helpers.rollouts import make_context
 
 ROW = {"responses_create_params": {"input": "x"}}
 
@@ -100,17 +100,8 @@ class FakeEngine:
 
 def run_rollout(count, engine, gym, slots, timeout_s=100.0):
     """Sample `count` episodes with this number of slots. Return (episodes, seconds)."""
-    context = RolloutContext(
-        engine,
-        make_tokenizer("five"),
-        {1},
-        32,
-        12,
-        None,
-        100,
-        timeout_s,
-        episode_slots=asyncio.Semaphore(slots),
-    )
+    context = make_context(engine, episode_slots=asyncio.Semaphore(slots))
+    context.timeout_s = timeout_s
     task = Task("x:1", ROW, "x", [{"role": "user", "content": "x"}], [1, 2])
     requests = repeat_per_group([task] * count, 1, "x")
     return run(inference.rollout(requests, {}, context, gym))
