@@ -750,7 +750,7 @@ def take_from_stream(
     stop = start + size
     batch: list[T] = []
     for epoch in range(start // len(rows), (stop - 1) // len(rows) + 1):
-        order: Any = range(len(rows))
+        order: Sequence[int] = range(len(rows))
         if shuffle:
             order = shuffle_rows(rows, np.random.default_rng([seed, epoch, stream]))
         epoch_start = epoch * len(rows)

@@ -78,13 +78,6 @@ def test_the_mask_and_not_the_id_marks_padding(recipe):
     assert list(batch.non_tensor_batch["uid"]) == ["a", "a"]
 
 
-def test_observed_tokens_are_attended_to_and_have_no_loss():
-    episode = make_episode([5], [6, 7, 8], mask=[1, 0, 1], turns=[])
-    batch = training.build_batch([episode], 0, 1.0)
-    assert batch.batch["attention_mask"].tolist() == [[1, 1, 1, 1]]
-    assert batch.batch["response_mask"].tolist() == [[1, 0, 1]]
-
-
 # --- rewards -------------------------------------------------------------------------------------
 
 
@@ -367,19 +360,6 @@ def test_an_update_gets_each_live_row_once_in_whole_mini_batches(recipe):
     assert all(torch.equal(batch.batch[name], tensor) for name, tensor in before.items())
 
 
-def test_a_mini_batch_has_rows_of_every_part_of_the_batch(recipe):
-    """The first mini-batch gets the 1st, 3rd, 5th... row, and the second one gets the others."""
-    actor = RecordingGroup()
-    training.update_actor(actor, make_update_batch(seven_episodes()), recipe)
-    rows = sent_rows(actor.data)
-    mini_batches = [rows[0:2] + rows[4:6], rows[2:4] + rows[6:8]]  # of both ranks
-    assert sorted(mini_batches[0]) == [0, 1, 3, 6] and sorted(mini_batches[1]) == [0, 2, 5, 7]
-    recipe = changed(recipe, "trainer.n_gpus_per_node=3")
-    training.update_actor(actor, make_update_batch(seven_episodes()), recipe)
-    rows = sent_rows(actor.data)  # of three ranks, a row of each mini-batch
-    assert (sorted(rows[0::2]), sorted(rows[1::2])) == ([1, 3, 6], [2, 5, 7])
-
-
 @pytest.mark.parametrize(
     ("rows", "mini_batches", "per_mini_batch"),
     [(slice(7), 2, 4), (slice(4), 1, 4), (slice(2), 1, 2), (slice(2, 4), 1, 2)],
@@ -471,28 +451,6 @@ def test_utilization_is_a_metric_only_on_gpus(recipe):
 
 
 # --- SFT -----------------------------------------------------------------------------------------
-
-
-def test_sft_takes_one_step_on_the_tokens_of_the_response(recipe):
-    from extras import sft
-
-    episodes = seven_episodes()
-    episodes[0].response_mask = [1, 0, 1]
-    actor = RecordingGroup({"loss": [0.5]})
-    metrics = sft.update_sft(actor, make_update_batch(episodes), recipe)
-    assert metrics == {"actor/loss": 0.5}
-    [(method, data)] = actor.calls
-    assert method == "update_actor"
-    assert tu.get(data, "epochs") == 1 and tu.get(data, "mini_batch_size") == len(data) == 6
-    assert tu.get(data, "global_batch_size") == 7
-    assert tu.get(data, "calculate_entropy") is False and tu.get(data, "compute_loss") is True
-    assert tu.get(data, "distillation_use_topk") is False
-    for row, mask, ids in zip(
-        sent_rows(data), rows_of(data, "loss_mask"), rows_of(data), strict=True
-    ):
-        e = episodes[row - 1]
-        assert mask == [0] * len(e.prompt_ids) + e.response_mask and len(mask) == len(ids)
-    assert recipe.actor.ppo_epochs == 2  # the recipe is unchanged
 
 
 # --- whether an update is on-policy --------------------------------------------------------------

@@ -16,8 +16,8 @@ from kit.errors import UserFunctionError
 from kit.recipe.recipe import Recipe
 from kit.recipe.user_functions import (
     ADVANTAGE,
-    LOSS,
     LOSS_MODE,
+    LossInputs,
     is_user_function,
     load_function,
     make_loss_config,
@@ -104,17 +104,16 @@ def try_loss(recipe: Recipe) -> None:
     batch = fake_batch(recipe)
     mask = batch["response_mask"]  # [B, R]
     actor = make_loss_config(recipe.actor, mask)
-    arguments = {
-        "old_log_prob": batch["old_log_probs"],  # [B, R]
-        "log_prob": batch["old_log_probs"].clone().requires_grad_() + 0.1,  # [B, R]
-        "advantages": batch["token_level_rewards"] - 0.5,  # [B, R]
-        "response_mask": mask.bool(),  # [B, R]
-        "loss_agg_mode": actor.loss_agg_mode,
-        "config": actor,
-        "rollout_is_weights": batch["rollout_is_weights"],
-    }
-    assert tuple(arguments) == LOSS, (tuple(arguments), LOSS)
-    loss, _ = load_function(name, LOSS_MODE)(**arguments)
+    inputs = LossInputs(
+        old_log_prob=batch["old_log_probs"],
+        log_prob=batch["old_log_probs"].clone().requires_grad_() + 0.1,
+        advantages=batch["token_level_rewards"] - 0.5,
+        response_mask=mask.bool(),
+        loss_agg_mode=actor.loss_agg_mode,
+        config=actor,
+        rollout_is_weights=batch["rollout_is_weights"],
+    )
+    loss, _ = load_function(name, LOSS_MODE)(**vars(inputs))
     try:
         loss.backward()
     except RuntimeError as error:
@@ -161,7 +160,7 @@ def fake_episode(inputs: RunInputs, task: env.Task, group: int, member: int, n: 
 
 
 def fake_batch(recipe: Recipe) -> Json:
-    """Make all arguments of ESTIMATOR, as training.compute_advantages passes them.
+    """Make the fields of AdvantageInputs, as training.compute_advantages passes them.
 
     There are two groups of two episodes: B=4, R=5. The second response has two turns: its third
     token is observed.
