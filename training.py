@@ -658,7 +658,7 @@ def compute_custom_loss(
     data: TensorDict,
     dp_group: ProcessGroup | None = None,
 ) -> LossResult:
-    """In a worker: register a custom policy loss there, and compute verl's ppo_loss with it."""
+    """Register a custom policy loss in a worker, and compute verl's ppo_loss with it."""
     core_algos.POLICY_LOSS_REGISTRY[name] = function
     return ppo_loss(config, model_output, data, dp_group)
 
@@ -670,7 +670,7 @@ def compute_on_policy_loss(
     data: TensorDict,
     dp_group: ProcessGroup | None = None,
 ) -> LossResult:
-    """In a worker: compute `loss` with this pass's log-probs, detached, as the old ones.
+    """Compute `loss` in a worker with this pass's log-probs, detached, as the old ones.
 
     Also returns the metrics that the separate pass would give. If the batch has old log-probs, as
     after a step that trained only the critic, these are kept.

@@ -40,7 +40,7 @@ def total_reward(case) -> float:
 
 
 def apply_to_responses(scalar, cases, value=total_reward) -> list[np.ndarray]:
-    """The value scalar(reward, others, case, peers) on each sampled token of each case.
+    """Return the value scalar(reward, others, case, peers) on each sampled token of each case.
 
     reward: value(case). others: the rewards of its peers, the other cases of the group.
     """
@@ -53,7 +53,7 @@ def apply_to_responses(scalar, cases, value=total_reward) -> list[np.ndarray]:
 
 
 def by_response(scalar) -> Callable[[Any], Any]:
-    """A reference with one formula for the advantage of a whole response."""
+    """Return a reference with one formula for the advantage of a whole response."""
     return functools.partial(apply_to_responses, scalar)
 
 
@@ -69,7 +69,7 @@ def whiten(rows, cases) -> list[np.ndarray]:
 
 
 def compute_returns(case, gamma=1.0) -> np.ndarray:
-    """The discounted sum of rewards from each sampled token on.
+    """Return the discounted sum of rewards from each sampled token on.
 
     Observed tokens are not time steps.
     """
@@ -140,7 +140,7 @@ def weight_until(case, k) -> float:
 
 
 def has_equal_outcomes(group) -> bool:
-    """Whether only the last tokens have rewards, and those are equal."""
+    """Return whether only the last tokens have rewards, and those are equal."""
     is_outcome = not any(any(case.rewards[:-1]) for case in group)
     return is_outcome and len({case.reward for case in group}) == 1
 

@@ -75,7 +75,7 @@ class RandomConversation:
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_an_episode_has_exactly_the_sampled_and_the_observed_tokens(family, seed):
     """Each prompt is the previous prompt, its response and the observation, id for id."""
     rng = random.Random(f"{family} {seed}")
@@ -272,7 +272,7 @@ def test_an_observation_that_makes_the_prompt_too_long_is_a_failure(over, fails)
 
 
 def make_items(*calls) -> list[dict]:
-    """The output items of /run. calls: (prompt ids, sampled ids) of each model call."""
+    """Return the output items of /run. calls: (prompt ids, sampled ids) of each model call."""
     items = []
     for prompt_ids, ids in calls:
         item = gym_client.message("text")
@@ -428,35 +428,29 @@ def test_an_episode_is_verified_after_the_next_one_has_its_slot():
     assert [e.status for e in episodes] == ["ok", "ok"]
 
 
-def test_an_episode_that_lost_its_session_is_repeated_under_new_request_ids():
+@pytest.mark.parametrize(
+    ("losses", "status", "reward"), [(1, "ok", 1.0), (9, "session_lost", None)]
+)
+def test_an_episode_that_lost_its_session_is_repeated_under_new_request_ids(losses, status, reward):
     request_ids: list[str] = []
 
     def change(output, request):
         request_ids.append(request.id)
-        raise GymError("session_lost", "the server was started again", session_lost=True)
+        if len(request_ids) <= losses:
+            raise GymError("session_lost", "the server was started again", session_lost=True)
 
     done = []
     (episode,) = run_rollout(
         RecordingClient(change), FixedRewards(*[1.0] * 9), on_done=lambda *both: done.append(both)
     )
-    again = ["4/0-0-again-1", "4/0-0-again-2", "4/0-0-again-3"]
-    assert request_ids == ["4/0-0", *again]
-    assert (episode.status, episode.reward) == ("session_lost", None)
-    assert episode.session_lost is True
-    assert episode.error == "the server was started again" and done == [(0, episode)]
-
-
-def test_an_episode_that_lost_its_session_once_has_the_reward_of_the_second_try():
-    def change(output, request):
-        if request.id == "4/0-0":
-            raise GymError("session_lost", "the server was started again", session_lost=True)
-
-    (episode,) = run_rollout(RecordingClient(change), FixedRewards(1.0, 1.0))
-    assert (episode.status, episode.reward, episode.response_ids) == ("ok", 1.0, [5, STOP])
+    again = [f"4/0-0-again-{number}" for number in (1, 2, 3)]
+    assert request_ids == ["4/0-0", *again][: losses + 1]
+    assert (episode.status, episode.reward) == (status, reward)
+    assert episode.session_lost is (reward is None) and done == [(0, episode)]
 
 
 def run_with_turns(run_turns) -> inference.Episode:
-    """Run a rollout with another function for its turns -> its episode."""
+    """Run a rollout with another function for its turns, and return its episode."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inference, "run_turns", run_turns)
         (episode,) = run_rollout(RecordingClient(), FixedRewards(1.0))
@@ -479,7 +473,6 @@ def test_an_episode_that_fails_has_no_reward(error, status):
 @pytest.mark.parametrize(
     ("ids", "mask", "log_probs", "message"),
     [
-        ([5], [1, 1], [0.0], "lists differ in length: 1 ids, 2 of mask, 1 log-probs"),
         ([5], [1], [0.0] * 2, "lists differ in length: 1 ids, 1 of mask, 2 log-probs"),
         ([5, 6], [1, 1], [0.0] * 2, "1 sampled tokens, 2 in the mask"),
     ],
@@ -667,7 +660,6 @@ def test_standalone_servers_load_the_weights_of_the_model_folder(manager, nnodes
     assert servers.more == {"start_rank": 5}
     assert manager.events[-1] == "servers are ready"
     assert recipe == make_recipe(nnodes=nnodes)  # the recipe of the caller is not changed
-    assert asyncio.run(inference.start_standalone_servers(recipe)).more == {"start_rank": 0}
 
 
 class RecordingCheckpointManager:
@@ -728,7 +720,6 @@ def test_weights_have_the_number_of_their_step(make_servers):
     servers.update_weights(4)
     assert not servers.is_asleep and servers.context.policy_version == 4
     assert (servers.checkpoint_manager.calls, workers.calls) == (["sleep", 4], [4])
-    make_servers().update_weights(4)  # without rollout workers
 
 
 def test_a_rollout_runs_here_or_in_the_workers_with_the_sampling_of_the_call(
@@ -748,7 +739,6 @@ def test_a_rollout_runs_here_or_in_the_workers_with_the_sampling_of_the_call(
     assert servers.context.endpoint_sampling == sampling
     result = servers.rollout("requests", {"temperature": 0.4}, print, baselines=True)
     assert result == ["rollout_with_baselines", *arguments]
-    assert servers.rollout("requests", {"temperature": 0.4})[5](0, None) is None
 
     workers = RecordingWorkers()
     servers = make_servers(workers=workers)

@@ -34,7 +34,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site() -> Path:
-    """Build the site -> its folder."""
+    """Build the site, and return its folder."""
     done = subprocess.run(["make", "site"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return ROOT / "site"

@@ -22,7 +22,7 @@ SPLITS = ("train", "validation")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The files of configs/tasks/rows.py."""
+    """Return the files of configs/tasks/rows.py."""
     folder = tmp_path_factory.mktemp("tasks")
     command = [sys.executable, "configs/tasks/rows.py", *rows.TASKS, "--out", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True)

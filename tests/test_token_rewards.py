@@ -60,7 +60,7 @@ def make_episode(group: str, reward: float, mask: list[int], **fields: Any) -> E
 
 @functools.cache
 def make_settings(name: str, changes: tuple[tuple[str, Any], ...]) -> Any:
-    """A recipe with only the algorithm, as training.compute_advantages reads it."""
+    """Return a recipe with only the algorithm, as training.compute_advantages reads it."""
     algorithm_settings = OmegaConf.merge(tiny_recipe().algorithm, GDPO, dict(changes))
     algorithm_settings.adv_estimator = name
     return make_partial({"algorithm": algorithm_settings})
@@ -188,7 +188,7 @@ def test_rewards_that_differ_are_never_levelled():
 
 
 def divide_by_deviation(token_level_rewards, response_mask):
-    """An estimator of a user that whitens without verl: NaN for one token."""
+    """Return an estimator of a user that whitens without verl: NaN for one token."""
     is_trained = response_mask.bool()
     values = token_level_rewards / token_level_rewards[is_trained].std()
     return values, values

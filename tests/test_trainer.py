@@ -5,9 +5,7 @@ The doubles of helpers/trainer.py record all calls.
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -62,21 +60,10 @@ def test_a_run_evaluates_and_saves_after_the_steps_in_the_recipe(workspace, reco
     assert "timing_s/update_weights" in read_run_lines(trainer)[1]
 
 
-def test_a_run_without_other_evaluations_evaluates_at_its_end(workspace, recorder):
-    changes = [*QUIET, "trainer.total_training_steps=2"]
-    with algorithm.train(make_plan(workspace, *changes)) as trainer:
-        trainer.fit()
-        assert trainer.scores
-    calls = recorder.calls
-    assert calls.count("validate") == 1
-    assert calls.index("validate") > calls.index("update_weights 2")
-
-
 def test_a_run_that_ends_before_its_last_step_exports_nothing(workspace, recorder, capsys):
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        assert {"sleep", "update_weights"} <= set(trainer.run.stages.timing)
-        assert trainer.run.last == 40
-    assert not any(name.startswith("export") for name in recorder.calls)
+    with algorithm.train(make_plan(workspace, *QUIET)):
+        pass
+    assert recorder.calls == ["sleep", "update_weights 0"]
     assert "Finished in" not in capsys.readouterr().out
 
 
@@ -120,9 +107,15 @@ def test_a_checkpoint_has_the_state_after_the_last_update(workspace, recorder):
 # --- a step --------------------------------------------------------------------------------------
 
 
-def test_a_step_passes_its_episodes_to_the_batch_and_the_batch_to_the_update(workspace, recorder):
+def test_a_step_of_the_tiny_recipe(workspace, recorder):
+    """It passes its episodes to the batch, and the batch to the update, and computes nothing else.
+
+    It has no metrics or times of the step before.
+    """
     with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        trainer.step_or_skip()
+        trainer.metrics["stale"] = 1.0
+        trainer.run.stages.timing["stale"] = 1.0
+        metrics = trainer.step_or_skip()
         kept, *_ = recorder.arguments["to_batch"]
         assert len(kept) == 64
         batch, recipe = recorder.arguments["compute_advantages"]
@@ -130,34 +123,32 @@ def test_a_step_passes_its_episodes_to_the_batch_and_the_batch_to_the_update(wor
         assert recorder.arguments["update_actor"] == ("actor", batch, recipe)
         expected = (batch, trainer.run.stages.timing, trainer.recipe)
         assert recorder.arguments["compute_step_metrics"] == expected
+        assert torch.equal(batch.batch["token_level_rewards"], batch.batch["token_level_scores"])
         written = np.load(trainer.run.folder / "advantages" / "step_1.npz")
         assert [tuple(index) for index in written["record_index"]] == [e.record_index for e in kept]
-
-
-def test_a_step_has_no_metrics_or_times_of_the_previous_step(workspace, recorder):
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        trainer.metrics["stale"] = 1.0
-        trainer.run.stages.timing["stale"] = 1.0
-        trainer.run.files.nonfinite_steps = 2
-        metrics = trainer.step_or_skip()
-        assert metrics is trainer.metrics
-        assert trainer.run.files.nonfinite_steps == 0
         assert not {"stale", "timing_s/stale"} & set(metrics)
-        stages = ("step", "gen", "sleep", "adv", "update_actor", "update_weights")
-        assert {f"timing_s/{name}" for name in stages} <= set(metrics)
-        assert "timing_s/old_log_prob" not in metrics
-        assert "timing_s/ref" not in metrics
-        assert metrics["training/global_step"] == 1
-        assert metrics["actor/pg_loss"] == 0.5
+        stages = {"step", "gen", "sleep", "adv", "update_actor", "update_weights"}
+        times = {name.partition("/")[2] for name in metrics if name.startswith("timing_s/")}
+        assert stages <= times and not {"old_log_prob", "ref", "values"} & times
+        assert metrics["actor/pg_loss"] == read_run_lines(trainer)[-1]["actor/pg_loss"] == 0.5
         assert metrics["perf/throughput"] > 0
         assert metrics["rollout/kept"] == metrics["rollout/episodes"] == 64
         assert metrics["rollout/staleness/max"] == 0
         assert metrics["rollout/prompt_batches"] == 1
-        assert read_run_lines(trainer)[-1]["actor/pg_loss"] == 0.5
         trainer.step_or_skip()
         assert trainer.metrics["training/global_step"] == 2
         assert trainer.metrics["rollout/staleness/max"] == 0
-        assert (trainer.run.folder / "advantages" / "step_2.npz").is_file()
+    unused = {
+        "apply_kl_penalty",
+        "apply_rollout_correction",
+        "add_old_log_probs",
+        "add_reward_model_scores",
+        "compute_ref_log_probs",
+        "compute_values",
+        "update_critic",
+        "start_rollout",
+    }
+    assert not unused & set(recorder.calls)
 
 
 def test_the_epoch_counts_batches_of_prompts_and_not_steps(workspace, recorder, tmp_path):
@@ -182,21 +173,13 @@ def test_an_evaluation_samples_each_held_out_task_with_val_kwargs(workspace, rec
     changes.append("trainer.val_before_train=true")
     with algorithm.train(make_plan(workspace, *changes)) as trainer:
         trainer.state = replace(trainer.state, step=3)
-        recorder.record(trainer.run.log, "write_evaluation")
-        recorder.record(trainer.run.files, "report_if_due")
         trainer.evaluate()
-        assert recorder.arguments["write_evaluation"][:2] == (3, trainer.scores)
-        assert len(recorder.arguments["write_evaluation"][2]) == 24
-        assert "report_if_due" in recorder.calls
         [rollout] = recorder.servers.rollouts
         row_ids = list_row_ids(rollout.requests)
         assert row_ids[::3] == row_ids[1::3] == row_ids[2::3]
         assert row_ids[::3] == [task.row_id for task in trainer.inputs.validation]
         assert list_group_ids(rollout.requests)[:4] == ["val_3/0"] * 3 + ["val_3/1"]
-        assert rollout.sampling["temperature"] == 0.5
-        assert rollout.sampling["top_k"] == 5
-        assert rollout.baselines is False
-        assert "val-core/reasoning_gym/reward/mean@3" in trainer.scores
+        assert (rollout.sampling["temperature"], rollout.sampling["top_k"]) == (0.5, 5)
         assert trainer.run.stages.open_episodes == 0
         records = read_run_lines(trainer, "rollouts/val_3.jsonl")
         assert [record["_ng_task_index"] for record in records] == np.repeat(range(8), 3).tolist()
@@ -219,9 +202,7 @@ def test_a_step_samples_each_training_task_with_the_rollout_settings(workspace, 
         assert row_ids[::2] == row_ids[1::2]
         assert row_ids[::2] == first
         assert list_group_ids(rollout.requests)[:3] == ["1/0", "1/0", "1/1"]
-        assert rollout.sampling["temperature"] == 0.7
-        assert rollout.sampling["top_p"] == 0.75
-        assert rollout.baselines is False
+        assert (rollout.sampling["temperature"], rollout.sampling["top_p"]) == (0.7, 0.75)
         assert len(read_run_lines(trainer, "rollouts/step_4.jsonl")) == 16
 
 
@@ -239,33 +220,20 @@ def test_records_have_the_index_of_their_row_and_each_step_prints_a_line(
     workspace, recorder, capsys
 ):
     """The index is the position in the files, whatever the order of the rows in a batch."""
-    changes = ["data.train_batch_size=2", "trainer.print_samples_every=2", *QUIET]
+    changes = ["data.train_batch_size=2", *QUIET]
     with algorithm.train(make_plan(workspace, *changes)) as trainer:
         trainer.step_or_skip()
         trainer.step_or_skip()
     indices = {task.row_id: index for index, task in enumerate(trainer.inputs.train)}
     sampled = []
     for step in (1, 2):
-        records = read_run_lines(trainer, f"rollouts/step_{step}.jsonl")
-        sampled += [record["_ng_task_index"] for record in records]
-        for record in records:
-            assert record["_ng_task_index"] == indices[record["_episode"]["row_id"]]
-        rollout_indices = [record["_ng_rollout_index"] for record in records]
-        assert rollout_indices == [*range(len(records) // 2)] * 2
+        for record in read_run_lines(trainer, f"rollouts/step_{step}.jsonl"):
+            sampled.append(record["_ng_task_index"])
+            assert sampled[-1] == indices[record["_episode"]["row_id"]]
     assert sampled != sorted(sampled)  # batches are not in the order of the files
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert [json.loads(line.split()[1].split("/")[0]) for line in lines] == [1, 2]
+    assert [line.split()[1].split("/")[0] for line in lines] == ["1", "2"]
     assert "reward" in lines[0]
-
-
-def test_an_evaluation_with_failures_prints_a_warning(workspace, recorder, capsys):
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        trainer.evaluate()
-        assert "WARNING" not in capsys.readouterr().out
-        recorder.servers.fails = "val_0/0"
-        trainer.evaluate()
-    output = capsys.readouterr().out.replace("\n", " ")
-    assert "if a failed one counts as 0. See failures.jsonl" in output
 
 
 # --- the order of calls ---------------------------------------------------------------------------
@@ -299,12 +267,9 @@ def test_vllm_sleeps_while_the_trainer_computes_updates_and_saves(
 
 
 def test_a_run_that_resumes_after_its_last_step_evaluates_and_exports(
-    workspace, recorder, tmp_path, monkeypatch
+    workspace, recorder, tmp_path
 ):
-    """Ctrl-C in the last step saves it. The same command then evaluates and exports.
-
-    After the export, the same command is an error.
-    """
+    """Ctrl-C in the last step saves it. The same command then evaluates and exports."""
     changes = ("trainer.total_training_steps=5", "trainer.val_before_train=false")
     plan = make_plan(workspace, *changes, resume_from=tmp_path / "global_step_5")
     with algorithm.train(plan) as trainer:
@@ -312,16 +277,17 @@ def test_a_run_that_resumes_after_its_last_step_evaluates_and_exports(
     expected = ["sleep", "load global_step_5", "update_weights 5", "validate", "export 5"]
     assert recorder.calls == expected
 
-    folder = tmp_path / plan.recipe.trainer.default_local_dir
-    (folder / "global_step_5").mkdir(parents=True)
+
+def test_a_run_is_over_after_the_export_of_its_last_step(
+    workspace, recorder, tmp_path, monkeypatch
+):
+    plan = make_plan(workspace, "trainer.total_training_steps=5")
+    (tmp_path / plan.recipe.trainer.default_local_dir / "global_step_5").mkdir(parents=True)
     monkeypatch.setattr(checkpoints, "find_damage", lambda _: "")
-    checkpoint, notes = checkpoints.find_resume_point(plan.recipe)
-    assert checkpoint == folder.relative_to(tmp_path) / "global_step_5"
-    assert "The last evaluation and the export remain" in notes[-1]
     export = tmp_path / "runs" / plan.recipe.trainer.experiment_name / "export"
     export.mkdir(parents=True)
     (export / checkpoints.EXPORTED).write_text("4\n")  # the export of an earlier step
-    assert checkpoints.find_resume_point(plan.recipe)[0] == checkpoint
+    assert checkpoints.find_resume_point(plan.recipe)[0].name == "global_step_5"
     (export / checkpoints.EXPORTED).write_text("5\n")
     with pytest.raises(ConfigError, match="Nothing is left to train"):
         checkpoints.find_resume_point(plan.recipe)
@@ -352,25 +318,22 @@ def test_an_error_during_sampling_saves_the_state_of_the_last_update(
 
 
 def take_row_ids(trainer, batch: int) -> list[str]:
-    """The row ids of the prompts of a batch of four."""
+    """Return the row ids of the prompts of a batch of four."""
     trainer.state = replace(trainer.state, batches=batch - 1, rows=4 * (batch - 1))
     return [task.row_id for task in trainer.take_tasks()]
 
 
-@pytest.mark.parametrize("name", ["remax", "grpo"])
-def test_greedy_responses_are_sampled_for_an_advantage_that_reads_them(workspace, recorder, name):
+def test_greedy_responses_are_sampled_for_an_advantage_that_reads_them(workspace, recorder):
     """They are sampled only in training. The number of open episodes includes them."""
-    plan = make_plan(workspace, *QUIET, f"algorithm.adv_estimator={name}")
+    plan = make_plan(workspace, *QUIET, "algorithm.adv_estimator=remax")
     with algorithm.train(plan) as trainer:
         trainer.evaluate()
         trainer.step_or_skip()
-        baselines = [rollout.baselines for rollout in recorder.servers.rollouts]
-        assert baselines == [False, name == "remax"]
-        assert trainer.run.stages.open_episodes == (8 if name == "remax" else 0)
+        assert [rollout.baselines for rollout in recorder.servers.rollouts] == [False, True]
+        assert trainer.run.stages.open_episodes == 8
         batch = recorder.arguments["compute_advantages"][0].batch
-        if name == "remax":
-            rewards = torch.tensor([float(i % 3 == 0) for i in range(64)])
-            assert is_close(batch["advantages"], (rewards - 0.25)[:, None].expand(64, 3))
+        rewards = torch.tensor([float(i % 3 == 0) for i in range(64)])
+        assert is_close(batch["advantages"], (rewards - 0.25)[:, None].expand(64, 3))
 
 
 def test_a_sampler_gets_the_sizes_and_seed_of_the_recipe_and_the_pass_rates(workspace, recorder):
@@ -402,7 +365,7 @@ def test_pass_rates_of_sampled_rows_are_averaged_and_others_do_not_change(worksp
 
 
 def compute_reward(i: int, group_id: str) -> float:
-    """In odd batches, all responses to each of the first four prompts have the reward 1.
+    """Return 1 for all responses to the first four prompts of odd batches.
 
     All other groups have rewards of 0 and 1.
     """
@@ -423,8 +386,7 @@ def test_a_batch_is_refilled_with_groups_whose_rewards_differ(workspace, recorde
         assert all(e.group_id == kept[i - i % 8].group_id for i, e in enumerate(kept))
         assert trainer.state.batches == metrics["rollout/prompt_batches"] == 2
         assert metrics["rollout/filtered/drop_uniform"] == 32
-        assert metrics["rollout/episodes"] == 128
-        assert metrics["rollout/kept"] == 64
+        assert (metrics["rollout/episodes"], metrics["rollout/kept"]) == (128, 64)
         assert metrics["rollout/groups_dropped"] == 8
         records = read_run_lines(trainer, "rollouts/step_1.jsonl")
         assert [record["_episode"]["group_id"] for record in records[::64]] == ["1/0", "2/0"]
@@ -443,15 +405,6 @@ def test_refilling_ends_after_max_num_gen_batches(workspace, recorder):
         assert trainer.metrics["rollout/filtered/drop_uniform"] == 3 * 64
         recorder.servers.reward = lambda i, group_id: float(group_id.startswith("4/0") and i == 0)
         assert len(trainer.collect()) == 8  # an incomplete batch is used
-
-
-def test_without_filter_groups_a_step_has_one_batch_of_prompts(workspace, recorder):
-    plan = make_plan(workspace, *QUIET, f"{REFILL}.max_num_gen_batches=3")
-    with algorithm.train(plan) as trainer:
-        recorder.servers.reward = lambda i, group_id: 1.0
-        assert len(trainer.collect()) == 64
-        sampled = list_row_ids(recorder.servers.rollouts[0].requests)[::8]
-        assert take_row_ids(trainer, 1) == sampled
 
 
 def test_prompts_of_batches_that_may_be_truncated_are_shuffled_by_the_seed(workspace, recorder):
@@ -543,14 +496,10 @@ def test_a_learned_reward_is_a_component_that_env_reward_can_read(workspace, rec
         )
         trainer.recipe = replace(trainer.recipe, functions=functions)
         metrics = trainer.step_or_skip()
-        model, kept, inputs, recipe = recorder.arguments["add_reward_model_scores"]
-        assert model == "reward model"
-        assert inputs is trainer.inputs
-        assert recipe is trainer.recipe
+        model, kept, *others = recorder.arguments["add_reward_model_scores"]
+        assert model == "reward model" and others == [trainer.inputs, trainer.recipe]
         assert [e.shaped_reward for e in kept] == [4.0 + float(i % 3 == 0) for i in range(64)]
         assert metrics["reward/reasoning_gym/reward_model/mean"] == 4.0
-        assert "timing_s/reward_model" in metrics
-        assert metrics["reward/reasoning_gym/right/mean"] == 0.5
         batch = recorder.arguments["compute_advantages"][0].batch
         assert batch["token_level_rewards"].sum(dim=1).tolist() == [e.shaped_reward for e in kept]
         trainer.metrics = {"reward/reasoning_gym/right/mean": 0.75}
@@ -587,16 +536,11 @@ def test_critic_warmup_trains_only_the_critic(workspace, recorder):
             else:
                 assert calls == ["add_old_log_probs", "compute_values", "update_critic"]
             assert ("actor/loss" in metrics) == updates_actor
-            assert ("timing_s/update_actor" in metrics) == updates_actor
             assert ("actor/entropy" in metrics) == (not updates_actor)
-            assert ("timing_s/old_log_prob" in metrics) == (not updates_actor)
             assert metrics["critic/loss"] == 0.75
-            assert {"timing_s/values", "timing_s/update_critic"} <= set(metrics)
         batch = recorder.arguments["compute_advantages"][0]
         assert recorder.arguments["compute_values"] == ("critic", batch, trainer.recipe)
         assert recorder.arguments["update_critic"] == ("critic", batch, trainer.recipe)
-        assert recorder.arguments["add_old_log_probs"][::2] == ("actor", trainer.recipe)
-        assert set(batch.batch["values"].flatten().tolist()) == {0.25}
         assert metrics["critic/values/mean"] == 0.25
     critic = [("critic", step) for step in range(4)]
     assert positions == [*critic[:3], ("actor", 0), critic[3], ("actor", 1)]
@@ -624,16 +568,6 @@ def test_the_adaptive_coefficient_of_a_kl_penalty_is_saved(workspace, recorder):
         assert type(trainer.state.kl_coef) is float
 
 
-def test_without_a_kl_penalty_rewards_are_the_scores(workspace, recorder):
-    with algorithm.train(make_plan(workspace, *QUIET, f"{ACTOR}.use_kl_loss=true")) as trainer:
-        trainer.step_or_skip()
-        batch = recorder.arguments["compute_advantages"][0].batch
-        assert torch.equal(batch["token_level_rewards"], batch["token_level_scores"])
-        assert "apply_kl_penalty" not in recorder.calls
-        assert "ref_log_prob" in batch
-        assert trainer.state.kl_coef == 0.0
-
-
 def test_rollout_engine_and_trainer_are_compared_if_both_log_probs_exist(workspace, recorder):
     """The difference is -0.5 on each token."""
     with algorithm.train(make_plan(workspace, *QUIET, f"{CORRECTION}.rollout_is=token")) as trainer:
@@ -656,21 +590,6 @@ def test_in_bypass_mode_the_rollout_engine_is_the_old_policy_and_the_loss_correc
         batch = recorder.arguments["update_actor"][1].batch
         assert torch.equal(batch["old_log_probs"], batch["rollout_log_probs"])
         assert not {"apply_rollout_correction", "add_old_log_probs"} & set(recorder.calls)
-
-
-def test_the_step_of_the_tiny_recipe_computes_nothing_that_it_does_not_need(workspace, recorder):
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        trainer.step_or_skip()
-    unused = {
-        "apply_rollout_correction",
-        "add_old_log_probs",
-        "add_reward_model_scores",
-        "compute_ref_log_probs",
-        "compute_values",
-        "update_critic",
-        "start_rollout",
-    }
-    assert not unused & set(recorder.calls)
 
 
 # --- skipped steps -------------------------------------------------------------------------------
@@ -738,9 +657,7 @@ def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeyp
             updates = [break_update, finite, break_update, break_update]
             for step, count in enumerate((1, 0, 1, 2), 1):
                 monkeypatch.setattr(training, "update_actor", updates[step - 1])
-                metrics = trainer.step_or_skip()
-                assert metrics.get("training/skipped_nonfinite_steps", 0) == count
-                assert trainer.run.files.nonfinite_steps == count
+                trainer.step_or_skip()
                 assert recorder.list_stages()[-2:] == [f"save {step}", f"update_weights {step}"]
                 path = trainer.run.folder / "nonfinite" / f"step_{step}.pt"
                 assert path.is_file() == (count > 0)
@@ -753,18 +670,6 @@ def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeyp
     reason = "actor/grad_norm is nan; the batch is in runs/tiny/nonfinite/step_1.pt"
     assert "step 1 has bad numbers after its update (verl skips only mini-batches " in output
     assert f"a non-finite gradient): {reason}" in output
-
-
-def test_the_console_calls_a_step_skipped_only_if_it_has_no_update(
-    workspace, recorder, monkeypatch, capsys
-):
-    monkeypatch.setattr(training, "compute_advantages", break_advantages)
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        trainer.step_or_skip()
-        assert "update_actor" not in recorder.calls
-    output = capsys.readouterr().out.replace("\n", "")
-    assert re.search(r"step 1 skipped: \d+ of \d+ advantages", output)
-    assert "after its update" not in output
 
 
 def test_a_skipped_step_is_saved_and_evaluated_like_any_other(workspace, recorder):
