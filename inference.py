@@ -554,10 +554,7 @@ def monkey_patch_server_prints() -> None:
     llm_server.print = logger.debug  # type: ignore[attr-defined]
 
 
-async def start_servers(
-    recipe: Recipe,
-    actor: WorkerGroup,
-) -> LLMServerManager:
+async def start_servers(recipe: Recipe, actor: WorkerGroup) -> LLMServerManager:
     """Load the actor's models and start its vLLM servers, concurrently where that is safe.
 
     The servers are on the actor's GPUs, or on others (rollout.nnodes). vLLM measures the free

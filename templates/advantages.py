@@ -3,8 +3,8 @@
     algorithm: {adv_estimator: templates/advantages.py:turn_grpo}
 
 To use your own: copy a function to your file, change it, and name it in the recipe. Choose its
-parameters by name from the list in kit/recipe/user_functions.py. It returns (advantages, returns),
-both [B, R].
+parameters by name from AdvantageInputs in kit/recipe/user_functions.py. It returns (advantages,
+returns), both [B, R].
 
 Shapes: B episodes, R response tokens, K turns. turn [B, R] is the number of the policy's turn that
 a token is in, from 0. It is -1 for observed tokens and padding. index [B] names the group of each

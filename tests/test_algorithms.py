@@ -241,12 +241,6 @@ def test_gae_is_the_sum_of_discounted_td_errors(seed):
     assert_close(result_returns, pad(returns), **EXACT)
 
 
-def test_reinforce_plus_plus_discounts_by_algorithm_gamma():
-    cases = random_cases(0)
-    _, returns = compute_advantages(cases, "reinforce_plus_plus", gamma=0.9)
-    assert_close(returns, pad([compute_returns(case, 0.9) for case in cases]), **EXACT)
-
-
 def test_grpo_without_the_std_is_dr_grpo():
     """Liu et al., arXiv:2503.20783, section 3.2."""
     cases = random_cases(0)

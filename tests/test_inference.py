@@ -27,7 +27,6 @@ from kit.data.episode import append_tokens
 from kit.engine.sampling import sample
 from kit.errors import RunError
 from tests.helpers.rollouts import (
-    CHATML,
     STOP,
     STOPS,
     TEMPLATES,
@@ -50,6 +49,7 @@ from tests.helpers.rollouts import (
     task_of,
 )
 
+TOKENIZER = chatml_tokenizer()
 LETTERS = "abc xyz\n\t{}\"'<>&|éß中🙂0123456789"
 
 
@@ -110,21 +110,16 @@ def test_an_episode_has_exactly_the_sampled_and_the_observed_tokens(family, seed
         assert observed.endswith(opened[len(closed) :])
 
 
+def converse(turns, session, tools=True, **changes):
+    """Play an episode in which the policy samples the texts `turns`. changes: of the context."""
+    client = one_turn_each(turns, TOKENIZER)
+    return play(task_of(TOKENIZER, tools=tools), session, context_of(client, TOKENIZER, **changes))
+
+
 def test_the_verifier_sees_every_item_in_order():
-    tokenizer = chatml_tokenizer()
     first = "<think>hm</think>Wait." + call() + call('{"a": 1}')
-    client = one_turn_each([first, call(), "done"], tokenizer)
     session = ToolSession(["one", "two", "three"])
-    made = []
-    answer_call = session.call_tool
-
-    async def record(name, arguments):
-        made.append((name, arguments))
-        return await answer_call(name, arguments)
-
-    session.call_tool = record
-    episode = play(task_of(tokenizer), session, context_of(client, tokenizer))
-    assert made == [("look_up", "{}"), ("look_up", '{"a": 1}'), ("look_up", "{}")]
+    episode = converse([first, call(), "done"], session)
     output = session.verified["output"]
     kinds = [item["type"] for item in output]
     call_and_output = ["function_call", "function_call_output"]
@@ -154,10 +149,8 @@ def test_the_verifier_sees_every_item_in_order():
     ids=["stop", "turns", "length"],
 )
 def test_an_episode_ends_at_its_limits(changes, ended, turns):
-    tokenizer = chatml_tokenizer()
-    client = one_turn_each([call(), call(), call(), "done"], tokenizer)
     session = ToolSession(["x" * 60] * 3)
-    episode = play(task_of(tokenizer), session, context_of(client, tokenizer, **changes))
+    episode = converse([call(), call(), call(), "done"], session, **changes)
     assert (episode.ended, len(episode.turns)) == (ended, turns)
     assert episode.response_mask[-1] == 1  # the last token is a sampled one
     assert len(episode.response_ids) <= changes.get("max_response_length", 20000)
@@ -167,13 +160,10 @@ def test_an_episode_ends_at_its_limits(changes, ended, turns):
 
 
 def test_a_long_tool_output_is_truncated_for_the_model_but_not_for_the_verifier():
-    tokenizer = chatml_tokenizer()
     output = "a" * 500 + "b" * 500
     session = ToolSession([output])
-    client = one_turn_each([call(), "ok"], tokenizer)
-    context = context_of(client, tokenizer, max_tool_chars=100)
-    episode = play(task_of(tokenizer), session, context)
-    text = tokenizer.decode(episode.response_ids)
+    episode = converse([call(), "ok"], session, max_tool_chars=100)
+    text = TOKENIZER.decode(episode.response_ids)
     assert "a" * 50 + "\n... 900 characters ...\n" + "b" * 50 in text and "a" * 51 not in text
     assert session.verified["output"][1]["output"] == output
 
@@ -189,14 +179,11 @@ def test_a_long_tool_output_is_truncated_for_the_model_but_not_for_the_verifier(
     ids=["terminated", "truncated", "turns", "length"],
 )
 def test_rewards_of_steps_are_summed(steps, terminated, changes, ended, reward):
-    tokenizer = chatml_tokenizer()
-    client = one_turn_each(["move"] * 9, tokenizer)
     game = Game(steps, terminated=terminated)
-    context = context_of(client, tokenizer, **changes)
-    episode = play(task_of(tokenizer, tools=False), game, context)
+    episode = converse(["move"] * 9, game, tools=False, **changes)
     assert (episode.ended, episode.reward) == (ended, reward)
     assert "verify" not in episode.timings  # a step server is not called to verify
-    prompt = tokenizer.decode(episode.prompt_ids)
+    prompt = TOKENIZER.decode(episode.prompt_ids)
     assert prompt.endswith("user\nYour move.<|im_end|>\n<|im_start|>assistant\n")
     assert all(len(items) == 1 for items in game.bodies)  # a step has only the items of its turn
 
@@ -205,10 +192,9 @@ def test_rewards_of_steps_are_summed(steps, terminated, changes, ended, reward):
 
 
 def test_later_turns_may_use_the_tokens_that_are_left():
-    tokenizer = chatml_tokenizer()
-    client = Script(encode_turns([call(), "y" * 400], tokenizer))
-    context = context_of(client, tokenizer, max_response_length=250)
-    episode = play(task_of(tokenizer), ToolSession(["x" * 60]), context)
+    client = Script(encode_turns([call(), "y" * 400], TOKENIZER))
+    context = context_of(client, TOKENIZER, max_response_length=250)
+    episode = play(task_of(TOKENIZER), ToolSession(["x" * 60]), context)
     assert len(episode.turns) == 2 and len(episode.response_ids) == 250
     assert episode.ended == "length"
     limits = [params["max_tokens"] for _, params in client.requests]
@@ -216,9 +202,8 @@ def test_later_turns_may_use_the_tokens_that_are_left():
 
 
 def test_turns_of_an_episode_share_its_request_id_but_not_the_seed():
-    tokenizer = chatml_tokenizer()
-    client = one_turn_each([call(), call(), "done"], tokenizer)
-    play(task_of(tokenizer), ToolSession(["one", "two"]), context_of(client, tokenizer, seed=0))
+    client = one_turn_each([call(), call(), "done"], TOKENIZER)
+    play(task_of(TOKENIZER), ToolSession(["one", "two"]), context_of(client, TOKENIZER, seed=0))
     requests = [(request_id, params["seed"]) for request_id, params in client.requests]
     assert requests == [("r", zlib.crc32(f"0 r#{turn}".encode())) for turn in range(3)]
 
@@ -234,31 +219,25 @@ class GameWithTools(Game):
 
 
 def test_a_step_returns_tool_outputs_before_its_observation():
-    tokenizer = chatml_tokenizer()
-    client = one_turn_each(["a", "b", "c"], tokenizer)
-    task = task_of(tokenizer, tools=False)
-    episode = play(task, GameWithTools(3), context_of(client, tokenizer))
+    episode = converse(["a", "b", "c"], GameWithTools(3), tools=False)
     observed = [item for item in episode.output if item.get("role") != "assistant"]
-    outputs = [(i["type"], i.get("call_id"), i.get("output")) for i in (observed[0], observed[2])]
-    assert outputs == [
-        ("function_call_output", "c2", "seen 2"),
-        ("function_call_output", "c1", "seen 1"),
+    assert observed == [
+        gym_client.function_call_output("c2", "seen 2"),
+        {"role": "user", "type": "message", "content": "Look."},
+        gym_client.function_call_output("c1", "seen 1"),
     ]
-    assert observed[1] == {"role": "user", "type": "message", "content": "Look."}
-    assert len(observed) == 3
     assert (episode.turn_rewards, episode.reward) == ([0.5, 0.5, 0.5], 1.5)
-    text = tokenizer.decode(episode.response_ids)
+    text = TOKENIZER.decode(episode.response_ids)
     assert text.index("seen 2") < text.index("user\nLook.") < text.index("seen 1")
 
 
 @pytest.mark.parametrize(("over", "fails"), [(0, False), (1, True)])
 def test_an_observation_that_makes_the_prompt_too_long_is_a_failure(over, fails):
-    tokenizer = chatml_tokenizer()
-    task = task_of(tokenizer, tools=False)
+    task = task_of(TOKENIZER, tools=False)
     messages = [*task.messages, {"role": "user", "content": "Your move."}]
-    length = len(env.encode_messages(messages, task.tools, tokenizer, "x:1"))
-    client = one_turn_each(["move"], tokenizer)
-    context = context_of(client, tokenizer, max_prompt_length=length - over)
+    length = len(env.encode_messages(messages, task.tools, TOKENIZER, "x:1"))
+    client = one_turn_each(["move"], TOKENIZER)
+    context = context_of(client, TOKENIZER, max_prompt_length=length - over)
     if not fails:
         assert len(play(task, Game(1), context).prompt_ids) == length
         return
@@ -282,20 +261,19 @@ def make_items(*calls) -> list[dict]:
     return items
 
 
-def read_response(response, tokenizer=None) -> inference.Episode:
+def read_response(response, tokenizer=TOKENIZER) -> inference.Episode:
     episode = inference.Episode("x:1", "g", "server", [])
-    context = context_of(None, tokenizer or chatml_tokenizer())
+    context = context_of(None, tokenizer)
     keep_samples(context.samples, response["output"])
     inference.episode_from_response(episode, response, context)
     return episode
 
 
 def test_an_agents_model_calls_are_joined_to_one_episode():
-    tokenizer = chatml_tokenizer()
-    stop = tokenizer.eos_token_id
+    stop = TOKENIZER.eos_token_id
     output = make_items(([1, 2], [3, stop]), ([1, 2, 3, stop, 7, 8], [9, stop]))
     output.insert(1, gym_client.function_call_output("c", "seen"))
-    episode = read_response({"output": output}, tokenizer)
+    episode = read_response({"output": output})
     assert episode.prompt_ids == [1, 2] and episode.response_ids == [3, stop, 7, 8, 9, stop]
     assert episode.response_mask == [1, 1, 0, 0, 1, 1] and episode.turns == [(0, 2, 1), (4, 6, 3)]
     assert episode.ended == "stop"
@@ -312,10 +290,9 @@ def test_an_agents_model_calls_are_joined_to_one_episode():
     ids=["no stop token", "incomplete", "tool output last"],
 )
 def test_the_reason_why_an_agents_episode_ended(ids, more, details, ended):
-    tokenizer = bytes_tokenizer(CHATML, STOPS["chatml"])
-    ids = [tokenizer.eos_token_id if i == "stop" else i for i in ids]
+    ids = [TOKENIZER.eos_token_id if i == "stop" else i for i in ids]
     output = make_items(([1, 2], ids)) + more
-    episode = read_response({"output": output, "incomplete_details": details}, tokenizer)
+    episode = read_response({"output": output, "incomplete_details": details})
     assert episode.ended == ended
 
 
@@ -335,7 +312,7 @@ def test_ids_that_do_not_continue_the_previous_call_are_a_failure(calls, reason)
 
 
 def test_an_agents_episode_may_be_as_long_as_the_recipe_allows():
-    context = context_of(None, chatml_tokenizer())
+    context = context_of(None, TOKENIZER)
     prompt, response = context.max_prompt_length, context.max_response_length
 
     def read(prompt_length, response_length):

@@ -34,6 +34,17 @@ from tests.helpers.workers import is_close
 
 GAE = ["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=8"]
 
+
+@pytest.fixture
+def start(workspace, recorder):
+    """Return a function that starts a Trainer of the quiet tiny recipe with changes."""
+
+    def start_trainer(*changes, **named):
+        return algorithm.train(make_plan(workspace, *QUIET, *changes, **named))
+
+    return start_trainer
+
+
 # --- the run -------------------------------------------------------------------------------------
 
 
@@ -60,14 +71,14 @@ def test_a_run_evaluates_and_saves_after_the_steps_in_the_recipe(workspace, reco
     assert "timing_s/update_weights" in read_run_lines(trainer)[1]
 
 
-def test_a_run_that_ends_before_its_last_step_exports_nothing(workspace, recorder, capsys):
-    with algorithm.train(make_plan(workspace, *QUIET)):
+def test_a_run_that_ends_before_its_last_step_exports_nothing(start, recorder, capsys):
+    with start():
         pass
     assert recorder.calls == ["sleep", "update_weights 0"]
     assert "Finished in" not in capsys.readouterr().out
 
 
-def test_a_resumed_run_has_the_state_of_its_checkpoint(workspace, recorder, tmp_path, capsys):
+def test_a_resumed_run_has_the_state_of_its_checkpoint(start, recorder, tmp_path, capsys):
     """The state has the step, the batches, the pass rates and the adaptive coefficient."""
     state = LoopState("train", 5, 9, {"x": 1.0}, kl_coef=0.75)
     recorder.record(checkpoints, "load", lambda *_: state)
@@ -77,8 +88,7 @@ def test_a_resumed_run_has_the_state_of_its_checkpoint(workspace, recorder, tmp_
         "algorithm.kl_ctrl.horizon=100",
     ]
     folder = tmp_path / "global_step_5"
-    plan = make_plan(workspace, *QUIET, *changes, resume_from=folder)
-    with algorithm.train(plan) as trainer:
+    with start(*changes, resume_from=folder) as trainer:
         assert recorder.list_stages() == ["sleep", "load", "update_weights 5"]
         assert recorder.arguments["load"] == (recorder.workers, folder)
         assert trainer.state == state
@@ -91,9 +101,9 @@ def test_a_resumed_run_has_the_state_of_its_checkpoint(workspace, recorder, tmp_
         assert list_group_ids(recorder.servers.rollouts[0].requests)[0] == "10/0"
 
 
-def test_a_checkpoint_has_the_state_after_the_last_update(workspace, recorder):
+def test_a_checkpoint_has_the_state_after_the_last_update(start, recorder):
     """Later changes are not saved."""
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
+    with start() as trainer:
         trainer.step_or_skip()
         assert trainer.saved_state == trainer.state
         recorder.record(trainer.run.files, "save")
@@ -107,12 +117,12 @@ def test_a_checkpoint_has_the_state_after_the_last_update(workspace, recorder):
 # --- a step --------------------------------------------------------------------------------------
 
 
-def test_a_step_of_the_tiny_recipe(workspace, recorder):
+def test_a_step_of_the_tiny_recipe(start, recorder):
     """It passes its episodes to the batch, and the batch to the update, and computes nothing else.
 
     It has no metrics or times of the step before.
     """
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
+    with start() as trainer:
         trainer.metrics["stale"] = 1.0
         trainer.run.stages.timing["stale"] = 1.0
         metrics = trainer.step_or_skip()
@@ -151,12 +161,12 @@ def test_a_step_of_the_tiny_recipe(workspace, recorder):
     assert not unused & set(recorder.calls)
 
 
-def test_the_epoch_counts_batches_of_prompts_and_not_steps(workspace, recorder, tmp_path):
+def test_the_epoch_counts_batches_of_prompts_and_not_steps(start, workspace, tmp_path):
     """Two files have 12 rows in total. A batch has 4 rows, and step 2 uses the seventh batch."""
     more = write_rows(tmp_path / "more.jsonl", [row(f"add {i}") for i in range(4)])
     files = f"env.train_files=[{workspace / 'train.jsonl'},{more}]"
-    changes = [*QUIET, files, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4"]
-    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+    changes = [files, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4"]
+    with start(*changes) as trainer:
         row_ids: list[str] = []
         for batch in range(3):
             trainer.state = replace(trainer.state, batches=batch, rows=4 * batch)
@@ -167,11 +177,11 @@ def test_the_epoch_counts_batches_of_prompts_and_not_steps(workspace, recorder, 
         assert trainer.step_or_skip()["training/epoch"] == 7 * 4 / 12
 
 
-def test_an_evaluation_samples_each_held_out_task_with_val_kwargs(workspace, recorder):
+def test_an_evaluation_samples_each_held_out_task_with_val_kwargs(start, recorder):
     settings = ["n=3", "top_k=5", "do_sample=true", "temperature=0.5"]
-    changes = [*QUIET, *(f"{ROLLOUT}.val_kwargs.{setting}" for setting in settings)]
+    changes = [*(f"{ROLLOUT}.val_kwargs.{setting}" for setting in settings)]
     changes.append("trainer.val_before_train=true")
-    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+    with start(*changes) as trainer:
         trainer.state = replace(trainer.state, step=3)
         trainer.evaluate()
         [rollout] = recorder.servers.rollouts
@@ -189,11 +199,11 @@ def test_an_evaluation_samples_each_held_out_task_with_val_kwargs(workspace, rec
         assert line["timing_s/testing"] == trainer.run.stages.timing["testing"]
 
 
-def test_a_step_samples_each_training_task_with_the_rollout_settings(workspace, recorder):
+def test_a_step_samples_each_training_task_with_the_rollout_settings(start, recorder):
     settings = ["temperature=0.7", "top_p=0.75", "n=2", "val_kwargs.n=3", "val_kwargs.top_k=5"]
     settings += ["val_kwargs.do_sample=true", "val_kwargs.temperature=0.5"]
-    changes = [*QUIET, *(f"{ROLLOUT}.{setting}" for setting in settings)]
-    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+    changes = [*(f"{ROLLOUT}.{setting}" for setting in settings)]
+    with start(*changes) as trainer:
         trainer.state = replace(trainer.state, step=3)
         first = [task.row_id for task in trainer.take_tasks()]
         trainer.step_or_skip()
@@ -206,8 +216,8 @@ def test_a_step_samples_each_training_task_with_the_rollout_settings(workspace, 
         assert len(read_run_lines(trainer, "rollouts/step_4.jsonl")) == 16
 
 
-def test_without_held_out_rows_nothing_is_evaluated(workspace, recorder):
-    with algorithm.train(make_plan(workspace, *QUIET, "env.val_files=[]")) as trainer:
+def test_without_held_out_rows_nothing_is_evaluated(start, recorder):
+    with start("env.val_files=[]") as trainer:
         trainer.evaluate()
         assert recorder.servers.rollouts == []
         assert trainer.scores == {}
@@ -216,12 +226,9 @@ def test_without_held_out_rows_nothing_is_evaluated(workspace, recorder):
 # --- what a run writes and prints ----------------------------------------------------------------
 
 
-def test_records_have_the_index_of_their_row_and_each_step_prints_a_line(
-    workspace, recorder, capsys
-):
+def test_records_have_the_index_of_their_row_and_each_step_prints_a_line(start, capsys):
     """The index is the position in the files, whatever the order of the rows in a batch."""
-    changes = ["data.train_batch_size=2", *QUIET]
-    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+    with start("data.train_batch_size=2") as trainer:
         trainer.step_or_skip()
         trainer.step_or_skip()
     indices = {task.row_id: index for index, task in enumerate(trainer.inputs.train)}
@@ -323,10 +330,9 @@ def take_row_ids(trainer, batch: int) -> list[str]:
     return [task.row_id for task in trainer.take_tasks()]
 
 
-def test_greedy_responses_are_sampled_for_an_advantage_that_reads_them(workspace, recorder):
+def test_greedy_responses_are_sampled_for_an_advantage_that_reads_them(start, recorder):
     """They are sampled only in training. The number of open episodes includes them."""
-    plan = make_plan(workspace, *QUIET, "algorithm.adv_estimator=remax")
-    with algorithm.train(plan) as trainer:
+    with start("algorithm.adv_estimator=remax") as trainer:
         trainer.evaluate()
         trainer.step_or_skip()
         assert [rollout.baselines for rollout in recorder.servers.rollouts] == [False, True]
@@ -336,21 +342,21 @@ def test_greedy_responses_are_sampled_for_an_advantage_that_reads_them(workspace
         assert is_close(batch["advantages"], (rewards - 0.25)[:, None].expand(64, 3))
 
 
-def test_a_sampler_gets_the_sizes_and_seed_of_the_recipe_and_the_pass_rates(workspace, recorder):
-    changes = [*QUIET, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4", "data.seed=7"]
+def test_a_sampler_gets_the_sizes_and_seed_of_the_recipe_and_the_pass_rates(start, recorder):
+    changes = ["data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4", "data.seed=7"]
     changes.append("env.sampler=templates/samplers.py:by_pass_rate")
-    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+    with start(*changes) as trainer:
         trainer.state = replace(trainer.state, pass_rates={"x": 0.5})
         order = take_row_ids(trainer, 3)
         recorder.record(trainer.inputs.source, "sampler")
         assert take_row_ids(trainer, 3) == order
         assert recorder.arguments["sampler"] == (trainer.inputs.train, 4, 3, 7, {"x": 0.5})
-    with algorithm.train(make_plan(workspace, *changes, "data.seed=8")) as trainer:
+    with start(*changes, "data.seed=8") as trainer:
         assert take_row_ids(trainer, 3) != order
 
 
-def test_pass_rates_of_sampled_rows_are_averaged_and_others_do_not_change(workspace, recorder):
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
+def test_pass_rates_of_sampled_rows_are_averaged_and_others_do_not_change(start, recorder):
+    with start() as trainer:
         row_ids = [task.row_id for task in trainer.inputs.train]
         before = dict.fromkeys(row_ids, 1.0) | {"other": 0.25}
         trainer.state = replace(trainer.state, pass_rates=before)
@@ -374,9 +380,9 @@ def compute_reward(i: int, group_id: str) -> float:
     return 1.0 if is_uniform else float(i % 2)
 
 
-def test_a_batch_is_refilled_with_groups_whose_rewards_differ(workspace, recorder):
+def test_a_batch_is_refilled_with_groups_whose_rewards_differ(start, recorder):
     refill = [f"{REFILL}.enable=true", f"{REFILL}.max_num_gen_batches=5"]
-    with algorithm.train(make_plan(workspace, *QUIET, *refill)) as trainer:
+    with start(*refill) as trainer:
         recorder.servers.reward = compute_reward
         metrics = trainer.step_or_skip()
         kept = recorder.arguments["to_batch"][0]
@@ -393,9 +399,9 @@ def test_a_batch_is_refilled_with_groups_whose_rewards_differ(workspace, recorde
         assert len(records) == 128
 
 
-def test_refilling_ends_after_max_num_gen_batches(workspace, recorder):
+def test_refilling_ends_after_max_num_gen_batches(start, recorder):
     refill = [f"{REFILL}.enable=true", f"{REFILL}.max_num_gen_batches=3"]
-    with algorithm.train(make_plan(workspace, *QUIET, *refill)) as trainer:
+    with start(*refill) as trainer:
         recorder.servers.reward = lambda i, group_id: 1.0
         message = r"no group is left to train on\. See runs/tiny/rollouts/step_1\.jsonl"
         with pytest.raises(SkippedStep, match=message):
@@ -407,12 +413,11 @@ def test_refilling_ends_after_max_num_gen_batches(workspace, recorder):
         assert len(trainer.collect()) == 8  # an incomplete batch is used
 
 
-def test_prompts_of_batches_that_may_be_truncated_are_shuffled_by_the_seed(workspace, recorder):
+def test_prompts_of_batches_that_may_be_truncated_are_shuffled_by_the_seed(start):
     refill = [f"{REFILL}.enable=true", f"{REFILL}.max_num_gen_batches=2", "data.shuffle=false"]
     orders = set()
     for seed in (1, 2):
-        plan = make_plan(workspace, *QUIET, *refill, f"data.seed={seed}")
-        with algorithm.train(plan) as trainer:
+        with start(*refill, f"data.seed={seed}") as trainer:
             in_file = [task.row_id for task in trainer.inputs.train]
             for batch in (1, 2):
                 order = take_row_ids(trainer, batch)
@@ -421,15 +426,15 @@ def test_prompts_of_batches_that_may_be_truncated_are_shuffled_by_the_seed(works
                 assert order != in_file
                 orders.add(tuple(order))
     assert len(orders) == 4
-    with algorithm.train(make_plan(workspace, *QUIET, "data.shuffle=false")) as trainer:
+    with start("data.shuffle=false") as trainer:
         assert take_row_ids(trainer, 1) == in_file
 
 
 @pytest.mark.parametrize(("estimator", "groups"), [("grpo", 7), ("reinforce_plus_plus", 8)])
 def test_a_group_of_one_is_dropped_if_the_advantage_compares_responses(
-    workspace, recorder, monkeypatch, estimator, groups
+    start, recorder, monkeypatch, estimator, groups
 ):
-    changes = [*QUIET, "gym.max_failed_frac=1", f"algorithm.adv_estimator={estimator}"]
+    changes = ["gym.max_failed_frac=1", f"algorithm.adv_estimator={estimator}"]
     rollout = recorder.servers.rollout
 
     def fail_all_but_one(requests, *arguments, **named):
@@ -440,17 +445,16 @@ def test_a_group_of_one_is_dropped_if_the_advantage_compares_responses(
         return episodes
 
     monkeypatch.setattr(recorder.servers, "rollout", fail_all_but_one)
-    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+    with start(*changes) as trainer:
         kept = trainer.collect()
     assert len({e.group_id for e in kept}) == groups
     assert len(kept) == 56 + groups - 7
 
 
-def test_too_many_failures_end_the_run(workspace, recorder):
+def test_too_many_failures_end_the_run(start, recorder):
     recorder.servers.fails = True
-    plan = make_plan(workspace, *QUIET, "gym.max_failed_frac=0.5")
     with pytest.raises(RunError, match=r"64 of 64 episodes failed"):
-        with algorithm.train(plan) as trainer:
+        with start("gym.max_failed_frac=0.5") as trainer:
             trainer.step_or_skip()
     assert len(read_run_lines(trainer, "failures.jsonl")) == 64
 
@@ -464,10 +468,10 @@ ONE_STEP_OFF = [
 ]
 
 
-def test_the_rollout_of_the_next_batch_starts_before_the_update(workspace, recorder):
+def test_the_rollout_of_the_next_batch_starts_before_the_update(start, recorder):
     sizes = ["data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4"]
-    changes = [*QUIET, *ONE_STEP_OFF, *sizes, f"{ROLLOUT}.temperature=0.7"]
-    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+    changes = [*ONE_STEP_OFF, *sizes, f"{ROLLOUT}.temperature=0.7"]
+    with start(*changes) as trainer:
         trainer.step_or_skip()
         [started] = recorder.servers.started
         group_ids = list_group_ids(started.requests)
@@ -487,10 +491,10 @@ def test_the_rollout_of_the_next_batch_starts_before_the_update(workspace, recor
 # --- rewards -------------------------------------------------------------------------------------
 
 
-def test_a_learned_reward_is_a_component_that_env_reward_can_read(workspace, recorder):
+def test_a_learned_reward_is_a_component_that_env_reward_can_read(start, recorder):
     """The means of the verifier's components are still over all episodes."""
     recorder.workers = training.Workers("actor", None, "reward model")
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
+    with start() as trainer:
         functions = trainer.recipe.functions._replace(
             reward=lambda e: e.reward + e.reward_components["reward_model"]
         )
@@ -510,7 +514,7 @@ def test_a_learned_reward_is_a_component_that_env_reward_can_read(workspace, rec
 # --- log-probs, values and advantages ------------------------------------------------------------
 
 
-def test_critic_warmup_trains_only_the_critic(workspace, recorder):
+def test_critic_warmup_trains_only_the_critic(start, recorder):
     """With critic_warmup=2, steps 1 and 2 compute old log-probs and update only the critic.
 
     The learning rate of each model starts with its first update.
@@ -525,7 +529,7 @@ def test_critic_warmup_trains_only_the_critic(workspace, recorder):
     recorder.record(training, "update_critic", update)
     recorder.record(training, "update_actor", update)
     changes = [*GAE, "trainer.critic_warmup=2"]
-    with algorithm.train(make_plan(workspace, *QUIET, *changes)) as trainer:
+    with start(*changes) as trainer:
         for updates_actor in (False, False, True, True):
             recorder.calls.clear()
             metrics = trainer.step_or_skip()
@@ -546,11 +550,11 @@ def test_critic_warmup_trains_only_the_critic(workspace, recorder):
     assert positions == [*critic[:3], ("actor", 0), critic[3], ("actor", 1)]
 
 
-def test_the_adaptive_coefficient_of_a_kl_penalty_is_saved(workspace, recorder):
+def test_the_adaptive_coefficient_of_a_kl_penalty_is_saved(start, recorder):
     settings = ["type=adaptive", "horizon=640", "kl_coef=0.4", "target_kl=0.1"]
     changes = ["algorithm.use_kl_in_reward=true"]
     changes += [f"algorithm.kl_ctrl.{setting}" for setting in settings]
-    with algorithm.train(make_plan(workspace, *QUIET, *changes)) as trainer:
+    with start(*changes) as trainer:
         metrics = trainer.step_or_skip()
         batch, controller, recipe = recorder.arguments["apply_kl_penalty"]
         assert controller is trainer.kl_controller
@@ -568,9 +572,9 @@ def test_the_adaptive_coefficient_of_a_kl_penalty_is_saved(workspace, recorder):
         assert type(trainer.state.kl_coef) is float
 
 
-def test_rollout_engine_and_trainer_are_compared_if_both_log_probs_exist(workspace, recorder):
+def test_rollout_engine_and_trainer_are_compared_if_both_log_probs_exist(start, recorder):
     """The difference is -0.5 on each token."""
-    with algorithm.train(make_plan(workspace, *QUIET, f"{CORRECTION}.rollout_is=token")) as trainer:
+    with start(f"{CORRECTION}.rollout_is=token") as trainer:
         metrics = trainer.step_or_skip()
         batch, recipe = recorder.arguments["apply_rollout_correction"]
         assert recipe is trainer.recipe
@@ -581,11 +585,8 @@ def test_rollout_engine_and_trainer_are_compared_if_both_log_probs_exist(workspa
         assert metrics["actor/entropy"] == 0.125
 
 
-def test_in_bypass_mode_the_rollout_engine_is_the_old_policy_and_the_loss_corrects(
-    workspace, recorder
-):
-    plan = make_plan(workspace, *QUIET, f"{CORRECTION}.bypass_mode=true")
-    with algorithm.train(plan) as trainer:
+def test_in_bypass_mode_the_rollout_engine_is_the_old_policy_and_the_loss_corrects(start, recorder):
+    with start(f"{CORRECTION}.bypass_mode=true") as trainer:
         trainer.step_or_skip()
         batch = recorder.arguments["update_actor"][1].batch
         assert torch.equal(batch["old_log_probs"], batch["rollout_log_probs"])
@@ -595,14 +596,13 @@ def test_in_bypass_mode_the_rollout_engine_is_the_old_policy_and_the_loss_correc
 # --- skipped steps -------------------------------------------------------------------------------
 
 
-def test_a_step_whose_tokens_are_all_rejected_is_skipped(workspace, recorder, monkeypatch, capsys):
+def test_a_step_whose_tokens_are_all_rejected_is_skipped(start, recorder, monkeypatch, capsys):
     def reject(batch, _config):
         batch.batch["response_mask"][:] = 0
         return {}
 
     monkeypatch.setattr(training, "apply_rollout_correction", reject)
-    plan = make_plan(workspace, *QUIET, "algorithm.recompute_old_log_probs=true")
-    with algorithm.train(plan) as trainer:
+    with start("algorithm.recompute_old_log_probs=true") as trainer:
         trainer.run.files.nonfinite_steps = 2
         trainer.step_or_skip()
         assert "update_actor" not in recorder.calls
@@ -637,23 +637,23 @@ def break_advantages(batch, _config):
     ],
 )
 def test_a_nonfinite_step_stops_immediately_and_its_error_has_the_batch(
-    workspace, recorder, monkeypatch, name, function, later_calls
+    start, recorder, monkeypatch, name, function, later_calls
 ):
     recorder.workers = training.Workers("actor", "critic", None)
     monkeypatch.setattr(training, name, function)
-    with algorithm.train(make_plan(workspace, *QUIET, *GAE)) as trainer:
+    with start(*GAE) as trainer:
         with pytest.raises(NonFiniteStep) as caught:
             trainer.step()
         assert not set(later_calls) & set(recorder.calls)
         assert caught.value.batch.batch["responses"].tolist() == [[5, 6, 1]] * 64
 
 
-def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeypatch, capsys):
+def test_three_nonfinite_steps_in_a_row_end_the_run(start, recorder, monkeypatch, capsys):
     """They are saved like others. A finite step resets their count."""
     finite = training.update_actor
     message = r"3 non-finite steps in a row, the last: actor/grad_norm is nan.* See docs/"
     with pytest.raises(RunError, match=message):
-        with algorithm.train(make_plan(workspace, *QUIET, "trainer.save_freq=1")) as trainer:
+        with start("trainer.save_freq=1") as trainer:
             updates = [break_update, finite, break_update, break_update]
             for step, count in enumerate((1, 0, 1, 2), 1):
                 monkeypatch.setattr(training, "update_actor", updates[step - 1])
@@ -672,10 +672,10 @@ def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeyp
     assert f"a non-finite gradient): {reason}" in output
 
 
-def test_a_skipped_step_is_saved_and_evaluated_like_any_other(workspace, recorder):
+def test_a_skipped_step_is_saved_and_evaluated_like_any_other(start, recorder):
     recorder.servers.fails = True
     changes = ["gym.max_failed_frac=1", "trainer.save_freq=1", "trainer.test_freq=1"]
-    with algorithm.train(make_plan(workspace, *QUIET, *changes)) as trainer:
+    with start(*changes) as trainer:
         recorder.calls.clear()
         metrics = trainer.step_or_skip()
         trainer.evaluate_if_due()

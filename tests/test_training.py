@@ -139,10 +139,7 @@ def test_ranks_that_share_one_model_count_once(recipe):
     With ulysses_sequence_parallel_size=2, two ranks share a sequence.
     """
     recipe = changed(recipe, "trainer.nnodes=3", "trainer.resource_pools.critic=4")
-    assert recipe.world_size() == 6
-    assert recipe.world_size("critic") == 12
-    assert recipe.data_parallel_size() == 6
-    assert recipe.data_parallel_size("critic") == 12
+    assert (recipe.world_size(), recipe.world_size("critic")) == (6, 12)
     recipe = changed(recipe, f"{ACTOR}.ulysses_sequence_parallel_size=2")
     assert recipe.data_parallel_size() == 3
     assert recipe.data_parallel_size("critic") == 6
@@ -445,9 +442,6 @@ def test_utilization_is_a_metric_only_on_gpus(recipe):
     critic = RecordingGroup({"mfu": [0.5]})
     assert training.update_actor(actor, batch, recipe) == {"perf/mfu/actor": 0.5}
     assert training.update_critic(critic, batch, recipe) == {"perf/mfu/critic": 0.5}
-
-
-# --- SFT -----------------------------------------------------------------------------------------
 
 
 # --- whether an update is on-policy --------------------------------------------------------------

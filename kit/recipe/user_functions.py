@@ -49,6 +49,7 @@ from kit.recipe.python_files import (
 from kit.recipe.sections import SPEC
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
     from verl.workers.config import ActorConfig
 
@@ -71,7 +72,7 @@ class AdvantageInputs:
     token_level_scores: Tensor  # float32 [B, R]: the results of env.reward, at the ends of turns
     response_mask: Tensor  # int64 [B, R]: 1 for the tokens to train on
     turn: Tensor  # int64 [B, R]: the policy's turn, counted from 0; -1 for observed tokens
-    index: Sequence[str]  # [B]: the group of each episode. Groups then need at least two responses
+    index: np.ndarray  # [B] of str: the group of each episode. Groups then need two responses
     values: Tensor | None  # float32 [B, R], by the critic
     old_log_probs: Tensor | None  # float32 [B, R], by the trainer
     ref_log_prob: Tensor | None  # float32 [B, R], by the reference or the teacher

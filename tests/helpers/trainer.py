@@ -104,7 +104,8 @@ class Recorder:
         self.calls: list[str] = []
         self.servers = Servers(self.calls)
         self.arguments: dict[str, tuple[Any, ...]] = {}  # of the last call, by name
-        self.workers = training.Workers("actor", None, None)
+        actor: Any = "actor"
+        self.workers = training.Workers(actor, None, None)
         self.started: tuple[Any, ...] = ()  # the arguments of launch.start
 
     def record(self, owner, name, function=None):
