@@ -15,6 +15,8 @@ import random
 import zlib
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import ray
@@ -426,56 +428,42 @@ def test_an_episode_that_lost_its_session_is_repeated_under_new_request_ids(loss
     assert episode.session_lost is (reward is None) and done == [(0, episode)]
 
 
-def run_with_turns(run_turns) -> inference.Episode:
-    """Run a rollout with another function for its turns, and return its episode."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inference, "run_turns", run_turns)
-        (episode,) = run_rollout(RecordingClient(), FixedRewards(1.0))
-    return episode
+def raising(error):
+    """Make turns that fail after the episode had a reward."""
 
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [(GymError("http_500", "broken"), "http_500"), (env.DataError("odd"), "template")],
-)
-def test_an_episode_that_fails_has_no_reward(error, status):
     async def run_turns(episode, *_):
         episode.reward = 1.0
         raise error
 
-    episode = run_with_turns(run_turns)
-    assert (episode.status, episode.reward, episode.error) == (status, None, str(error))
+    return run_turns
 
 
-@pytest.mark.parametrize(
-    ("ids", "mask", "log_probs", "message"),
-    [
-        ([5], [1], [0.0] * 2, "lists differ in length: 1 ids, 1 of mask, 2 log-probs"),
-        ([5, 6], [1, 1], [0.0] * 2, "1 sampled tokens, 2 in the mask"),
-    ],
-)
-def test_an_episode_with_inconsistent_lists_fails(ids, mask, log_probs, message):
+def with_lists(ids, mask, log_probs):
+    """Make turns whose lists have the given contents. One token was sampled."""
+
     async def run_turns(episode, *_):
         append_tokens(episode, [5], [0.0])
         episode.response_ids = ids
         episode.response_mask = mask
         episode.log_probs = log_probs
 
-    episode = run_with_turns(run_turns)
-    assert (episode.status, episode.reward) == ("bad_ids", None) and message in episode.error
+    return run_turns
 
 
-def test_an_unforeseen_failure_has_no_reward_and_names_its_line():
-    def raise_odd():
-        raise ValueError("odd")
-
-    async def run_turns(*_):
-        raise_odd()
-
-    episode = run_with_turns(run_turns)
-    assert (episode.status, episode.reward) == ("unforeseen", None)
-    line = raise_odd.__code__.co_firstlineno + 1  # the line of `raise`
-    assert f"ValueError('odd') at {__file__}:{line}. " in episode.error
+@pytest.mark.parametrize(
+    ("run_turns", "status", "error"),
+    [
+        (raising(GymError("http_500", "broken")), "http_500", "broken"),
+        (raising(env.DataError("odd")), "template", "odd"),
+        (raising(ValueError("odd")), "unforeseen", f"ValueError('odd') at {__file__}:"),
+        (with_lists([5], [1], [0.0] * 2), "bad_ids", "1 ids, 1 of mask, 2 log-probs"),
+        (with_lists([5, 6], [1, 1], [0.0] * 2), "bad_ids", "1 sampled tokens, 2 in the mask"),
+    ],
+)
+def test_an_episode_that_fails_has_no_reward(monkeypatch, run_turns, status, error):
+    monkeypatch.setattr(inference, "run_turns", run_turns)
+    (episode,) = run_rollout(RecordingClient(), FixedRewards(1.0))
+    assert (episode.status, episode.reward) == (status, None) and error in episode.error
 
 
 FATAL = [
@@ -595,9 +583,6 @@ class Manager:
         await asyncio.sleep(0.6)
         self.events.append("servers are ready")
 
-    def get_replicas(self):
-        return ["replica"]
-
 
 @pytest.fixture
 def manager(monkeypatch):
@@ -639,86 +624,52 @@ def test_standalone_servers_load_the_weights_of_the_model_folder(manager, nnodes
     assert recipe == make_recipe(nnodes=nnodes)  # the recipe of the caller is not changed
 
 
-class RecordingCheckpointManager:
-    """A double of verl's CheckpointEngineManager that records its calls."""
-
-    def __init__(self, **arguments):
-        self.arguments = arguments
-        self.calls: list[object] = []
-
-    def sleep_replicas(self):
-        self.calls.append("sleep")
-
-    def update_weights(self, step):
-        self.calls.append(step)
-
-
-class RecordingWorkers:
-    """A double of features.EpisodeWorkers that records its calls."""
-
-    def __init__(self):
-        self.calls: list[object] = []
-
-    async def rollout(self, *arguments):
-        self.calls.append(arguments)
-        return ["from the workers"]
-
-    def set_policy_version(self, step):
-        self.calls.append(step)
-
-
 @pytest.fixture
 def make_servers(monkeypatch):
-    monkeypatch.setattr(Manager, "get_replicas", lambda: ["replica"])
-    monkeypatch.setattr(inference, "CheckpointEngineManager", RecordingCheckpointManager)
+    """Return a function that makes Servers with doubles of verl's managers."""
+    monkeypatch.setattr(inference, "CheckpointEngineManager", Mock())
 
-    def make(actor="actor", workers=None) -> inference.Servers:
+    def make(workers) -> inference.Servers:
         context = make_context(None)
         # as for a model whose image tokens must not be sampled
         processor: Any = SimpleNamespace(sampling_params=lambda: {"logit_bias": {9: -100.0}})
         context.processor = processor
+        doubles: Any = [Mock() for _ in range(3)]
+        manager, actor, gym = doubles
         loop = asyncio.Runner()
-        manager: Any = Manager
-        gym: Any = "gym"
         return inference.Servers(make_recipe(), manager, actor, context, gym, loop, workers)
 
     return make
 
 
 def test_weights_have_the_number_of_their_step(make_servers):
-    workers = RecordingWorkers()
-    servers = make_servers(workers=workers)
-    arguments = servers.checkpoint_manager.arguments
-    assert arguments["config"].backend == "naive"
-    assert (arguments["actor_wg"], arguments["replicas"]) == ("actor", ["replica"])
+    workers = Mock()
+    servers = make_servers(workers)
+    made: Any = inference.CheckpointEngineManager
+    assert made.call_args.kwargs["config"].backend == "naive"
+    assert made.call_args.kwargs["replicas"] is servers.manager.get_replicas.return_value
     assert not servers.is_asleep and servers.context.policy_version is None
     servers.sleep()
     assert servers.is_asleep
     servers.update_weights(4)
     assert not servers.is_asleep and servers.context.policy_version == 4
-    assert (servers.checkpoint_manager.calls, workers.calls) == (["sleep", 4], [4])
+    assert made.return_value.mock_calls == [mock.call.sleep_replicas(), mock.call.update_weights(4)]
+    assert workers.mock_calls == [mock.call.set_policy_version(4)]
 
 
+@pytest.mark.parametrize("name", ["rollout", "rollout_with_baselines", "workers"])
 def test_a_rollout_runs_here_or_in_the_workers_with_the_sampling_of_the_call(
-    make_servers, monkeypatch
+    make_servers, monkeypatch, name
 ):
-    for name in ("rollout", "rollout_with_baselines"):
-
-        async def record(*arguments, name=name):
-            return [name, *arguments]
-
-        monkeypatch.setattr(inference, name, record)
+    run = AsyncMock()
+    workers = Mock(rollout=run) if name == "workers" else None
+    if not workers:
+        monkeypatch.setattr(inference, name, run)
+    servers = make_servers(workers)
+    baselines = name != "rollout"
+    result = servers.rollout("requests", {"temperature": 0.4}, print, baselines)
     sampling = {"temperature": 0.4, "logit_bias": {9: -100.0}}
-    servers = make_servers()
-    arguments = ["requests", sampling, servers.context, servers.gym, print]
-    result = servers.rollout("requests", {"temperature": 0.4}, print)
-    assert result == ["rollout", *arguments]
+    others = [print, True] if workers else [servers.context, servers.gym, print]
+    assert result is run.return_value
+    assert run.call_args == mock.call("requests", sampling, *others)
     assert servers.context.endpoint_sampling == sampling
-    result = servers.rollout("requests", {"temperature": 0.4}, print, baselines=True)
-    assert result == ["rollout_with_baselines", *arguments]
-
-    workers = RecordingWorkers()
-    servers = make_servers(workers=workers)
-    result = servers.rollout("requests", {"temperature": 0.4}, print, baselines=True)
-    assert result == ["from the workers"]
-    assert workers.calls == [("requests", sampling, print, True)]

@@ -29,7 +29,7 @@ IDS = torch.tensor([[5, 9, 2, 30, 7, 7, 1]])
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group(tmp_path_factory):
-    """Return a process group of one rank, unless the process has one."""
+    """Start a process group of one rank, unless the process has one."""
     if torch.distributed.is_initialized():
         yield
         return

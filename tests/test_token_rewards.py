@@ -188,7 +188,7 @@ def test_rewards_that_differ_are_never_levelled():
 
 
 def divide_by_deviation(token_level_rewards, response_mask):
-    """Return an estimator of a user that whitens without verl: NaN for one token."""
+    """Whiten without verl, as a user's estimator may: NaN for one token."""
     is_trained = response_mask.bool()
     values = token_level_rewards / token_level_rewards[is_trained].std()
     return values, values

@@ -574,7 +574,7 @@ def test_the_actor_gets_the_recipes_loss(recipe, monkeypatch, changes, name):
         return loss(*arguments)
 
     def custom_loss():
-        """Return a loss of the recipe."""
+        """Stand for a loss of the recipe."""
 
     monkeypatch.setattr(training, "ppo_loss", ppo_loss)
     monkeypatch.setattr(training, "compute_on_policy_loss", on_policy_loss)

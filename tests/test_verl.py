@@ -389,7 +389,7 @@ def checkpoints(worker_variants, tmp_path_factory) -> tuple[str, str]:
 
 @pytest.fixture
 def moved_actor(worker_variants, checkpoints):
-    """Return the SGD actor, one step away from its reference. Other tests find it as it started."""
+    """Yield the SGD actor, one step away from its reference. Other tests find it as it started."""
     initial, moved = checkpoints
     actor = worker_variants["one rank"][0].actor
     actor.load_checkpoint(moved)

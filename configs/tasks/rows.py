@@ -117,7 +117,7 @@ def apples() -> list[Pair]:
 
 
 def guess() -> list[Pair]:
-    """Return a hidden number for the environment in game.py."""
+    """Make hidden numbers for the environment in game.py."""
     prompt = "Guess my number from 1 to 7. Answer only with a number."
     rng = random.Random("guess")
     pairs: list[Pair] = []

@@ -89,7 +89,7 @@ def compute_loss(model: Any, data: Data, recipe: Recipe, advantages: Rows, i: in
 
 
 def aggregate(losses: Rows, masks: Rows, mode: str, size: float) -> Tensor:
-    """The loss of a mini-batch. size: its number of responses, also those without a token."""
+    """Average the losses of a mini-batch. size: its number of responses, also those all masked."""
     sums = torch.stack([(loss * mask).sum() for loss, mask in zip(losses, masks, strict=True)])
     counts = torch.stack([mask.sum() for mask in masks])
     if mode == "token-mean":
@@ -189,7 +189,7 @@ def whiten(rows: Rows, masks: Rows) -> Rows:
 
 
 def gdpo(data: Data) -> Rows:
-    """Return whether the response ended counts a fifth."""
+    """Weigh two components: whether the response ended counts a fifth."""
     total = torch.zeros(len(data.episodes), dtype=torch.float64)
     finished = torch.tensor([float(e.ended == "stop") for e in data.episodes]).double()
     for weight, values in ((1.0, data.rewards), (0.2, finished)):
@@ -223,7 +223,7 @@ def log_ratio(data: Data, i: int) -> float:
 
 
 def online_dpo(data: Data) -> Rows:
-    """The gradient of -log sigmoid(0.1 * margin) for the best and the worst of each group."""
+    """Compute the gradient of -log sigmoid(0.1 * margin) for each group's best and worst."""
     weights = [0.0] * len(data.episodes)
     for members in data.groups():
         best = max(members, key=lambda i: data.rewards[i])
@@ -237,7 +237,7 @@ def online_dpo(data: Data) -> Rows:
 
 
 def spin(data: Data) -> Rows:
-    """The same for the answer of each group, which has no turn, against each of its samples."""
+    """Do the same for the answer of each group, which has no turn, against its samples."""
     weights = [0.0] * len(data.episodes)
     for members in data.groups():
         (answer,) = (i for i in members if not data.episodes[i].turns)
@@ -280,7 +280,7 @@ def gae(data: Data) -> Rows:
 
 
 def turn_gae(data: Data) -> Rows:
-    """Return the same with a turn as one action: its value is that of its first token."""
+    """Compute GAE with a turn as one action: its value is that of its first token."""
     rows = []
     for i, mask in enumerate(data.masks):
         row = torch.zeros_like(mask)

@@ -175,7 +175,7 @@ def compute_outputs(episodes, factor: float) -> list[list[float]]:
 
 
 def is_close(actual: torch.Tensor, expected: Any) -> bool:
-    """Return whether a float32 tensor has the expected shape and, up to rounding, values."""
+    """Return whether a float32 tensor has the expected shape and values, up to rounding."""
     expected = torch.as_tensor(expected, dtype=torch.float32)
     return (
         actual.dtype == torch.float32
