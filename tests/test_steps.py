@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -16,7 +15,6 @@ import torch
 
 import training
 from kit.run.workers import optional_roles, start_roles, start_workers
-from tests.helpers.pages import GUIDES, read_shown_files
 from tests.helpers.stack import AGREE, NO_EVALUATION, kill_workers, with_values
 
 
@@ -172,35 +170,3 @@ def test_critic_and_reference_run_in_separate_resource_pools(stack):
         assert metrics["training/rollout_probs_diff_max"] < AGREE
     assert second["actor/kl_loss"] > first["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
     assert len(list((folder / "critic").glob("model_world_size_2_rank_*.pt"))) == 2
-
-
-def test_the_functions_of_the_guides_work(stack):
-    """Run a step with the functions of two guides.
-
-    The settings fit the tiny task, in which rewards are small and responses have up to 12 tokens.
-    """
-    for name, page in (("my_functions.py", "functions.md"), ("my_sampler.py", "curriculum.md")):
-        (stack.workspace / name).write_text(read_shown_files(GUIDES / page)[name])
-    changes = [
-        "algorithm.adv_estimator=my_functions.py:ranks",
-        "actor_rollout_ref.actor.policy_loss.loss_mode=my_functions.py:quadratic",
-        "env.reward={function: my_functions.py:brief, free: 4, per_token: 0.01}",
-        "env.filters=[{function: my_functions.py:learnable, low: 0.001}]",
-        "env.sampler=my_sampler.py:frontier",
-        NO_EVALUATION,
-    ]
-    with stack.trainer("ideas", *changes) as trainer:
-        metrics = trainer.step_or_skip()
-        records = read_records(trainer, 1)
-    groups: dict[str, list[dict]] = {}
-    for record in records:
-        groups.setdefault(record["_episode"]["group_id"], []).append(record)
-    kept = [g for g in groups.values() if 0.001 <= sum(r["reward"] for r in g) / len(g) <= 0.95]
-    assert len(groups) == 8 and kept and metrics["actor/grad_norm"] > 0
-    assert metrics["rollout/filtered/learnable"] == 64 - sum(len(group) for group in kept)
-    rewards = []
-    for record in itertools.chain.from_iterable(kept):
-        tokens = len(record["response"]["output"][0]["generation_token_ids"])
-        over = max(tokens - 4, 0) if record["reward"] > 0 else 0
-        rewards.append(record["reward"] - 0.01 * over)
-    assert metrics["critic/rewards/mean"] == pytest.approx(sum(rewards) / len(rewards))
