@@ -44,6 +44,7 @@ To change it by an edit: tasks in env.py, `inference.run_turns`, and `Trainer.st
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,7 @@ except ModuleNotFoundError as error:  # another Python than this project's
     raise SystemExit(f"error: {error}. Run `source .venv/bin/activate` first.") from None
 
 import env
+from kit.data import batch_keys as keys
 from kit.data.episode import Episode
 from kit.data.fingerprint import name_rates, place_rates
 from kit.data.metrics import (
@@ -74,7 +76,6 @@ from kit.engine.inputs import RunInputs
 from kit.engine.sampling import make_rollout_args
 from kit.errors import NonFiniteStep, SkippedStep
 from kit.recipe.recipe import Recipe
-from kit.recipe.schedule import POSITION
 from kit.run import checkpoints, cli
 from kit.run.checkpoints import LoopState
 from kit.run.console import say
@@ -115,8 +116,13 @@ class Trainer:
 
     @property
     def updates_actor(self) -> bool:
-        """Whether this step trains the actor: the first trainer.critic_warmup steps do not."""
+        """Return whether this step trains the actor: after trainer.critic_warmup steps."""
         return bool(self.state.step > self.recipe.trainer.critic_warmup)
+
+    @functools.cached_property
+    def loss_has_other_terms(self) -> bool:
+        """Return whether the actor learns from a step without advantages. Tried once a run."""
+        return training.loss_has_other_terms(self.recipe)
 
     def fit(self) -> None:
         """Train to the last step. Evaluate and save as the recipe says."""
@@ -131,7 +137,7 @@ class Trainer:
         self.run.mark_complete()  # `train` exports the model after the processes have ended
 
     def step_or_skip(self) -> dict[str, float]:
-        """Run one step, which may end as a skipped one -> its metrics."""
+        """Run one step, which may end as a skipped one, and return its metrics."""
         try:
             self.step()
         except SkippedStep as skipped:
@@ -141,7 +147,7 @@ class Trainer:
     # --- the step: change it here ----------------------------------------------------------------
 
     def step(self) -> None:
-        """One step, 1 to 8 of the header. Raises SkippedStep and NonFiniteStep.
+        """Run one step, 1 to 8 of the header. Raises SkippedStep and NonFiniteStep.
 
         The order keeps the trainer and the rollout engine from holding GPU memory together. The
         engine sleeps until the new weights are sent. The checkpoint is saved while it sleeps, since
@@ -204,7 +210,7 @@ class Trainer:
         return kept
 
     def take_tasks(self) -> list[env.Task]:
-        """The prompts of the next batch."""
+        """Take the prompts of the next batch."""
         batch = self.state.batches + 1
         size = self.recipe.data.train_batch_size
         tasks = self.inputs.source.batch(batch, size, self.state.rows, self.state.pass_rates)
@@ -245,8 +251,8 @@ class Trainer:
             with self.run.stage("reward_model"):
                 model = self.workers.reward_model
                 training.add_reward_model_scores(model, episodes, self.inputs, self.recipe)
-            means = compute_component_means(episodes)
-            self.metrics = means | self.metrics  # the others are of all verified episodes
+            for name, mean in compute_component_means(episodes).items():
+                self.metrics.setdefault(name, mean)  # the others are of all verified episodes
         unshaped = count_zero_variance_groups(episodes)
         for episode in episodes:
             episode.shaped_reward = self.recipe.functions.reward(episode)
@@ -263,18 +269,18 @@ class Trainer:
                     replay, self.state.step, workers.actor, batch, self.recipe
                 )
         elif self.recipe.algorithm.rollout_correction.bypass_mode:  # the rollout engine is pi_old
-            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+            batch.batch[keys.OLD_LOG_PROBS] = batch.batch[keys.ROLLOUT_LOG_PROBS]
         elif not (self.updates_actor and self.recipe.is_on_policy):
             with self.run.stage("old_log_prob"):
                 self.metrics |= training.add_old_log_probs(self.workers.actor, batch, self.recipe)
         if self.recipe.has_reference:
             with self.run.stage("ref"):
                 log_probs = training.compute_ref_log_probs(workers, batch, self.recipe)
-                batch.batch["ref_log_prob"] = log_probs
+                batch.batch[keys.REF_LOG_PROBS] = log_probs
         if workers.critic:
             with self.run.stage("values"):
                 values = training.compute_values(workers.critic, batch, self.recipe)
-                batch.batch["values"] = values
+                batch.batch[keys.VALUES] = values
         self.raise_if_nonfinite(batch)
 
     def compute_advantages(self, batch: DataProto) -> None:
@@ -285,14 +291,14 @@ class Trainer:
         """
         correction = self.recipe.algorithm.rollout_correction
         with self.run.stage("adv"):
-            batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+            batch.batch[keys.REWARDS] = batch.batch[keys.SCORES]
             if self.recipe.algorithm.use_kl_in_reward:
                 self.metrics |= training.apply_kl_penalty(batch, self.kl_controller, self.recipe)
                 self.state = replace(self.state, kl_coef=float(self.kl_controller.value))
             # with bypass_mode, the loss applies the correction
-            if "old_log_probs" in batch.batch and not correction.bypass_mode:
+            if keys.OLD_LOG_PROBS in batch.batch and not correction.bypass_mode:
                 self.metrics |= training.apply_rollout_correction(batch, self.recipe)
-            if not batch.batch["response_mask"].any():
+            if not batch.batch[keys.RESPONSE_MASK].any():
                 raise SkippedStep("algorithm.rollout_correction.rollout_rs rejected every token")
             training.compute_advantages(batch, self.recipe)
         self.raise_if_nonfinite(batch)
@@ -304,13 +310,14 @@ class Trainer:
         """
         done = self.state.step - 1  # training steps before this one set the learning rate
         if self.workers.critic:
-            batch.meta_info[POSITION] = done
+            training.set_schedule_position(batch, done)
             with self.run.stage("update_critic"):
                 self.metrics |= training.update_critic(self.workers.critic, batch, self.recipe)
-        if self.updates_actor and training.lacks_signal(batch, self.recipe):
+        has_signal = training.has_advantages(batch) or self.loss_has_other_terms
+        if self.updates_actor and not has_signal:
             say(f"step {self.state.step} changes no weights: all advantages are 0")
         elif self.updates_actor:
-            batch.meta_info[POSITION] = done - self.recipe.trainer.critic_warmup
+            training.set_schedule_position(batch, done - self.recipe.trainer.critic_warmup)
             with self.run.stage("update_actor"):
                 self.metrics |= training.update_actor(self.workers.actor, batch, self.recipe)
         self.saved_state = self.state
@@ -330,7 +337,7 @@ class Trainer:
 
         if self.is_compared or isinstance(self.servers, ReplayServers):
             return
-        log_probs = batch.batch.get("old_log_probs")  # [B, R]
+        log_probs = batch.batch.get(keys.OLD_LOG_PROBS)  # [B, R]
         if log_probs is None or self.recipe.algorithm.rollout_correction.bypass_mode:
             with self.run.stage("compare_engines"):
                 outputs = training.compute_log_probs(self.workers.actor, batch, self.recipe)
@@ -367,7 +374,7 @@ class Trainer:
             self.save()
 
     def save(self) -> Path | None:
-        """Save the workers' weights if they are finite -> the last checkpoint."""
+        """Save the workers' weights if they are finite, and return the last checkpoint."""
         rates = name_rates(self.saved_state.pass_rates, self.inputs.train, self.run.files.functions)
         return self.run.files.save(self.workers, replace(self.saved_state, pass_rates=rates))
 

@@ -60,14 +60,17 @@ from kit.engine.sampling import (
     request_group,
     sample,
 )
+from kit.engine.worker_group import WorkerGroup
 from kit.errors import RunError
 from kit.recipe.keys import ROLLOUT
 from kit.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
-llm_server.print = logger.debug  # type: ignore[attr-defined]  # verl prints servers' addresses
 MAX_SESSION_RETRIES = 3  # new attempts at an episode whose Gym server lost the session
 YIELD_EVERY = 32  # after this many episodes are started, other tasks of the event loop may run
+# verl's servers first ask the workers for their devices (vLLMReplica.launch_servers in verl 0.9.1).
+# A worker that loads a model does not answer, and no event says that all have.
+DEVICE_ANSWERS_S = 0.5
 
 
 # =================================================================================================
@@ -550,16 +553,19 @@ async def rollout_with_baselines(
 # --- the vLLM servers ----------------------------------------------------------------------------
 
 
-async def start_servers(
-    recipe: Recipe,
-    actor: Any,  # a worker group of verl, whose methods are made at run time
-) -> LLMServerManager:
+def monkey_patch_server_prints() -> None:
+    """Write to the log what verl's manager of servers prints: the addresses of the servers."""
+    llm_server.print = logger.debug  # type: ignore[attr-defined]
+
+
+async def start_servers(recipe: Recipe, actor: WorkerGroup) -> LLMServerManager:
     """Load the actor's models and start its vLLM servers, concurrently where that is safe.
 
     The servers are on the actor's GPUs, or on others (rollout.nnodes). vLLM measures the free
     memory to choose the size of its KV cache. If models load on the same GPU during this, the size
     is wrong. If engine_kwargs.vllm.kv_cache_memory_bytes sets the size, vLLM does not measure.
     """
+    monkey_patch_server_prints()
     rollout = recipe.rollout
     has_fixed_cache = (rollout.engine_kwargs.get("vllm") or {}).get("kv_cache_memory_bytes")
     worker_group = None if rollout.nnodes else actor
@@ -570,8 +576,7 @@ async def start_servers(
         await manager._initialize_llm_servers()
         return manager
     servers = asyncio.create_task(manager._initialize_llm_servers())
-    # The servers first ask the workers for their devices. A worker that loads does not answer.
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(DEVICE_ANSWERS_S)
     await asyncio.to_thread(actor.init_model)
     await servers
     return manager
@@ -582,6 +587,7 @@ async def start_standalone_servers(recipe: Recipe, start_rank: int = 0) -> LLMSe
 
     start_rank: the number of the first replica.
     """
+    monkey_patch_server_prints()
     config = recipe.for_verl()
     rollout = config.actor_rollout_ref.rollout
     rollout.load_format = "auto"
@@ -603,7 +609,7 @@ class Servers:
         self,
         recipe: Recipe,
         manager: LLMServerManager,
-        actor: Any,  # a worker group of verl, whose methods are made at run time
+        actor: WorkerGroup | None,
         context: RolloutContext,
         gym: Gym,
         loop: EventLoop,
@@ -620,7 +626,9 @@ class Servers:
         replicas = manager.get_replicas()
         if actor:
             self.checkpoint_manager = CheckpointEngineManager(
-                config=settings, actor_wg=actor, replicas=replicas
+                config=settings,
+                actor_wg=actor,  # type: ignore[arg-type]
+                replicas=replicas,
             )
 
     def rollout(

@@ -26,7 +26,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from verl import DataProto
-from verl.protocol import DataProtoFuture
 from verl.trainer.ppo import core_algos, metric_utils, ray_trainer
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.utils import tensordict_utils as tu
@@ -46,23 +45,25 @@ from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
+from kit.data import batch_keys as keys
 from kit.data import token_rewards
 from kit.data.episode import Episode
 from kit.engine.inputs import RunInputs
+from kit.engine.worker_group import WorkerGroup, WorkerOutput
 from kit.errors import RunError, SkippedStep
 from kit.recipe.keys import ACTOR
 from kit.recipe.recipe import Recipe
+from kit.recipe.schedule import POSITION
 from kit.recipe.schema import ActorSection, TrainedModel
 from kit.recipe.user_functions import (
+    AdvantageInputs,
+    LossInputs,
     is_user_function,
     make_loss_config,
     select_arguments,
 )
 
 REWARD_MODEL = "reward_model"  # the reward component of a reward model
-COMPONENTS = "reward_components"  # array of the batch: [B] of {name: value}
-WorkerGroup = Any  # a RayWorkerGroup, to which verl adds the workers' methods at run time
-WorkerOutput: TypeAlias = "TensorDict | DataProtoFuture"
 KLController = core_algos.AdaptiveKLController  # or the fixed one, which has no common base
 LossResult = tuple[Tensor, dict[str, Any]]  # the loss of a micro-batch [], and its metrics
 Loss = Callable[..., LossResult]  # (config, model_output, data, dp_group)
@@ -82,7 +83,8 @@ class Workers(NamedTuple):
 # These functions run in the driver, on the whole batch, with tensors [B, R] on the CPU. The batch
 # has all that `build_batch` adds, and `token_level_rewards`, which algorithm.py sets to
 # `token_level_scores`. If the recipe needs them, it also has `old_log_probs`, `ref_log_prob` and
-# `values`. The update reads `advantages` (actor) and `returns` (critic).
+# `values`. The update reads `advantages` (actor) and `returns` (critic). kit/data/batch_keys.py has
+# all names, with their shapes.
 
 
 def make_kl_controller(recipe: Recipe, kl_coef: float) -> KLController:
@@ -96,13 +98,13 @@ def make_kl_controller(recipe: Recipe, kl_coef: float) -> KLController:
 def apply_kl_penalty(
     batch: DataProto, controller: KLController, recipe: Recipe
 ) -> dict[str, float]:
-    """Set `token_level_rewards` [B, R] to the scores minus verl's KL penalty -> metrics."""
+    """Set `token_level_rewards` [B, R] to the scores minus verl's KL penalty. Return metrics."""
     _, metrics = ray_trainer.apply_kl_penalty(batch, controller, recipe.algorithm.kl_penalty)
     return dict(metrics)
 
 
 def apply_rollout_correction(batch: DataProto, recipe: Recipe) -> dict[str, float]:
-    """Correct for differences between rollout engine and trainer -> metrics of the differences.
+    """Correct for differences between rollout engine and trainer, and return their metrics.
 
     With algorithm.rollout_correction, this adds importance weights `rollout_is_weights` [B, R] and
     removes rejected tokens from `response_mask`. Source: verl's rollout_corr_helper.
@@ -117,13 +119,13 @@ def compute_advantages(batch: DataProto, recipe: Recipe) -> None:
 
     The estimator gets the batch's `token_level_rewards`, with those of masked tokens on trained
     ones, and without the rounding errors of equal rewards (kit/data/token_rewards.py). A custom
-    function gets the arguments that it names (kit/recipe/user_functions.py: ESTIMATOR). Raises
+    function gets those AdvantageInputs that it names (kit/recipe/user_functions.py). Raises
     SkippedStep if the estimator cannot work because only one token is trained: it whitens.
     """
     name = recipe.algorithm.adv_estimator
     is_verl = name in [estimator.value for estimator in core_algos.AdvantageEstimator]
     call_estimator = call_verl_estimator if is_verl else call_custom_estimator
-    is_trained = batch.batch["response_mask"].bool()  # [B, R]
+    is_trained = batch.batch[keys.RESPONSE_MASK].bool()  # [B, R]
     reason = f"{name} normalizes over the trained tokens, and the batch has only one"
     try:
         advantages, returns = call_estimator(batch, recipe)
@@ -133,21 +135,21 @@ def compute_advantages(batch: DataProto, recipe: Recipe) -> None:
         raise SkippedStep(f"{reason}: {error}") from error
     if is_trained.sum() == 1 and not advantages[is_trained].isfinite():
         raise SkippedStep(reason)
-    batch.batch["advantages"] = advantages
-    batch.batch["returns"] = returns
+    batch.batch[keys.ADVANTAGES] = advantages
+    batch.batch[keys.RETURNS] = returns
 
 
 def call_verl_estimator(batch: DataProto, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Compute (advantages, returns), each [B, R], with one of verl's estimators."""
     settings = recipe.for_verl("algorithm")  # verl's estimators read it as a mapping
-    groups = batch.non_tensor_batch["uid"]  # [B]
+    groups = batch.non_tensor_batch[keys.GROUPS]  # [B]
     tensors = batch.batch.clone(recurse=False)
-    rewards = tensors["token_level_rewards"]  # [B, R]
-    rewards = token_rewards.carry_rewards(rewards, tensors["response_mask"])
-    tensors["token_level_rewards"] = token_rewards.level_equal_rewards(
+    rewards = tensors[keys.REWARDS]  # [B, R]
+    rewards = token_rewards.carry_rewards(rewards, tensors[keys.RESPONSE_MASK])
+    tensors[keys.REWARDS] = token_rewards.level_equal_rewards(
         rewards, groups, settings.adv_estimator, settings.gamma
     )
-    arrays = {"uid": groups}
+    arrays = {keys.GROUPS: groups}
     if settings.adv_estimator == "gdpo":
         # with a prefix, since a component may have any name
         components = {f"component {k}": read_component(batch, k) for k in settings.gdpo_reward_keys}
@@ -162,7 +164,7 @@ def call_verl_estimator(batch: DataProto, recipe: Recipe) -> tuple[Tensor, Tenso
         norm_adv_by_std_in_grpo=settings.norm_adv_by_std_in_grpo,
         config=settings,  # type: ignore[arg-type]
     )
-    return data.batch["advantages"], data.batch["returns"]
+    return data.batch[keys.ADVANTAGES], data.batch[keys.RETURNS]
 
 
 def read_component(batch: DataProto, name: str) -> np.ndarray:
@@ -170,7 +172,7 @@ def read_component(batch: DataProto, name: str) -> np.ndarray:
 
     The advantage of such a group would only have rounding errors. Raises RunError.
     """
-    components = batch.non_tensor_batch[COMPONENTS]  # [B] of dicts
+    components = batch.non_tensor_batch[keys.COMPONENTS]  # [B] of dicts
     for values in components:
         if name not in values:
             names = ", ".join(sorted(values)) or "none"
@@ -179,7 +181,7 @@ def read_component(batch: DataProto, name: str) -> np.ndarray:
                 f"components: {names}. Let the verifier or env.reward return {name} each time."
             )
     rewards = torch.tensor([float(values[name]) for values in components])[:, None]  # [B, 1]
-    groups = batch.non_tensor_batch["uid"]
+    groups = batch.non_tensor_batch[keys.GROUPS]
     return np.asarray(token_rewards.level_groups(rewards, groups, 0.0)[:, 0])
 
 
@@ -190,63 +192,72 @@ def call_custom_estimator(batch: DataProto, recipe: Recipe) -> tuple[Tensor, Ten
     """
     settings = recipe.algorithm
     estimator = core_algos.get_adv_estimator_fn(settings.adv_estimator)
-    tensors = batch.batch
+    tensors = dict(batch.batch.items())
     has_turns = "turn" in inspect.signature(estimator).parameters
     rewards = token_rewards.carry_rewards(
-        tensors["token_level_rewards"],
-        tensors["response_mask"],
-        tensors["turn"] if has_turns else None,
+        tensors[keys.REWARDS],
+        tensors[keys.RESPONSE_MASK],
+        tensors[keys.TURN] if has_turns else None,
     )
-    available = {
-        "rollout_is_weights": None,  # if the batch has none
-        **tensors,
-        "token_level_rewards": rewards,
-        "index": batch.non_tensor_batch["uid"],
-        "gamma": settings.gamma,
-        "lam": settings.lam,
-        "config": recipe.for_verl("algorithm"),
-    }
-    advantages, returns = estimator(**select_arguments(estimator, available))
+    inputs = AdvantageInputs(
+        token_level_rewards=rewards,
+        token_level_scores=tensors[keys.SCORES],
+        response_mask=tensors[keys.RESPONSE_MASK],
+        turn=tensors[keys.TURN],
+        index=batch.non_tensor_batch[keys.GROUPS],
+        values=tensors.get(keys.VALUES),
+        old_log_probs=tensors.get(keys.OLD_LOG_PROBS),
+        ref_log_prob=tensors.get(keys.REF_LOG_PROBS),
+        rollout_log_probs=tensors[keys.ROLLOUT_LOG_PROBS],
+        rollout_is_weights=tensors.get(keys.WEIGHTS),
+        sum_pi_squared=tensors.get(keys.SQUARES),
+        reward_baselines=tensors.get(keys.BASELINES),
+        gamma=settings.gamma,
+        lam=settings.lam,
+        config=recipe.for_verl("algorithm"),
+    )
+    advantages, returns = estimator(**select_arguments(estimator, vars(inputs)))
     return advantages, returns
 
 
-def lacks_signal(batch: DataProto, recipe: Recipe) -> bool:
-    """Whether an update of the actor would have no gradient, since all advantages are 0.
+def has_advantages(batch: DataProto) -> bool:
+    """Return whether a trained token has an advantage other than 0.
 
-    AdamW would still move the weights, by its momentum and its weight decay.
+    Without one, the policy loss usually has no gradient (`loss_has_other_terms`). AdamW would still
+    move the weights, by its momentum and its weight decay.
+    """
+    return bool((batch.batch[keys.ADVANTAGES] * batch.batch[keys.RESPONSE_MASK]).any())
+
+
+def loss_has_other_terms(recipe: Recipe) -> bool:
+    """Return whether the actor's loss has a gradient where all advantages are 0.
+
+    A KL or entropy term has one. A policy loss is tried on two responses whose log-probs are those
+    of the old policy, as at the first optimizer step of a batch. In bypass mode the old policy is
+    the rollout engine, which differs.
     """
     actor = recipe.actor
     has_kl_term = actor.use_kl_loss and actor.kl_loss_coef != 0.0
     if has_kl_term or actor.entropy_coeff != 0.0:
-        return False
-    is_zero = not (batch.batch["advantages"] * batch.batch["response_mask"]).any()
-    return is_zero and not has_gradient_without_advantages(recipe)
-
-
-def has_gradient_without_advantages(recipe: Recipe) -> bool:
-    """Whether the policy loss has a gradient where all advantages are 0: a term of another kind.
-
-    The loss is tried on two responses whose log-probs are those of the old policy, as at the first
-    optimizer step of a batch. In bypass mode the old policy is the rollout engine, which differs.
-    """
+        return True
     mask = torch.ones(2, 3, dtype=torch.bool)  # [B, R]
-    actor = make_loss_config(recipe.for_verl(ACTOR), mask)
+    config = make_loss_config(recipe.for_verl(ACTOR), mask)
     old_log_prob = torch.full((2, 3), -1.0)  # [B, R]
     difference = 0.1 if recipe.algorithm.rollout_correction.bypass_mode else 0.0
-    log_prob = (old_log_prob + difference).requires_grad_()  # [B, R]
-    loss_function: Any = core_algos.get_policy_loss_fn(actor.policy_loss.loss_mode)
-    loss, _ = loss_function(
+    inputs = LossInputs(
         old_log_prob=old_log_prob,
-        log_prob=log_prob,
+        log_prob=(old_log_prob + difference).requires_grad_(),  # [B, R]
         advantages=torch.zeros(2, 3),
         response_mask=mask,
         loss_agg_mode=actor.loss_agg_mode,
-        config=actor,
+        config=config,
         rollout_is_weights=None,
     )
+    loss_function = core_algos.get_policy_loss_fn(actor.policy_loss.loss_mode)
+    loss, _ = loss_function(**vars(inputs))
     if not loss.requires_grad:
         return False
-    (gradient,) = torch.autograd.grad(loss, log_prob, allow_unused=True)
+    (gradient,) = torch.autograd.grad(loss, inputs.log_prob, allow_unused=True)
     return gradient is not None and bool(gradient.any())
 
 
@@ -254,7 +265,7 @@ def compute_step_metrics(
     batch: DataProto, timing: dict[str, float], recipe: Recipe
 ) -> dict[str, float]:
     """Compute verl's metrics of a trained step: rewards, lengths, advantages, times, throughput."""
-    data_metrics = metric_utils.compute_data_metrics(batch, use_critic="values" in batch.batch)
+    data_metrics = metric_utils.compute_data_metrics(batch, use_critic=keys.VALUES in batch.batch)
     timing_metrics = metric_utils.compute_timing_metrics(batch, timing)
     throughput = metric_utils.compute_throughout_metrics(batch, timing, n_gpus=recipe.all_gpus)
     return data_metrics | timing_metrics | throughput
@@ -290,29 +301,29 @@ def build_batch(episodes: Sequence[Episode], pad_token_id: int, temperature: flo
     log_probs = pad_rows([e.log_probs for e in episodes], in_response, 0.0)  # [B, R]
     attention_mask = torch.cat([in_prompt, in_response], dim=1).long()  # [B, P+R]
     tensors = {
-        "prompts": prompts,
-        "responses": responses,
-        "input_ids": torch.cat([prompts, responses], dim=1),  # [B, P+R]
-        "attention_mask": attention_mask,
-        "position_ids": attention_mask.cumsum(dim=1).sub_(1).clamp_(min=0),  # [B, P+R]
-        "response_mask": response_mask,  # 1 = sampled, 0 = observed or padding
-        "rollout_log_probs": log_probs,  # by the rollout engine
-        "token_level_scores": place_rewards(episodes, responses.shape[1]),  # [B, R]
-        "turn": number_turns(episodes, responses.shape[1]),  # [B, R]
+        keys.PROMPTS: prompts,
+        keys.RESPONSES: responses,
+        keys.INPUT_IDS: torch.cat([prompts, responses], dim=1),  # [B, P+R]
+        keys.ATTENTION_MASK: attention_mask,
+        keys.POSITION_IDS: attention_mask.cumsum(dim=1).sub_(1).clamp_(min=0),  # [B, P+R]
+        keys.RESPONSE_MASK: response_mask,
+        keys.ROLLOUT_LOG_PROBS: log_probs,
+        keys.SCORES: place_rewards(episodes, responses.shape[1]),  # [B, R]
+        keys.TURN: number_turns(episodes, responses.shape[1]),  # [B, R]
     }
     if all(e.baseline is not None for e in episodes):
-        tensors["reward_baselines"] = torch.tensor([e.baseline for e in episodes]).float()  # [B]
+        tensors[keys.BASELINES] = torch.tensor([e.baseline for e in episodes]).float()  # [B]
     arrays = {
-        "uid": [e.group_id for e in episodes],
-        COMPONENTS: [e.reward_components for e in episodes],
+        keys.GROUPS: [e.group_id for e in episodes],
+        keys.COMPONENTS: [e.reward_components for e in episodes],
     }
-    token_counts = attention_mask.sum(dim=1).tolist()  # [B]; for verl's throughput metrics
-    meta_info = {"temperature": temperature, "global_token_num": token_counts}
+    token_counts = attention_mask.sum(dim=1).tolist()  # [B]
+    meta_info = {keys.TEMPERATURE: temperature, keys.TOKEN_COUNTS: token_counts}
     return DataProto.from_dict(tensors, non_tensors=arrays, meta_info=meta_info)
 
 
 def place_rewards(episodes: Sequence[Episode], width: int) -> torch.Tensor:
-    """Write the reward to the last token of each response -> float32 [B, R]. width: R.
+    """Write the reward to the last token of each response, and return float32 [B, R]. width: R.
 
     If the environment gave turn rewards, the last token of each turn gets the reward of that turn.
     The last token of the response also gets the shaped reward minus their sum.
@@ -329,7 +340,7 @@ def place_rewards(episodes: Sequence[Episode], width: int) -> torch.Tensor:
 
 
 def number_turns(episodes: Sequence[Episode], width: int) -> torch.Tensor:
-    """Number the turns of the policy from 0 -> int64 [B, R], -1 elsewhere. width: R.
+    """Number the turns of the policy from 0, and return int64 [B, R], -1 elsewhere. width: R.
 
     A turn keeps its number if a filter masks it in `response_mask`.
     """
@@ -365,10 +376,11 @@ class WorkerRows(NamedTuple):
 
 def pad_to_ranks(batch: DataProto, live: torch.Tensor, mini_batches: int, ranks: int) -> WorkerRows:
     """Order the rows `live` [L] of a batch for the workers. Padding repeats its first row."""
-    lengths = batch.batch["attention_mask"].sum(dim=1)[live].tolist()
+    lengths = batch.batch[keys.ATTENTION_MASK].sum(dim=1)[live].tolist()
     order = torch.tensor(balance_rows(lengths, mini_batches, ranks), dtype=torch.long)  # [S]
     is_padding = order >= len(live)  # [S]
-    return WorkerRows(live[order.masked_fill(is_padding, 0)], is_padding)
+    source = torch.where(is_padding, 0, order)  # [S]
+    return WorkerRows(live[source], is_padding)
 
 
 def balance_rows(lengths: Sequence[int], mini_batches: int, ranks: int) -> list[int]:
@@ -397,7 +409,7 @@ def balance_rows(lengths: Sequence[int], mini_batches: int, ranks: int) -> list[
 
 
 def wait_for_output(output: WorkerOutput) -> TensorDict:
-    """The result of a worker call: verl's critic returns a future, its actor the result."""
+    """Return the result of a worker call: verl's critic returns a future, its actor the result."""
     return output if isinstance(output, TensorDict) else output.get()
 
 
@@ -441,31 +453,31 @@ def compute_log_probs(
     If the advantage needs it, also `sum_pi_squared`: the sum of p^2 over the vocabulary.
     """
     names = ["log_probs", "entropy"]
-    if "sum_pi_squared" in recipe.arguments:
-        names.append("sum_pi_squared")
-    flags = {"calculate_entropy": True, "calculate_sum_pi_squared": "sum_pi_squared" in names}
+    if keys.SQUARES in recipe.arguments:
+        names.append(keys.SQUARES)
+    flags = {"calculate_entropy": True, "calculate_sum_pi_squared": keys.SQUARES in names}
     result = run_forward(actor.compute_log_prob, batch, recipe.data_parallel_size(), **flags)
     return {name: result.to_padded(name) for name in names}
 
 
 def add_old_log_probs(actor: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict[str, float]:
-    """Add `old_log_probs` [B, R] to the batch -> metrics of set_old_log_probs."""
+    """Add `old_log_probs` [B, R] to the batch. Return the metrics of set_old_log_probs."""
     return set_old_log_probs(batch, **compute_log_probs(actor, batch, recipe))
 
 
 def set_old_log_probs(
     batch: DataProto, log_probs: torch.Tensor, entropy: torch.Tensor, **others: torch.Tensor
 ) -> dict[str, float]:
-    """Add the results of compute_log_probs to the batch, except the entropy -> metrics.
+    """Add the results of compute_log_probs to the batch, except the entropy. Return metrics.
 
-    Metrics: the mean entropy, and how far the probabilities of the rollout engine are from the
+    These are the mean entropy, and how far the probabilities of the rollout engine are from the
     trainer's (verl's calculate_debug_metrics).
     """
-    batch.batch.update({"old_log_probs": log_probs, **others})
+    batch.batch.update({keys.OLD_LOG_PROBS: log_probs, **others})
     # The rollout engine has no log-probs of observed tokens, or of a response that a filter wrote.
-    is_unsampled = batch.batch["turn"] < 0  # [B, R]
-    batch.batch["rollout_log_probs"][is_unsampled] = log_probs[is_unsampled]
-    mask = batch.batch["response_mask"]
+    is_unsampled = batch.batch[keys.TURN] < 0  # [B, R]
+    batch.batch[keys.ROLLOUT_LOG_PROBS][is_unsampled] = log_probs[is_unsampled]
+    mask = batch.batch[keys.RESPONSE_MASK]
     mean_entropy = float((entropy * mask).sum() / mask.sum())
     return {"actor/entropy": mean_entropy, **calculate_debug_metrics(batch)}
 
@@ -520,14 +532,18 @@ def add_reward_model_scores(
 
 # --- TRY NOT TO MODIFY: updates ------------------------------------------------------------------
 
-DRIVER_ONLY_KEYS = ("token_level_scores", "token_level_rewards")  # not sent to the workers
+DRIVER_ONLY_KEYS = (keys.SCORES, keys.REWARDS)  # not sent to the workers
 # metrics of an update that are not named by its role
 OTHER_METRICS = ("training/", "rollout_corr/")
-NON_TENSOR_KEYS = ("multi_modal_inputs",)  # sent to the workers, though not a tensor
+
+
+def set_schedule_position(batch: DataProto, position: int) -> None:
+    """Set the learning rate of the next update, by the number of training steps before it."""
+    batch.meta_info[POSITION] = position
 
 
 def update_actor(actor: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict[str, float]:
-    """Train the actor for ppo_epochs over mini-batches of the batch -> verl's metrics.
+    """Train the actor for ppo_epochs over mini-batches of the batch, and return verl's metrics.
 
     A mini-batch has actor.ppo_mini_batch_size prompts, fewer if episodes were dropped. Raises the
     exceptions of the workers. Source: verl 0.9.1, RayPPOTrainer._update_actor.
@@ -547,7 +563,10 @@ def update_actor(actor: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict[s
 
 
 def update_critic(critic: WorkerGroup, batch: DataProto, recipe: Recipe) -> dict[str, float]:
-    """Train the critic with the clipped value loss -> metrics (verl 0.9.1, _update_critic)."""
+    """Train the critic with the clipped value loss, and return metrics.
+
+    Source: verl 0.9.1, RayPPOTrainer._update_critic.
+    """
     settings = recipe.critic
     mini_batches = recipe.mini_batches("critic")
     ranks = recipe.data_parallel_size("critic")
@@ -563,7 +582,7 @@ def make_update_data(
     mini_batches: fewer if there is not a row for each rank in each. settings: verl's section of
     the role. flags: for verl's engine; they override what `settings` gives.
     """
-    live = batch.batch["response_mask"].any(dim=1).nonzero()[:, 0]  # [L]
+    live = batch.batch[keys.RESPONSE_MASK].any(dim=1).nonzero()[:, 0]  # [L]
     mini_batches = max(1, min(mini_batches, len(live) // ranks))
     worker_rows = pad_to_ranks(batch, live, mini_batches, ranks)
     data = to_worker_batch(batch, worker_rows)
@@ -582,7 +601,7 @@ def make_update_data(
 def to_worker_batch(batch: DataProto, worker_rows: WorkerRows) -> TensorDict:
     """Copy rows into a packed batch for an update. Padding rows have a mask of 0, so no loss."""
     copied = select_worker_data(batch)[worker_rows.rows]
-    for key in ("response_mask", "advantages"):
+    for key in (keys.RESPONSE_MASK, keys.ADVANTAGES):
         if key in copied.batch:
             copied.batch[key][worker_rows.is_padding] = 0
     return left_right_2_no_padding(copied.to_tensordict())
@@ -590,8 +609,8 @@ def to_worker_batch(batch: DataProto, worker_rows: WorkerRows) -> TensorDict:
 
 def select_worker_data(batch: DataProto) -> DataProto:
     """Select the tensors and arrays of a batch that the workers read."""
-    keys = [key for key in batch.batch.keys() if key not in DRIVER_ONLY_KEYS]  # noqa: SIM118
-    return batch.select(keys, NON_TENSOR_KEYS)
+    names = [name for name in batch.batch.keys() if name not in DRIVER_ONLY_KEYS]  # noqa: SIM118
+    return batch.select(names, [keys.IMAGES])
 
 
 def collect_metrics(output: TensorDict, recipe: Recipe, role: str) -> dict[str, float]:
@@ -612,7 +631,7 @@ def collect_metrics(output: TensorDict, recipe: Recipe, role: str) -> dict[str, 
 
 
 def is_entropy_in_loss(settings: ActorConfig | ActorSection) -> bool:
-    """Whether verl's ppo_loss reads the entropy. settings: verl's section of the actor."""
+    """Return whether verl's ppo_loss reads the entropy. settings: verl's section of the actor."""
     return bool(settings.calculate_entropy or settings.entropy_coeff != 0.0)
 
 
@@ -641,7 +660,7 @@ def compute_custom_loss(
     data: TensorDict,
     dp_group: ProcessGroup | None = None,
 ) -> LossResult:
-    """In a worker: register a custom policy loss there, and compute verl's ppo_loss with it."""
+    """Register a custom policy loss in a worker, and compute verl's ppo_loss with it."""
     core_algos.POLICY_LOSS_REGISTRY[name] = function
     return ppo_loss(config, model_output, data, dp_group)
 
@@ -653,7 +672,7 @@ def compute_on_policy_loss(
     data: TensorDict,
     dp_group: ProcessGroup | None = None,
 ) -> LossResult:
-    """In a worker: compute `loss` with this pass's log-probs, detached, as the old ones.
+    """Compute `loss` in a worker with this pass's log-probs, detached, as the old ones.
 
     Also returns the metrics that the separate pass would give. If the batch has old log-probs, as
     after a step that trained only the critic, these are kept.
@@ -661,10 +680,10 @@ def compute_on_policy_loss(
     entropy = no_padding_2_padding(model_output["entropy"], data).detach()  # [b, R]
     if not is_entropy_in_loss(config):
         model_output.pop("entropy")  # it was computed for the metric only
-    if "old_log_probs" in data:
+    if keys.OLD_LOG_PROBS in data:
         return loss(config, model_output, data, dp_group)
     log_probs = no_padding_2_padding(model_output["log_probs"], data).detach()  # [b, R]
-    data["old_log_probs"] = log_probs
+    data[keys.OLD_LOG_PROBS] = log_probs
     result, metrics = loss(config, model_output, data, dp_group)
     return result, metrics | measure_policy(log_probs, entropy, data)
 
@@ -675,10 +694,10 @@ def measure_policy(log_probs: Tensor, entropy: Tensor, data: TensorDict) -> dict
     log_probs, entropy: [b, R], at the weights before the update. The means are over the trained
     tokens of the whole batch. Formulas: verl's calculate_debug_metrics and rollout_corr_helper.
     """
-    mask = data["response_mask"].bool()  # [b, R]
+    mask = data[keys.RESPONSE_MASK].bool()  # [b, R]
     # The rollout engine has no log-probs of a response that a filter wrote.
-    is_sampled = data["turn"] >= 0  # [b, R]
-    log_ratio = (log_probs - data["rollout_log_probs"]).masked_fill(~is_sampled, 0.0)  # [b, R]
+    is_sampled = data[keys.TURN] >= 0  # [b, R]
+    log_ratio = (log_probs - data[keys.ROLLOUT_LOG_PROBS]).masked_fill(~is_sampled, 0.0)  # [b, R]
     difference = (log_probs.exp() - (log_probs - log_ratio).exp()).abs() * mask  # [b, R]
     share = data["dp_size"] / data["batch_num_tokens"]  # verl adds up micro-batches, not ranks
 

@@ -3,8 +3,8 @@
     algorithm: {adv_estimator: templates/advantages.py:turn_grpo}
 
 To use your own: copy a function to your file, change it, and name it in the recipe. Choose its
-parameters by name from the list in kit/recipe/user_functions.py. It returns (advantages, returns),
-both [B, R].
+parameters by name from AdvantageInputs in kit/recipe/user_functions.py. It returns (advantages,
+returns), both [B, R].
 
 Shapes: B episodes, R response tokens, K turns. turn [B, R] is the number of the policy's turn that
 a token is in, from 0. It is -1 for observed tokens and padding. index [B] names the group of each
@@ -93,14 +93,14 @@ def turn_gae(
 
 
 def differ(rewards: Tensor) -> bool:
-    """Whether there are two rewards or more, which differ by more than rounding errors."""
+    """Return whether there are two rewards or more, which differ by more than rounding errors."""
     if len(rewards) < 2:
         return False
     return bool(rewards.max() - rewards.min() > ROUNDING * rewards.abs().max())
 
 
 def sum_by_turn(values: Tensor, turn: Tensor) -> Tensor:
-    """Sum [B, R] values over each turn -> [B, K]. Observed tokens count for the turn before them.
+    """Sum values [B, R] over each turn: [B, K]. Observed tokens count for the turn before them.
 
     K is the largest number of turns in the batch.
     """
@@ -110,18 +110,18 @@ def sum_by_turn(values: Tensor, turn: Tensor) -> Tensor:
 
 
 def find_turns(turn: Tensor) -> Tensor:
-    """Find which of the K turns each episode has -> bool [B, K]."""
+    """Find which of the K turns each episode has: bool [B, K]."""
     K = int(turn.max()) + 1
     return torch.arange(K) <= turn.amax(dim=1, keepdim=True)  # [B, K]
 
 
 def find_members(index: Sequence[str], group: str) -> Tensor:
-    """Find the episodes of a group -> bool [B]."""
+    """Find the episodes of a group: bool [B]."""
     return torch.tensor([name == group for name in index])
 
 
 def spread_over_tokens(turn_values: Tensor, turn: Tensor) -> Tensor:
-    """Give each token the value of its turn: [B, K] -> [B, R]. The caller masks other tokens."""
+    """Give each token [B, R] the value of its turn [B, K]. The caller masks other tokens."""
     return turn_values.gather(1, turn.clamp(min=0))
 
 

@@ -20,27 +20,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import gym_client
+from kit.data.episode import Episode
 from kit.data.selection import group_episodes, has_equal_values
 from kit.errors import UserFunctionError
 
 
-def drop_uniform(episodes: Sequence[Any], metric: str = "reward") -> list[Any]:
+def drop_uniform(episodes: Sequence[Episode], metric: str = "reward") -> list[Episode]:
     """Drop zero-variance groups: if all episodes have the same reward, the advantage is 0.
 
     Yu et al. 2025 (DAPO, arXiv:2503.14476), section 3.2. metric: "reward"; "acc", whether the
     reward is the full one; or the name of a reward component.
     """
-    kept: list[Any] = []
+    kept: list[Episode] = []
     for group in group_episodes(episodes).values():
         if not has_equal_values([get_metric(episode, metric) for episode in group]):
             kept += group
     return kept
 
 
-def get_metric(episode: Any, metric: str) -> float:
+def get_metric(episode: Episode, metric: str) -> float:
     """Return the reward, the accuracy or a reward component. Raises UserFunctionError."""
     if metric == "reward":
-        return float(episode.reward)
+        assert episode.reward is not None, f"{episode.row_id} was not verified"
+        return episode.reward
     if metric == "acc":
         return float(episode.is_right)
     if metric not in episode.reward_components:
@@ -52,12 +54,12 @@ def get_metric(episode: Any, metric: str) -> float:
     return float(episode.reward_components[metric])
 
 
-def drop_ended(episodes: Sequence[Any], reasons: Sequence[str]) -> list[Any]:
+def drop_ended(episodes: Sequence[Episode], reasons: Sequence[str]) -> list[Episode]:
     """Drop the episodes that ended for one of `reasons` (length, turns, truncated, ...)."""
     return [episode for episode in episodes if episode.ended not in reasons]
 
 
-def mask_ended(episodes: Sequence[Any], reasons: Sequence[str]) -> list[Any]:
+def mask_ended(episodes: Sequence[Episode], reasons: Sequence[str]) -> list[Episode]:
     """Mask the episodes that ended for one of `reasons`. They still count for the baseline.
 
     With `length` this is DAPO's overlong filtering (section 3.4).
@@ -65,12 +67,12 @@ def mask_ended(episodes: Sequence[Any], reasons: Sequence[str]) -> list[Any]:
     return [mask(episode) if episode.ended in reasons else episode for episode in episodes]
 
 
-def mask(episode: Any) -> Any:
+def mask(episode: Episode) -> Episode:
     """Copy an episode, with a mask of zeros."""
     return dataclasses.replace(episode, response_mask=[0] * len(episode.response_mask))
 
 
-def with_answer(episodes: Sequence[Any], field: str, model: str, limit: int) -> list[Any]:
+def with_answer(episodes: Sequence[Episode], field: str, model: str, limit: int) -> list[Episode]:
     """Add an episode to each group: the row's own answer, as a response with the full reward.
 
     Each reward component is 1. The baseline is the group's, since it belongs to the prompt.
@@ -83,7 +85,7 @@ def with_answer(episodes: Sequence[Any], field: str, model: str, limit: int) -> 
     it is not added. Raises UserFunctionError.
     """
     tokenizer = load_tokenizer(model)
-    extended: list[Any] = []
+    extended: list[Episode] = []
     for group in group_episodes(episodes).values():
         extended += group
         text = get_text(group[0], field)
@@ -101,7 +103,7 @@ def load_tokenizer(model: str) -> Any:
     return AutoTokenizer.from_pretrained(model)
 
 
-def get_text(episode: Any, field: str) -> str:
+def get_text(episode: Episode, field: str) -> str:
     """Return a text field of an episode's row. Raises UserFunctionError."""
     text = episode.row.get(field)
     if not isinstance(text, str):
@@ -113,7 +115,7 @@ def get_text(episode: Any, field: str) -> str:
     return text
 
 
-def make_answer_episode(episode: Any, text: str, ids: list[int]) -> Any:
+def make_answer_episode(episode: Episode, text: str, ids: list[int]) -> Episode:
     """Copy an episode, with another response.
 
     It has the same reward components, since an advantage such as gdpo reads those of all episodes.

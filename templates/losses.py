@@ -3,9 +3,10 @@
     actor_rollout_ref: {actor: {policy_loss: {loss_mode: "templates/losses.py:dpo"}}}
 
 To use your own: copy a function to your file, change it, and name it in the recipe. The workers
-call it with the arguments of verl's own losses (PolicyLossFn). Ray sends them its code, pickled by
-value. Tensors are [B, R]: B episodes of a micro-batch, R response tokens. Pass
-`config.global_batch_info` to agg_loss. Then a mean is over the whole mini-batch, on all GPUs.
+call it with the arguments of verl's own losses (LossInputs in kit/recipe/user_functions.py). Ray
+sends them its code, pickled by value. Tensors are [B, R]: B episodes of a micro-batch, R response
+tokens. Pass `config.global_batch_info` to agg_loss. Then a mean is over the whole mini-batch, on
+all GPUs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss
+from verl.workers.config import ActorConfig
 
 from kit.errors import UserFunctionError
 
@@ -26,7 +28,7 @@ def dpo(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: Any,
+    config: ActorConfig,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Online DPO: the mean over responses of the sum over tokens of -advantage * log pi.
@@ -48,7 +50,7 @@ def sppo(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: Any,
+    config: ActorConfig,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     """SPPO (Wu et al. 2024, arXiv:2405.00675, Algorithm 1): the mean over responses y of

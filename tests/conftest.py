@@ -43,7 +43,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory) -> Path:
-    """A folder with rows and the models tied/, untied/ and scored/ (with a scalar head)."""
+    """Return a folder with rows and the models tied/, untied/ and scored/ (with a scalar head)."""
     folder = tmp_path_factory.mktemp("kit")
     make_model(folder / "tied", tied=True)
     make_model(folder / "untied", tied=False)
@@ -61,7 +61,7 @@ def workspace(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def vision_model(workspace) -> Path:
-    """The folder of a tiny model that reads images."""
+    """Return the folder of a tiny model that reads images."""
     return make_vision_model(workspace / "vision", workspace / "untied")
 
 
@@ -83,7 +83,7 @@ SKIPS_IN_CI = ("needs root: ", "needs bubblewrap")
 
 
 def is_slow(item) -> bool:
-    """Whether a test has the mark, or starts the stack, a Gym server, a command or a browser."""
+    """Return whether a test has the mark, or starts the stack, a server, a command or a browser."""
     if item.get_closest_marker("slow"):
         return True
     if SLOW_FIXTURES & set(item.fixturenames) or item.path.stem in STARTS_RUNS:
@@ -157,7 +157,7 @@ def pytest_collection_modifyitems(items):
 
 
 def find_group(item) -> str:
-    """The tests that must run in one process: those with the stack, or with a module's fixture."""
+    """Name the process that a test needs: for those with the stack, or with a module's fixture."""
     if "stack" in item.fixturenames or item.path.stem in STARTS_RUNS:
         return "stack"
     fixtures = [last for *_, last in item._fixtureinfo.name2fixturedefs.values()]
@@ -173,7 +173,7 @@ def rank(item: pytest.Item) -> int:
 
 @pytest.fixture
 def caplog(caplog, monkeypatch):
-    """Pytest's caplog, also for the kit's loggers after cli.silence_libraries has run.
+    """Return pytest's caplog, also for the kit's loggers after cli.silence_libraries has run.
 
     A module that vLLM imports sets the root logger to ERROR, so their level is set here.
     """
@@ -200,14 +200,14 @@ def recorder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def stack(workspace) -> Iterator[Stack]:
-    """The stack, started once for all tests of a process."""
+    """Return the stack, started once for all tests of a process."""
     with session(workspace) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def values(stack):
-    """Workers of a critic and a reward model. fresh_critic/ has the critic's initial weights."""
+    """Start a critic and a reward model. fresh_critic/ has the critic's initial weights."""
     from kit.run.workers import optional_roles, start_roles
 
     changes = [

@@ -40,7 +40,7 @@ def total_reward(case) -> float:
 
 
 def apply_to_responses(scalar, cases, value=total_reward) -> list[np.ndarray]:
-    """The value scalar(reward, others, case, peers) on each sampled token of each case.
+    """Return the value scalar(reward, others, case, peers) on each sampled token of each case.
 
     reward: value(case). others: the rewards of its peers, the other cases of the group.
     """
@@ -53,7 +53,7 @@ def apply_to_responses(scalar, cases, value=total_reward) -> list[np.ndarray]:
 
 
 def by_response(scalar) -> Callable[[Any], Any]:
-    """A reference with one formula for the advantage of a whole response."""
+    """Return a reference with one formula for the advantage of a whole response."""
     return functools.partial(apply_to_responses, scalar)
 
 
@@ -69,7 +69,7 @@ def whiten(rows, cases) -> list[np.ndarray]:
 
 
 def compute_returns(case, gamma=1.0) -> np.ndarray:
-    """The discounted sum of rewards from each sampled token on.
+    """Return the discounted sum of rewards from each sampled token on.
 
     Observed tokens are not time steps.
     """
@@ -140,7 +140,7 @@ def weight_until(case, k) -> float:
 
 
 def has_equal_outcomes(group) -> bool:
-    """Whether only the last tokens have rewards, and those are equal."""
+    """Return whether only the last tokens have rewards, and those are equal."""
     is_outcome = not any(any(case.rewards[:-1]) for case in group)
     return is_outcome and len({case.reward for case in group}) == 1
 
@@ -201,7 +201,6 @@ ESTIMATORS = {
     "optimal_token_baseline": Reference(token_baseline, EXACT),
     "tir_optimal_token_baseline": Reference(token_baseline, EXACT),
 }
-BY_RETURN = ["grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg"]
 
 
 def test_every_estimator_of_verl_has_a_reference():
@@ -242,22 +241,11 @@ def test_gae_is_the_sum_of_discounted_td_errors(seed):
     assert_close(result_returns, pad(returns), **EXACT)
 
 
-def test_reinforce_plus_plus_discounts_by_algorithm_gamma():
-    cases = random_cases(0)
-    _, returns = compute_advantages(cases, "reinforce_plus_plus", gamma=0.9)
-    assert_close(returns, pad([compute_returns(case, 0.9) for case in cases]), **EXACT)
-
-
-def test_grpo_without_the_std_is_dr_grpo_and_with_it_has_bessels_correction():
-    """Dr. GRPO: Liu et al., arXiv:2503.20783, section 3.2.
-
-    arXiv:2402.03300 does not say which std it has. With n in the denominator, this would be 1.
-    """
+def test_grpo_without_the_std_is_dr_grpo():
+    """Liu et al., arXiv:2503.20783, section 3.2."""
     cases = random_cases(0)
     advantages, _ = compute_advantages(cases, "grpo", norm_adv_by_std_in_grpo=False)
     assert_close(advantages, pad(apply_to_responses(center, cases)), **EXACT)
-    advantages, _ = compute_advantages(make_group(0.0, 1.0), "grpo")
-    assert_close(advantages[:, 0], [-(0.5**0.5), 0.5**0.5], rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["grpo_vectorized", "gdpo"])
@@ -267,29 +255,6 @@ def test_norm_adv_by_std_in_grpo_false_is_ignored_by_vectorized_grpo_and_gdpo(na
     divided, _ = compute_advantages(cases, name, norm_adv_by_std_in_grpo=True, **GDPO)
     not_divided, _ = compute_advantages(cases, name, norm_adv_by_std_in_grpo=False, **GDPO)
     np.testing.assert_array_equal(divided, not_divided)
-
-
-def test_rloo_remax_and_pass_at_k_by_hand():
-    """The leave-one-out mean, the greedy response's reward (0.25), and the lead of the best."""
-    cases = make_group(1.0, 0.0, 0.5)
-    assert_close(compute_advantages(cases, "rloo")[0][:, 0], [0.75, -0.75, 0.0], **EXACT)
-    assert_close(compute_advantages(cases, "remax")[0][:, 0], [0.75, -0.25, 0.25], **EXACT)
-    advantages, _ = compute_advantages(cases, "grpo_passk", norm_adv_by_std_in_grpo=False)
-    assert_close(advantages[:, 0], [0.5, 0, 0], **EXACT)
-    # of two best, neither is needed
-    advantages, _ = compute_advantages(make_group(1.0, 1.0, 0.5), "grpo_passk")
-    assert not advantages.any()
-
-
-def test_gpg_counts_rewards_that_are_not_zero():
-    """Departs: in one group of two the rewards differ, so alpha = B / (B - M) = 2.
-
-    verl has 4/3 for rewards of 0 1, 1 1, and 4 for -1 0, 0 0.
-    """
-    for shift, alpha in [(0.0, 4 / 3), (-1.0, 4.0)]:
-        cases = make_group(shift, 1 + shift) + make_group(1 + shift, 1 + shift, group="h")
-        advantages, _ = compute_advantages(cases, "gpg")
-        assert_close(advantages[:, 0], alpha * np.array([-0.5, 0.5, 0, 0]), **SINGLE)
 
 
 def test_gdpo_ignores_reward_shaping_and_kl_in_the_reward():
@@ -328,18 +293,6 @@ def test_a_group_of_one_gets_its_raw_reward(name):
     }
     advantages, _ = compute_advantages(cases, name, **GDPO)
     assert_close(advantages[:, 0], special.get(name, [0, 0, 1]), **SINGLE)
-
-
-@pytest.mark.parametrize("name", [*BY_RETURN, "grpo_passk"])
-def test_a_failed_episode_in_the_batch_changes_its_siblings(name):
-    """The average of the rewards has no mask, so select_trainable drops failed episodes.
-
-    Only opo weights by length, and the length of the failed episode is 0.
-    """
-    good = make_group(1.0, 0.5, 0.75)
-    with_failed, _ = compute_advantages([*good, make_case("g", 0.0, [0])], name)
-    change = np.abs(with_failed[:3] - compute_advantages(good, name)[0]).max()
-    assert change > 0.05 if name != "opo" else change == 0
 
 
 def insert_observed(case, at: int, count: int):

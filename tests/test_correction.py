@@ -33,19 +33,14 @@ class Case(NamedTuple):
     log_ratios: list[list[float]]  # log of the trainer's probability minus log of the engine's
     masks: list[list[int]]
 
-    def live(self) -> list[float]:
-        """The log-ratios of all tokens under the mask."""
-        rows = zip(self.log_ratios, self.masks, strict=True)
-        return list(itertools.chain.from_iterable(select(row, mask) for row, mask in rows))
-
 
 def select(row: list[float], mask: list[int]) -> list[float]:
-    """The numbers of a row under its mask."""
+    """Select the numbers of a row under its mask."""
     return list(itertools.compress(row, mask))
 
 
 def make_case(seed: int) -> Case:
-    """12 responses of different lengths. Some have observed tokens, and one is masked entirely."""
+    """Make 12 responses of various lengths. Some have observed tokens, and one is all masked."""
     rng = random.Random(seed)
     episodes = []
     for i in range(12):
@@ -64,7 +59,7 @@ def make_case(seed: int) -> Case:
 
 @functools.cache
 def default_settings() -> Any:
-    """The defaults of a recipe, which differ from those of verl's dataclass."""
+    """Return the defaults of a recipe, which differ from those of verl's dataclass."""
     return load_config([str(RECIPE)], [])[0].algorithm.rollout_correction
 
 
@@ -96,7 +91,7 @@ def truncate_weight(weight: float, threshold: float | str) -> float:
 
 
 def compute_expected_weights(case: Case, level: str, threshold: float | str) -> list[list[float]]:
-    """The truncated ratio of each token or of its whole response, by row; 0 outside the mask."""
+    """Return the truncated ratio of each token or of its response, by row; 0 outside the mask."""
     weights = []
     for row, mask in zip(case.log_ratios, case.masks, strict=True):
         whole = sum(select(row, mask))
@@ -139,25 +134,6 @@ def test_weights_are_truncated_ratios(level, threshold, normalized, seed):
         assert not result.weights[i, len(row) :].any()
 
 
-@pytest.mark.parametrize("side", ["rollout_log_probs", "old_log_probs"])
-def test_a_difference_on_one_token_changes_only_its_weight(side):
-    """The log-prob of one side is larger by ln 1.25 on one token."""
-    before = correct(make_case(4).batch, rollout_is="token")
-    case = make_case(4)
-    places = []
-    for i, row in enumerate(case.log_ratios):
-        places += [(i, t) for t, x in enumerate(row) if abs(x) < 0.3 and i != 5]
-    row, token = places[0]
-    case.batch.batch[side][row, token] += math.log(1.25)
-    after = correct(case.batch, rollout_is="token")
-    change = (after.weights / before.weights).nan_to_num(1.0)  # 0 / 0 outside the mask
-    expected = torch.ones_like(change)
-    expected[row, token] = 1.25 if side == "old_log_probs" else 0.8
-    torch.testing.assert_close(change, expected)
-    unchanged = correct(make_case(4).batch, rollout_is="token").metrics
-    assert after.metrics["rollout_corr/kl"] != unchanged["rollout_corr/kl"]
-
-
 # --- rejection -----------------------------------------------------------------------------------
 
 
@@ -167,19 +143,8 @@ K: dict[str, Callable[[float], float]] = {
     "k2": lambda r: r * r / 2,
     "k3": lambda r: math.exp(r) - 1 - r,
 }
-OPTIONS = [
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-]
+OPTIONS = [f"{span}_{kind}" for span in ("token", "seq_sum", "seq_mean") for kind in K]
+OPTIONS += ["seq_max_k2", "seq_max_k3"]
 
 
 def mean(values: list[float]) -> float:
@@ -187,14 +152,14 @@ def mean(values: list[float]) -> float:
 
 
 def is_inside(value: float, kind: str) -> bool:
-    """Whether an estimate is within the bounds of the rejection test."""
+    """Return whether an estimate is within the bounds of the rejection test."""
     if kind == "k1":
         return math.log(0.7) <= value <= math.log(1.4)
     return value <= 0.1
 
 
 def compute_expected_mask(row: list[float], mask: list[int], span: str, kind: str) -> list[int]:
-    """A response's mask after rejection, by token or as a whole."""
+    """Return a response's mask after rejection, by token or as a whole."""
     estimates = [K[kind](r) for r in row]
     if span == "token":
         pairs = zip(estimates, mask, strict=True)
@@ -230,21 +195,13 @@ def test_tokens_or_responses_that_differ_too_much_are_rejected(option):
 def test_without_a_correction_the_metrics_still_show_the_difference():
     case = make_case(3)
     result = correct(case.batch)
-    live = case.live()
-    assert result.weights is None
+    live = []
+    for row, mask in zip(case.log_ratios, case.masks, strict=True):
+        live += select(row, mask)
+    assert result.weights is None and "rollout_is_weights" not in case.batch.batch
     metrics = result.metrics
-    assert metrics["rollout_corr/kl"] == pytest.approx(-sum(live) / len(live), rel=1e-4)
-    k3 = sum(map(K["k3"], live)) / len(live)
+    assert metrics["rollout_corr/kl"] == pytest.approx(-mean(live), rel=1e-4)
+    k3 = mean([K["k3"](r) for r in live])
     assert metrics["rollout_corr/k3_kl"] == pytest.approx(k3, rel=1e-4)
-    squares = sum(math.exp(2 * r) for r in live) / len(live)
+    squares = mean([math.exp(2 * r) for r in live])
     assert metrics["rollout_corr/chi2_token"] == pytest.approx(squares - 1, rel=1e-4)
-
-
-def test_only_a_recipe_with_a_correction_adds_weights_to_the_batch():
-    batch = make_case(5).batch
-    correct(batch)
-    assert "rollout_is_weights" not in batch.batch
-    bounds = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.9_1.1"}
-    result = correct(batch, rollout_is="sequence", **bounds)
-    assert result.weights is batch.batch["rollout_is_weights"]
-    assert result.mask.sum() < make_case(5).batch.batch["response_mask"].sum()

@@ -31,7 +31,6 @@ from kit.recipe.keys import flatten
 from kit.recipe.load import load_config, read_yaml
 from kit.recipe.schema import ServerStart
 from kit.verify import network
-from tests.helpers.http import StubJudge
 from tests.helpers.pages import (
     EXAMPLES,
     GUIDES,
@@ -106,7 +105,7 @@ def test_pages_show_the_example_files():
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    """The folder that each page starts from.
+    """Return the folder that each page starts from.
 
     It has the kit, a model, the rows and the run of the demo, and an exported model of `sft`.
     """
@@ -185,17 +184,6 @@ def test_the_server_of_the_verifier_guide_works(clone, monkeypatch, capsys):
     finally:
         server.kill()
         server.wait()
-
-
-@pytest.mark.docs
-def test_the_commands_of_the_judge_guide_work(clone, monkeypatch, capsys):
-    """The dry run asks the judge for its model. A stub replaces Ollama."""
-    judge = StubJudge()
-    rows, _, train = list_commands(GUIDES / "judges.md", "needs a judge")
-    assert run([sys.executable, "env.py", *rows[2:]], clone).returncode == 0
-    text = shlex.join(train[2:]).replace("http://127.0.0.1:11434/v1", judge.url)
-    dry_run(shlex.split(text.replace("qwen3:4b", "stub")), clone, monkeypatch)
-    assert VALID_MESSAGE in capsys.readouterr().out
 
 
 # --- one block -----------------------------------------------------------------------------------
@@ -281,7 +269,7 @@ def run_tests(path: Path, folder: Path, monkeypatch) -> None:
 
 
 def run_file(path: Path, name: str, monkeypatch, arguments: Sequence[str] = ()) -> dict[str, Any]:
-    """Run a Python file, which may import others of its folder -> its globals."""
+    """Run a Python file, which may import others of its folder, and return its globals."""
     before = set(sys.modules)
     with monkeypatch.context() as patch:
         patch.syspath_prepend(str(path.parent))

@@ -22,7 +22,7 @@ HOST = r"^(?!\s*#).*(https?://|--(extra-)?index-url|--find-links|(^|\s)-[if]\s| 
 
 
 def list_files() -> list[Path]:
-    """All files of the repository, also those that are not committed yet."""
+    """List all files of the repository, also those that are not committed yet."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -35,7 +35,7 @@ def list_files() -> list[Path]:
 
 
 def remove_local_links(line: str, path: Path) -> str:
-    """A line of a page without its links to other files of the repository."""
+    """Return a line of a page without its links to other files of the repository."""
     links = re.findall(r"\]\(([^)#]+)", line) if path.suffix == ".md" else []
     for link in links:
         target = (path.parent / link).resolve()
@@ -65,7 +65,7 @@ def test_requirements_name_no_host():
 
 
 def list_top_imports(name: str) -> set[str]:
-    """The first names of what a root file imports outside of its functions."""
+    """Return the first names of what a root file imports outside of its functions."""
     names = set()
     for node in ast.parse((ROOT / f"{name}.py").read_text()).body:
         if isinstance(node, ast.Import):
@@ -97,7 +97,7 @@ def test_the_lock_file_of_gpus_has_what_requirements_txt_lists():
 
 
 def list_commands(target: str) -> str:
-    """The commands of a target that was not made before. They are not run."""
+    """Return the commands of a target that was not made before. They are not run."""
     command = ["make", "-n", "-B", target]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 

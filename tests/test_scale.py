@@ -34,7 +34,7 @@ UNWEIGHTED_METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "critic/vpred_mean")
 
 @pytest.fixture(scope="module")
 def recorded(workspace) -> Path:
-    """The file with the episodes of one step."""
+    """Return the file with the episodes of one step."""
     changes = [
         "trainer.experiment_name=recorded",
         "trainer.total_training_steps=1",
@@ -46,7 +46,7 @@ def recorded(workspace) -> Path:
 
 
 def replay(workspace: Path, recorded: Path, name: str, *changes: str) -> dict[str, float]:
-    """Replay the recorded episodes with a critic and a reference -> metrics of the update.
+    """Replay the recorded episodes with a critic and a reference. Return metrics of the update.
 
     The update has two optimizer steps.
     """
@@ -80,7 +80,7 @@ def assert_equal_up_to_rounding(one: dict[str, float], two: dict[str, float]) ->
 
 @pytest.fixture(scope="module")
 def one_rank_metrics(workspace, recorded) -> dict[str, float]:
-    """The metrics of the update on one rank."""
+    """Return the metrics of the update on one rank."""
     return replay(workspace, recorded, "one")
 
 
@@ -93,7 +93,7 @@ def test_an_update_on_several_ranks_equals_that_on_one(
 
 
 def run_ten_steps(workspace: Path, name: str, *changes: str, overlays: Sequence[str] = ()) -> Path:
-    """Run ten steps, in which vLLM's log-probs agree with the trainer's -> the run's folder."""
+    """Run ten steps, in which vLLM and the trainer agree, and return the run's folder."""
     changes = (
         f"trainer.experiment_name={name}",
         "trainer.total_training_steps=10",
@@ -185,7 +185,7 @@ def cluster(monkeypatch) -> Iterator[Cluster]:
 
 
 def cluster_changes(cluster: Cluster) -> list[str]:
-    """The settings of a run on the cluster, with its Gym server at a third address."""
+    """Return the settings of a run on the cluster, with its Gym server at a third address."""
     changes = ["trainer.nnodes=2", f"ray_kwargs.ray_init.address={cluster.address}"]
     return [*changes, "gym.servers.reasoning_gym.start.host=127.0.0.3"]
 

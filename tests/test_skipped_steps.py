@@ -10,7 +10,6 @@ import torch
 
 from kit.errors import NonFiniteStep, RunError, SkippedStep
 from kit.run import finite_check
-from tests.helpers.recipes import metrics_of
 from tests.helpers.stack import NO_EVALUATION
 
 # An estimator and a loss that return NaN in some steps.
@@ -28,15 +27,7 @@ def estimator(token_level_rewards, response_mask):
         advantages = advantages * float('nan')
     return advantages * (1e6 if calls >= 4 else 1), advantages
 
-def loss(
-    old_log_prob,
-    log_prob,
-    advantages,
-    response_mask,
-    loss_agg_mode,
-    config,
-    rollout_is_weights=None,
-):
+def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, **_):
     factor = float('nan') if advantages.abs().max() > 1e3 else 1.0
     losses = -advantages * torch.exp(log_prob - old_log_prob) * factor
     return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}
@@ -65,17 +56,10 @@ def test_nonfinite_steps_are_skipped_and_written_and_three_in_a_row_end_the_run(
     names = {path.name for path in (folder / "nonfinite").iterdir()}
     assert names == {"step_2.pt", "step_4.pt", "step_5.pt", "step_6.pt"}
     batch = torch.load(folder / "nonfinite" / "step_2.pt", weights_only=True)
-    assert batch["advantages"].isnan().any()
-    assert batch["responses"].shape[0] == len(batch["uid"])
+    assert batch["advantages"].isnan().any() and len(batch["responses"]) == len(batch["uid"])
     saved = {path.name for path in (folder / "checkpoints").glob("global_step_*")}
     # the weights are finite after every step
     assert saved == {f"global_step_{n}" for n in range(1, 7)}
-    steps = {
-        m["step"]: m.get("training/skipped_nonfinite_steps", 0)
-        for m in metrics_of(folder)
-        if "rollout/failed_frac" in m
-    }
-    assert steps == {1: 0, 2: 1, 3: 0, 4: 1, 5: 2}
 
 
 def scale_weights(worker):

@@ -21,7 +21,7 @@ AGREE = 4e-5
 
 @pytest.fixture(scope="module")
 def session(stack):
-    """A trainer over the session, with the initial weights and the loss of the tiny recipe."""
+    """Start a trainer over the session, with its first weights and the loss of the tiny recipe."""
     with stack.trainer("session", "env.val_files=[]") as trainer:
         yield trainer
 
@@ -33,7 +33,7 @@ def sample(trainer, n=4, servers=None, **changes):
 
 
 def compute_log_probs(trainer, batch):
-    """The trainer's log-probs of a batch, [B, R]."""
+    """Return the trainer's log-probs of a batch, [B, R]."""
     actor = trainer.workers.actor
     return training.compute_log_probs(actor, batch, trainer.recipe)["log_probs"]
 
@@ -51,7 +51,7 @@ def compute_disagreement(trainer, episodes) -> float:
 
 
 def build_batch_with_advantages(trainer, episodes):
-    """A batch whose advantages alternate between 1 and -1."""
+    """Return a batch whose advantages alternate between 1 and -1."""
     batch = build_batch(trainer, episodes)
     batch.batch["old_log_probs"] = compute_log_probs(trainer, batch)
     signs = torch.tensor([1.0, -1.0]).repeat(len(episodes) // 2)[:, None]
@@ -107,7 +107,7 @@ def test_an_empty_answer_is_verified_like_any_other(session):
 
 @pytest.fixture(scope="module")
 def multi_turn_servers(stack, session):
-    """The session's servers with long limits for conversations. Gym's agent also calls them."""
+    """Make the session's servers with long limits for conversations. Gym's agent calls them too."""
     # the initial weights sample every action; trained weights may not
     session.workers.actor.load_checkpoint(str(stack.fresh))
     session.servers.update_weights(0)
@@ -135,14 +135,8 @@ def play(session, servers, row, server, n, *actions, **changes):
 
 def test_trainer_and_vllm_agree_around_observations(session, multi_turn_servers):
     """In conversations of several turns, both compute the same log-probs of sampled tokens."""
-    episodes = play(
-        session,
-        multi_turn_servers,
-        make_counter_row(steps=2),
-        "counter",
-        64,
-        allowed_token_ids=None,
-    )
+    row = make_counter_row(steps=2)
+    episodes = play(session, multi_turn_servers, row, "counter", 64, allowed_token_ids=None)
     assert [e.status for e in episodes] == ["ok"] * 64, episodes[0].error
     several = [e for e in episodes if len(e.turns) > 1]
     assert len(several) > 3
@@ -151,15 +145,8 @@ def test_trainer_and_vllm_agree_around_observations(session, multi_turn_servers)
 
 
 def test_a_real_tool_counts_the_calls_of_the_policy(session, multi_turn_servers):
-    episodes = play(
-        session,
-        multi_turn_servers,
-        make_counter_row(steps=2),
-        "counter",
-        96,
-        "increment",
-        "unknown",
-    )
+    row = make_counter_row(steps=2)
+    episodes = play(session, multi_turn_servers, row, "counter", 96, "increment", "unknown")
     assert [e.status for e in episodes] == ["ok"] * 96, episodes[0].error
     for e in episodes:
         calls = [item["name"] for item in e.output if item["type"] == "function_call"]

@@ -18,7 +18,7 @@ MAX_LAMBDA = 40  # characters
 
 
 def is_walrus_test(node: ast.expr, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether a walrus is the whole condition of an `if`, or the left side of its comparison."""
+    """Return whether a walrus is the condition of an `if`, or the left side of its comparison."""
     parent = parents[node]
     if isinstance(parent, ast.Compare) and parent.left is node:
         node, parent = parent, parents[parent]
@@ -26,7 +26,7 @@ def is_walrus_test(node: ast.expr, parents: dict[ast.AST, ast.AST]) -> bool:
 
 
 def multiplies_text(node: ast.BinOp) -> bool:
-    """Whether this is `"text" * condition`. An `if` is clearer."""
+    """Return whether this is `"text" * condition`. An `if` is clearer."""
     for text, factor in ((node.left, node.right), (node.right, node.left)):
         if isinstance(factor, ast.Constant):
             continue
@@ -65,7 +65,7 @@ def find_structure_problems(tree: ast.Module) -> Iterator[str]:
 
 
 def is_swap(node: ast.Assign) -> bool:
-    """Whether this is `a, b = b, a`."""
+    """Return whether this is `a, b = b, a`."""
     target = node.targets[0]
     assert isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
     return {ast.unparse(part) for part in target.elts} == {

@@ -10,19 +10,18 @@ import sys
 
 import pandas as pd
 import pytest
-from omegaconf import OmegaConf
 from verl.utils.reward_score import default_compute_score
 
 from configs.tasks import judged, rows
 from configs.tasks.game import Guess
-from tests.helpers.recipes import GYM_PYTHON, ROOT
+from tests.helpers.recipes import ROOT
 
 SPLITS = ("train", "validation")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The files of configs/tasks/rows.py."""
+    """Return the files of configs/tasks/rows.py."""
     folder = tmp_path_factory.mktemp("tasks")
     command = [sys.executable, "configs/tasks/rows.py", *rows.TASKS, "--out", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -106,30 +105,3 @@ def test_the_verdicts_of_the_judge_are_right():
             assert judged.score("", answer, said, {}) == 1, answer
         verdicts.append(verdict)
     assert 100 < verdicts.count("CORRECT") < 200
-
-
-@pytest.mark.soak
-def test_the_judge_is_trained_on_the_prompt_of_gyms_server(tmp_path):
-    command = [str(GYM_PYTHON), "configs/tasks/judged.py", "--out", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True)
-    recipe = OmegaConf.load(ROOT / "configs" / "tasks" / "judged.yaml")
-    settings = recipe.gym.servers[judged.SERVER].start.config
-    assert settings.judge_prompt_template_fpath == judged.TEMPLATE
-    [template] = GYM_PYTHON.parents[1].glob(f"lib/*/*/*/{judged.SERVER}/{judged.TEMPLATE}")
-    pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(template.read_text().strip()))
-    for row in read(tmp_path, "judge_train"):
-        assert re.fullmatch(pattern, row["prompt"])
-        verdict = row["response"].split(": ")[1]
-        assert verdict in (settings.judge_equal_label, settings.judge_not_equal_label)
-    held_out = [
-        row["responses_create_params"]["input"][0]["content"]
-        for row in read(tmp_path, "judged_validation")
-    ]
-    prompts = " ".join(row["prompt"] for row in read(tmp_path, "judge_train"))
-    assert len(held_out) == judged.VALIDATION
-    assert not [question for question in held_out if question in prompts]
-    for row in read(tmp_path, "judged_train"):
-        question = row["responses_create_params"]["input"][0]["content"]
-        a, b = re.findall(r"\d+", question)
-        assert question not in held_out
-        assert judged.question(int(b), int(a)) not in held_out

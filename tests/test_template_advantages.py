@@ -1,4 +1,4 @@
-"""Tests the advantages and losses of templates/ against plain Python or autograd."""
+"""Tests the advantages of turns of templates/ against plain Python."""
 
 from __future__ import annotations
 
@@ -9,28 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
-import training
-from kit.data.episode import Episode, TurnSpan
-from templates.advantages import pairs, sum_by_turn, turn_gae, turn_grpo
-from templates.losses import dpo, sppo
-
-
-def episode(reward=1.0, length=3, group="g", ended="stop", **fields):
-    response = list(range(length))
-    return Episode(
-        "r",
-        group,
-        "s",
-        [1],
-        response,
-        [1] * length,
-        [-1.0] * length,
-        reward=reward,
-        ended=ended,
-        **fields,
-    )
+from kit.data.episode import TurnSpan
+from templates.advantages import sum_by_turn, turn_gae, turn_grpo
+from tests.helpers.cases import pad
+from tests.helpers.workers import make_batch, make_episode
 
 
 class Conversation(NamedTuple):
@@ -42,7 +25,7 @@ class Conversation(NamedTuple):
 
 
 def make_conversations(seed=0, count=12):
-    """Make random conversations -> (conversations, their group ids, of three groups).
+    """Make random conversations, and return them with their group ids, of three groups.
 
     The reward of a turn is at its last token.
     """
@@ -64,18 +47,9 @@ def make_conversations(seed=0, count=12):
     return conversations, [str(i % 3) for i in range(count)]
 
 
-def pad(rows):
-    """Lists of numbers as a tensor [B, R], with zeros on the right."""
-    width = max(map(len, rows))
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.float64)
-
-
-def pad_masks(conversations):
-    return pad([c.mask for c in conversations])
-
-
-def pad_rewards(conversations):
-    return pad([c.rewards for c in conversations])
+def pad_rows(rows):
+    """Make a tensor [B, R] of lists of numbers, with zeros on the right."""
+    return torch.tensor(pad(rows))
 
 
 def find_turns(mask):
@@ -92,7 +66,7 @@ def find_turns(mask):
 
 
 def make_turn_tensor(conversations):
-    """The turn of each token, [B, R]; -1 for observed tokens and padding."""
+    """Return the turn of each token, [B, R]; -1 for observed tokens and padding."""
     width = max(len(c.mask) for c in conversations)
     turn = torch.full((len(conversations), width), -1)
     for i, conversation in enumerate(conversations):
@@ -104,8 +78,8 @@ def make_turn_tensor(conversations):
 def test_turn_grpo_is_the_formula_of_the_paper():
     conversations, index = make_conversations()
     turn = make_turn_tensor(conversations)
-    mask = pad_masks(conversations)
-    rewards = pad_rewards(conversations)
+    mask = pad_rows([c.mask for c in conversations])
+    rewards = pad_rows([c.rewards for c in conversations])
     advantages, returns = turn_grpo(rewards, mask, turn, index)
     assert torch.equal(advantages, returns)
     # If a filter or rollout_rs masks tokens, the turns and all other advantages stay the same.
@@ -114,10 +88,8 @@ def test_turn_grpo_is_the_formula_of_the_paper():
     masked[1, 0] = 0
     assert torch.equal(turn_grpo(rewards, masked, turn, index)[0], advantages * masked)
     single = conversations[:1]
-    single_advantages, _ = turn_grpo(
-        pad_rewards(single), pad_masks(single), make_turn_tensor(single), ["a"]
-    )
-    assert torch.isfinite(single_advantages).all()
+    rows = (pad_rows([single[0].rewards]), pad_rows([single[0].mask]))
+    assert torch.isfinite(turn_grpo(*rows, make_turn_tensor(single), ["a"])[0]).all()
     turn_rewards = []
     for c in conversations:
         turn_rewards.append([sum(c.rewards[begin:end]) for begin, end in find_turns(c.mask)])
@@ -137,9 +109,9 @@ def test_turn_grpo_is_the_formula_of_the_paper():
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.7, 0.0)])
 def test_turn_gae_is_the_formula_of_the_paper(gamma, lam):
     conversations, _ = make_conversations(seed=1)
-    mask = pad_masks(conversations)
-    rewards = pad_rewards(conversations)
-    values = pad([c.values for c in conversations])
+    mask = pad_rows([c.mask for c in conversations])
+    rewards = pad_rows([c.rewards for c in conversations])
+    values = pad_rows([c.values for c in conversations])
     turn = make_turn_tensor(conversations)
     advantages, returns = turn_gae(rewards, values, mask, turn, gamma, lam)
     raw = np.zeros(mask.shape)
@@ -170,10 +142,8 @@ def test_values_of_observed_tokens_count_for_the_turn_before():
 def test_a_reward_at_an_observed_token_counts_for_the_turn_before():
     """The rest of the reward is at the last token, which is an observed one here."""
     turns = [TurnSpan(0, 2, 1), TurnSpan(3, 4, 3)]
-    episodes = [episode(reward=r, length=6, turns=turns) for r in (1.0, 0.0)]
-    for e in episodes:
-        e.response_mask = [1, 1, 0, 1, 0, 0]
-    batch = training.build_batch(episodes, 0, 1.0).batch
+    mask = [1, 1, 0, 1, 0, 0]
+    batch = make_batch([make_episode([1], [2] * 6, mask, turns, r) for r in (1.0, 0.0)]).batch
     advantages, _ = turn_grpo(
         batch["token_level_scores"], batch["response_mask"], batch["turn"], ["a", "a"]
     )
@@ -183,70 +153,3 @@ def test_a_reward_at_an_observed_token_counts_for_the_turn_before():
     first, second = advantages.tolist()
     assert first == pytest.approx([zero + one, zero + one, 0, one, 0, 0])
     assert second == pytest.approx([2 * zero, 2 * zero, 0, zero, 0, 0])
-
-
-# --- losses --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("loss", "mode"), [(dpo, "seq-mean-token-sum"), (sppo, "seq-mean-token-mean")]
-)
-def test_a_loss_is_scaled_by_the_weights_of_rollout_correction(loss, mode):
-    """The weights differ between tokens, and between responses."""
-    from verl.workers.config import FSDPActorConfig
-
-    config = FSDPActorConfig(strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=1)
-    config.global_batch_info.update(
-        {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": 2}
-    )
-    old = torch.full((2, 2), -1.0)
-    advantages = torch.tensor([[1.0, 1.0], [-0.5, -0.5]])
-    mask = torch.ones(2, 2)
-
-    def compute_gradient(weights):
-        log_prob = (old + torch.tensor([[0.25, 0.5], [0.25, -0.5]])).requires_grad_()
-        loss(old, log_prob, advantages, mask, mode, config, weights)[0].backward()
-        return log_prob.grad
-
-    unweighted = compute_gradient(None)
-    with_ones = compute_gradient(torch.ones(2, 2))
-    assert unweighted.abs().min() > 0 and torch.equal(with_ones, unweighted)
-    by_response = torch.tensor([[0.5, 0.5], [2.0, 2.0]])
-    torch.testing.assert_close(compute_gradient(by_response), unweighted * by_response)
-    if loss is dpo:  # its loss is a sum over tokens
-        by_token = torch.tensor([[0.5, 1.0], [2.0, 0.0]])
-        torch.testing.assert_close(compute_gradient(by_token), unweighted * by_token)
-
-
-def test_the_gradient_of_online_dpo_is_that_of_the_dpo_loss():
-    """The reference is autograd of -log sigmoid(beta * difference), averaged over pairs."""
-    from verl.workers.config import FSDPActorConfig
-
-    torch.manual_seed(0)
-    B, R = 8, 5
-    mask = (torch.rand(B, R) < 0.8).double()
-    rewards = torch.zeros(B, R, dtype=torch.float64)
-    rewards[:, -1] = torch.tensor([1, 0, 0.5, 0.5, 0.5, 0.5, 0, 1], dtype=torch.float64)
-    index = ["a", "a", "b", "b", "c", "c", "d", "d"]  # b and c are ties
-    log_prob = torch.randn(B, R, dtype=torch.float64, requires_grad=True)
-    ref = torch.randn(B, R, dtype=torch.float64)
-
-    ratio = ((log_prob - ref) * mask).sum(dim=1)
-    first_pair = -F.logsigmoid(0.1 * (ratio[0] - ratio[1]))
-    second_pair = -F.logsigmoid(0.1 * (ratio[7] - ratio[6]))
-    (expected,) = torch.autograd.grad((first_pair + second_pair) / 2, log_prob)
-
-    advantages, _ = pairs(rewards, mask, index, log_prob.detach(), ref)
-    config = FSDPActorConfig(strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=1)
-    gradient = torch.zeros_like(expected)
-    for part in (slice(0, 3), slice(3, 8)):  # the parts of a pair may be in different micro-batches
-        config.global_batch_info.update(
-            {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": B}
-        )
-        loss, _ = dpo(
-            None, log_prob[part], advantages[part], mask[part], "seq-mean-token-sum", config
-        )
-        gradient += torch.autograd.grad(loss, log_prob)[0]
-    torch.testing.assert_close(gradient, expected)
-    with pytest.raises(ValueError, match="seq-mean-token-sum"):
-        dpo(None, log_prob, advantages, mask, "token-mean", config)

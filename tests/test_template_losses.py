@@ -1,4 +1,4 @@
-"""Tests SPPO, SPIN and distillation of templates/ against their papers.
+"""Tests online DPO, SPPO, SPIN and distillation of templates/ against their papers.
 
 tests/helpers/cases.py explains the tolerances and "Departs:".
 """
@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from kit.errors import UserFunctionError
-from templates.advantages import distill, preference, spin
+from templates.advantages import distill, pairs, preference, spin
 from templates.losses import dpo, sppo
 from tests.helpers.cases import (
     EXACT,
@@ -23,13 +23,14 @@ from tests.helpers.cases import (
     random_tokens,
 )
 
+ONE_PART = (slice(0, 8),)
 TWO_PARTS = (slice(0, 3), slice(3, 8))
 
 
-def compute_in_parts(loss, d, advantages, mode, parts):
-    """(loss, gradient by x) of a mini-batch, summed over micro-batches as in verl's engine.
+def compute_in_parts(loss, d, advantages, mode, parts, weights=None):
+    """Compute (loss, gradient by x), summed over the micro-batches `parts` as in verl's engine.
 
-    parts: the rows of each micro-batch.
+    weights: of rollout correction.
     """
     config = make_actor_config()
     x = torch.tensor(d.x, requires_grad=True)
@@ -43,7 +44,10 @@ def compute_in_parts(loss, d, advantages, mode, parts):
     mask = torch.tensor(d.mask)
     losses = []
     for part in parts:
-        result, _ = loss(old[part], x[part], advantages[part], mask[part], mode, config)
+        part_weights = None if weights is None else weights[part]
+        result, _ = loss(
+            old[part], x[part], advantages[part], mask[part], mode, config, part_weights
+        )
         losses.append(result)
     sum(losses).backward()
     return sum(losses).item(), x.grad.numpy()
@@ -75,7 +79,42 @@ def test_sppo_fits_the_log_ratio_of_a_response_to_its_win_rate(seed):
     result = compute_in_parts(sppo, d, advantages, MODES[3], TWO_PARTS)
     assert_same(result, loss, gradient)
     with pytest.raises(UserFunctionError, match="seq-mean-token-mean"):
-        compute_in_parts(sppo, d, advantages, MODES[0], [slice(0, 8)])
+        compute_in_parts(sppo, d, advantages, MODES[0], ONE_PART)
+
+
+@pytest.mark.parametrize(("loss", "mode"), [(dpo, MODES[2]), (sppo, MODES[3])])
+def test_a_loss_is_scaled_by_the_weights_of_rollout_correction(loss, mode):
+    """The loss of dpo is a sum over tokens, so its weights may differ within a response."""
+    d = random_tokens(0, per_response=loss is sppo)
+    advantages = torch.tensor(d.a)
+    weights = torch.tensor(d.w)
+    _, plain = compute_in_parts(loss, d, advantages, mode, ONE_PART)
+    _, weighted = compute_in_parts(loss, d, advantages, mode, ONE_PART, weights)
+    assert np.abs(plain[d.mask]).min() > 0
+    assert_close(weighted, plain * d.w, **EXACT)
+
+
+def test_the_gradient_of_online_dpo_is_that_of_the_dpo_loss():
+    """Rafailov et al., arXiv:2305.18290, eq. 7, by autograd: the mean over pairs.
+
+    Groups b and c have no pair, because their responses have equal rewards.
+    """
+    d = random_tokens(0, on_policy=True)
+    d.mask[-1, 0] = True
+    ref = torch.tensor(np.random.default_rng(0).normal(-1, 0.5, d.x.shape))
+    mask = torch.tensor(d.mask)
+    x = torch.tensor(d.x, requires_grad=True)
+    ratio = ((x - ref) * mask).sum(dim=1)
+    margins = torch.stack([ratio[0] - ratio[1], ratio[7] - ratio[6]])
+    (-logsigmoid(0.1 * margins).mean()).backward()
+    rewards = torch.zeros(d.x.shape, dtype=torch.float64)
+    rewards[:, -1] = torch.tensor([1, 0, 0.5, 0.5, 0.5, 0.5, 0, 1])
+    advantages, _ = pairs(rewards, mask, list("aabbccdd"), torch.tensor(d.old), ref)
+    # the two responses of a pair may be in different micro-batches
+    _, gradient = compute_in_parts(dpo, d, advantages, MODES[2], (slice(0, 1), slice(1, 8)))
+    assert_close(gradient, x.grad.numpy(), **EXACT)
+    with pytest.raises(UserFunctionError, match="seq-mean-token-sum"):
+        compute_in_parts(dpo, d, advantages, MODES[0], ONE_PART)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -74,7 +74,7 @@ def score(functions_file, row, response, names, **trials):
 
 
 def compute_trls_rewards(functions_file, row, responses, names, weights):
-    """The rewards that TRL computes from responses to one row."""
+    """Return the rewards that TRL computes from responses to one row."""
     module = import_file(functions_file)
     count = len(responses)
     completions = list(responses)

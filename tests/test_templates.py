@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 import env
 import training
-from kit.data.episode import Episode, TurnSpan
+from kit.data.episode import TurnSpan
 from kit.errors import UserFunctionError
 from kit.recipe.load import load_config
 from templates import filters, samplers
@@ -24,14 +24,12 @@ from templates.rewards import components, lower_partial, overlong, weighted
 from templates.task import Guess, rows
 from tests.helpers.models import END
 from tests.helpers.recipes import CPU, ROOT, make_partial
+from tests.helpers.workers import make_batch, make_episode
 
 
-def episode(reward=1.0, length=3, group="g", ended="stop", **fields):
-    ids = list(range(length))
-    mask = [1] * length
-    log_probs = [-1.0] * length
-    fields |= {"reward": reward, "ended": ended}
-    return Episode("r", group, "s", [1], ids, mask, log_probs, **fields)
+def episode(reward=1.0, length=3, group="g", **fields):
+    fields.setdefault("ended", "stop")
+    return make_episode([1], list(range(length)), turns=[], reward=reward, group=group, **fields)
 
 
 # --- rewards -------------------------------------------------------------------------------------
@@ -72,7 +70,7 @@ def test_rewards_combine_components():
 
 
 def make_groups(*rewards):
-    """Episodes with the rewards of each group."""
+    """Make episodes with the rewards of each group."""
     episodes = []
     for index, group_rewards in enumerate(rewards):
         for reward in group_rewards:
@@ -95,7 +93,7 @@ def test_masked_episodes_count_for_the_baseline_and_have_no_loss():
     episodes[0].ended = "length"
     kept = filters.mask_ended(episodes, ["length"])
     assert episodes[0].response_mask == [1, 1, 1]  # the filter masks a copy
-    batch = training.build_batch(kept, 0, 1.0)
+    batch = make_batch(kept)
     assert batch.batch["response_mask"].tolist() == [[0, 0, 0], [1, 1, 1], [1, 1, 1]]
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
     keys = {"gamma": 1.0, "lam": 1.0, "norm_adv_by_std_in_grpo": True}
@@ -123,7 +121,7 @@ def test_with_answer_adds_the_answer_of_the_row_to_each_group(workspace):
     )
     assert answer.prompt_ids == episodes[0].prompt_ids
     assert answer.reward == 1.0 and answer.turns == []
-    b = training.build_batch(extended, 0, 1.0).batch
+    b = make_batch(extended).batch
     assert b["turn"].amax(dim=1).tolist() == [0, 0, -1, 0, 0]
     assert b["response_mask"][2].tolist() == [1, 1, 0]
     assert len(filters.with_answer(episodes, **{**settings, "limit": 1})) == 4
@@ -138,7 +136,7 @@ def test_an_answer_keeps_the_reward_components_and_baselines_of_its_batch(worksp
         e.reward_components = {"style": 0.5}
         e.baseline = 0.25
     answered = filters.with_answer(episodes, "answer", str(workspace / "tied"), 4)
-    batch = training.build_batch(answered, 0, 1.0)
+    batch = make_batch(answered)
     components = batch.non_tensor_batch["reward_components"]
     assert [parts["style"] for parts in components] == [0.5, 0.5, 1.0] * 2
     assert batch.batch["reward_baselines"].tolist() == [0.25] * 6

@@ -5,9 +5,7 @@ The doubles of helpers/trainer.py record all calls.
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -36,6 +34,17 @@ from tests.helpers.workers import is_close
 
 GAE = ["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=8"]
 
+
+@pytest.fixture
+def start(workspace, recorder):
+    """Return a function that starts a Trainer of the quiet tiny recipe with changes."""
+
+    def start_trainer(*changes, **named):
+        return algorithm.train(make_plan(workspace, *QUIET, *changes, **named))
+
+    return start_trainer
+
+
 # --- the run -------------------------------------------------------------------------------------
 
 
@@ -62,25 +71,14 @@ def test_a_run_evaluates_and_saves_after_the_steps_in_the_recipe(workspace, reco
     assert "timing_s/update_weights" in read_run_lines(trainer)[1]
 
 
-def test_a_run_without_other_evaluations_evaluates_at_its_end(workspace, recorder):
-    changes = [*QUIET, "trainer.total_training_steps=2"]
-    with algorithm.train(make_plan(workspace, *changes)) as trainer:
-        trainer.fit()
-        assert trainer.scores
-    calls = recorder.calls
-    assert calls.count("validate") == 1
-    assert calls.index("validate") > calls.index("update_weights 2")
-
-
-def test_a_run_that_ends_before_its_last_step_exports_nothing(workspace, recorder, capsys):
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        assert {"sleep", "update_weights"} <= set(trainer.run.stages.timing)
-        assert trainer.run.last == 40
-    assert not any(name.startswith("export") for name in recorder.calls)
+def test_a_run_that_ends_before_its_last_step_exports_nothing(start, recorder, capsys):
+    with start():
+        pass
+    assert recorder.calls == ["sleep", "update_weights 0"]
     assert "Finished in" not in capsys.readouterr().out
 
 
-def test_a_resumed_run_has_the_state_of_its_checkpoint(workspace, recorder, tmp_path, capsys):
+def test_a_resumed_run_has_the_state_of_its_checkpoint(start, recorder, tmp_path, capsys):
     """The state has the step, the batches, the pass rates and the adaptive coefficient."""
     state = LoopState("train", 5, 9, {"x": 1.0}, kl_coef=0.75)
     recorder.record(checkpoints, "load", lambda *_: state)
@@ -90,8 +88,7 @@ def test_a_resumed_run_has_the_state_of_its_checkpoint(workspace, recorder, tmp_
         "algorithm.kl_ctrl.horizon=100",
     ]
     folder = tmp_path / "global_step_5"
-    plan = make_plan(workspace, *QUIET, *changes, resume_from=folder)
-    with algorithm.train(plan) as trainer:
+    with start(*changes, resume_from=folder) as trainer:
         assert recorder.list_stages() == ["sleep", "load", "update_weights 5"]
         assert recorder.arguments["load"] == (recorder.workers, folder)
         assert trainer.state == state
@@ -104,9 +101,9 @@ def test_a_resumed_run_has_the_state_of_its_checkpoint(workspace, recorder, tmp_
         assert list_group_ids(recorder.servers.rollouts[0].requests)[0] == "10/0"
 
 
-def test_a_checkpoint_has_the_state_after_the_last_update(workspace, recorder):
+def test_a_checkpoint_has_the_state_after_the_last_update(start, recorder):
     """Later changes are not saved."""
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
+    with start() as trainer:
         trainer.step_or_skip()
         assert trainer.saved_state == trainer.state
         recorder.record(trainer.run.files, "save")
@@ -120,9 +117,15 @@ def test_a_checkpoint_has_the_state_after_the_last_update(workspace, recorder):
 # --- a step --------------------------------------------------------------------------------------
 
 
-def test_a_step_passes_its_episodes_to_the_batch_and_the_batch_to_the_update(workspace, recorder):
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        trainer.step_or_skip()
+def test_a_step_of_the_tiny_recipe(start, recorder):
+    """It passes its episodes to the batch, and the batch to the update, and computes nothing else.
+
+    It has no metrics or times of the step before.
+    """
+    with start() as trainer:
+        trainer.metrics["stale"] = 1.0
+        trainer.run.stages.timing["stale"] = 1.0
+        metrics = trainer.step_or_skip()
         kept, *_ = recorder.arguments["to_batch"]
         assert len(kept) == 64
         batch, recipe = recorder.arguments["compute_advantages"]
@@ -130,42 +133,40 @@ def test_a_step_passes_its_episodes_to_the_batch_and_the_batch_to_the_update(wor
         assert recorder.arguments["update_actor"] == ("actor", batch, recipe)
         expected = (batch, trainer.run.stages.timing, trainer.recipe)
         assert recorder.arguments["compute_step_metrics"] == expected
+        assert torch.equal(batch.batch["token_level_rewards"], batch.batch["token_level_scores"])
         written = np.load(trainer.run.folder / "advantages" / "step_1.npz")
         assert [tuple(index) for index in written["record_index"]] == [e.record_index for e in kept]
-
-
-def test_a_step_has_no_metrics_or_times_of_the_previous_step(workspace, recorder):
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        trainer.metrics["stale"] = 1.0
-        trainer.run.stages.timing["stale"] = 1.0
-        trainer.run.files.nonfinite_steps = 2
-        metrics = trainer.step_or_skip()
-        assert metrics is trainer.metrics
-        assert trainer.run.files.nonfinite_steps == 0
         assert not {"stale", "timing_s/stale"} & set(metrics)
-        stages = ("step", "gen", "sleep", "adv", "update_actor", "update_weights")
-        assert {f"timing_s/{name}" for name in stages} <= set(metrics)
-        assert "timing_s/old_log_prob" not in metrics
-        assert "timing_s/ref" not in metrics
-        assert metrics["training/global_step"] == 1
-        assert metrics["actor/pg_loss"] == 0.5
+        stages = {"step", "gen", "sleep", "adv", "update_actor", "update_weights"}
+        times = {name.partition("/")[2] for name in metrics if name.startswith("timing_s/")}
+        assert stages <= times and not {"old_log_prob", "ref", "values"} & times
+        assert metrics["actor/pg_loss"] == read_run_lines(trainer)[-1]["actor/pg_loss"] == 0.5
         assert metrics["perf/throughput"] > 0
         assert metrics["rollout/kept"] == metrics["rollout/episodes"] == 64
         assert metrics["rollout/staleness/max"] == 0
         assert metrics["rollout/prompt_batches"] == 1
-        assert read_run_lines(trainer)[-1]["actor/pg_loss"] == 0.5
         trainer.step_or_skip()
         assert trainer.metrics["training/global_step"] == 2
         assert trainer.metrics["rollout/staleness/max"] == 0
-        assert (trainer.run.folder / "advantages" / "step_2.npz").is_file()
+    unused = {
+        "apply_kl_penalty",
+        "apply_rollout_correction",
+        "add_old_log_probs",
+        "add_reward_model_scores",
+        "compute_ref_log_probs",
+        "compute_values",
+        "update_critic",
+        "start_rollout",
+    }
+    assert not unused & set(recorder.calls)
 
 
-def test_the_epoch_counts_batches_of_prompts_and_not_steps(workspace, recorder, tmp_path):
+def test_the_epoch_counts_batches_of_prompts_and_not_steps(start, workspace, tmp_path):
     """Two files have 12 rows in total. A batch has 4 rows, and step 2 uses the seventh batch."""
     more = write_rows(tmp_path / "more.jsonl", [row(f"add {i}") for i in range(4)])
     files = f"env.train_files=[{workspace / 'train.jsonl'},{more}]"
-    changes = [*QUIET, files, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4"]
-    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+    changes = [files, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4"]
+    with start(*changes) as trainer:
         row_ids: list[str] = []
         for batch in range(3):
             trainer.state = replace(trainer.state, batches=batch, rows=4 * batch)
@@ -176,27 +177,19 @@ def test_the_epoch_counts_batches_of_prompts_and_not_steps(workspace, recorder, 
         assert trainer.step_or_skip()["training/epoch"] == 7 * 4 / 12
 
 
-def test_an_evaluation_samples_each_held_out_task_with_val_kwargs(workspace, recorder):
+def test_an_evaluation_samples_each_held_out_task_with_val_kwargs(start, recorder):
     settings = ["n=3", "top_k=5", "do_sample=true", "temperature=0.5"]
-    changes = [*QUIET, *(f"{ROLLOUT}.val_kwargs.{setting}" for setting in settings)]
+    changes = [*(f"{ROLLOUT}.val_kwargs.{setting}" for setting in settings)]
     changes.append("trainer.val_before_train=true")
-    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+    with start(*changes) as trainer:
         trainer.state = replace(trainer.state, step=3)
-        recorder.record(trainer.run.log, "write_evaluation")
-        recorder.record(trainer.run.files, "report_if_due")
         trainer.evaluate()
-        assert recorder.arguments["write_evaluation"][:2] == (3, trainer.scores)
-        assert len(recorder.arguments["write_evaluation"][2]) == 24
-        assert "report_if_due" in recorder.calls
         [rollout] = recorder.servers.rollouts
         row_ids = list_row_ids(rollout.requests)
         assert row_ids[::3] == row_ids[1::3] == row_ids[2::3]
         assert row_ids[::3] == [task.row_id for task in trainer.inputs.validation]
         assert list_group_ids(rollout.requests)[:4] == ["val_3/0"] * 3 + ["val_3/1"]
-        assert rollout.sampling["temperature"] == 0.5
-        assert rollout.sampling["top_k"] == 5
-        assert rollout.baselines is False
-        assert "val-core/reasoning_gym/reward/mean@3" in trainer.scores
+        assert (rollout.sampling["temperature"], rollout.sampling["top_k"]) == (0.5, 5)
         assert trainer.run.stages.open_episodes == 0
         records = read_run_lines(trainer, "rollouts/val_3.jsonl")
         assert [record["_ng_task_index"] for record in records] == np.repeat(range(8), 3).tolist()
@@ -206,11 +199,11 @@ def test_an_evaluation_samples_each_held_out_task_with_val_kwargs(workspace, rec
         assert line["timing_s/testing"] == trainer.run.stages.timing["testing"]
 
 
-def test_a_step_samples_each_training_task_with_the_rollout_settings(workspace, recorder):
+def test_a_step_samples_each_training_task_with_the_rollout_settings(start, recorder):
     settings = ["temperature=0.7", "top_p=0.75", "n=2", "val_kwargs.n=3", "val_kwargs.top_k=5"]
     settings += ["val_kwargs.do_sample=true", "val_kwargs.temperature=0.5"]
-    changes = [*QUIET, *(f"{ROLLOUT}.{setting}" for setting in settings)]
-    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+    changes = [*(f"{ROLLOUT}.{setting}" for setting in settings)]
+    with start(*changes) as trainer:
         trainer.state = replace(trainer.state, step=3)
         first = [task.row_id for task in trainer.take_tasks()]
         trainer.step_or_skip()
@@ -219,14 +212,12 @@ def test_a_step_samples_each_training_task_with_the_rollout_settings(workspace, 
         assert row_ids[::2] == row_ids[1::2]
         assert row_ids[::2] == first
         assert list_group_ids(rollout.requests)[:3] == ["1/0", "1/0", "1/1"]
-        assert rollout.sampling["temperature"] == 0.7
-        assert rollout.sampling["top_p"] == 0.75
-        assert rollout.baselines is False
+        assert (rollout.sampling["temperature"], rollout.sampling["top_p"]) == (0.7, 0.75)
         assert len(read_run_lines(trainer, "rollouts/step_4.jsonl")) == 16
 
 
-def test_without_held_out_rows_nothing_is_evaluated(workspace, recorder):
-    with algorithm.train(make_plan(workspace, *QUIET, "env.val_files=[]")) as trainer:
+def test_without_held_out_rows_nothing_is_evaluated(start, recorder):
+    with start("env.val_files=[]") as trainer:
         trainer.evaluate()
         assert recorder.servers.rollouts == []
         assert trainer.scores == {}
@@ -235,37 +226,21 @@ def test_without_held_out_rows_nothing_is_evaluated(workspace, recorder):
 # --- what a run writes and prints ----------------------------------------------------------------
 
 
-def test_records_have_the_index_of_their_row_and_each_step_prints_a_line(
-    workspace, recorder, capsys
-):
+def test_records_have_the_index_of_their_row_and_each_step_prints_a_line(start, capsys):
     """The index is the position in the files, whatever the order of the rows in a batch."""
-    changes = ["data.train_batch_size=2", "trainer.print_samples_every=2", *QUIET]
-    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+    with start("data.train_batch_size=2") as trainer:
         trainer.step_or_skip()
         trainer.step_or_skip()
     indices = {task.row_id: index for index, task in enumerate(trainer.inputs.train)}
     sampled = []
     for step in (1, 2):
-        records = read_run_lines(trainer, f"rollouts/step_{step}.jsonl")
-        sampled += [record["_ng_task_index"] for record in records]
-        for record in records:
-            assert record["_ng_task_index"] == indices[record["_episode"]["row_id"]]
-        rollout_indices = [record["_ng_rollout_index"] for record in records]
-        assert rollout_indices == [*range(len(records) // 2)] * 2
+        for record in read_run_lines(trainer, f"rollouts/step_{step}.jsonl"):
+            sampled.append(record["_ng_task_index"])
+            assert sampled[-1] == indices[record["_episode"]["row_id"]]
     assert sampled != sorted(sampled)  # batches are not in the order of the files
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert [json.loads(line.split()[1].split("/")[0]) for line in lines] == [1, 2]
+    assert [line.split()[1].split("/")[0] for line in lines] == ["1", "2"]
     assert "reward" in lines[0]
-
-
-def test_an_evaluation_with_failures_prints_a_warning(workspace, recorder, capsys):
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        trainer.evaluate()
-        assert "WARNING" not in capsys.readouterr().out
-        recorder.servers.fails = "val_0/0"
-        trainer.evaluate()
-    output = capsys.readouterr().out.replace("\n", " ")
-    assert "if a failed one counts as 0. See failures.jsonl" in output
 
 
 # --- the order of calls ---------------------------------------------------------------------------
@@ -299,12 +274,9 @@ def test_vllm_sleeps_while_the_trainer_computes_updates_and_saves(
 
 
 def test_a_run_that_resumes_after_its_last_step_evaluates_and_exports(
-    workspace, recorder, tmp_path, monkeypatch
+    workspace, recorder, tmp_path
 ):
-    """Ctrl-C in the last step saves it. The same command then evaluates and exports.
-
-    After the export, the same command is an error.
-    """
+    """Ctrl-C in the last step saves it. The same command then evaluates and exports."""
     changes = ("trainer.total_training_steps=5", "trainer.val_before_train=false")
     plan = make_plan(workspace, *changes, resume_from=tmp_path / "global_step_5")
     with algorithm.train(plan) as trainer:
@@ -312,16 +284,17 @@ def test_a_run_that_resumes_after_its_last_step_evaluates_and_exports(
     expected = ["sleep", "load global_step_5", "update_weights 5", "validate", "export 5"]
     assert recorder.calls == expected
 
-    folder = tmp_path / plan.recipe.trainer.default_local_dir
-    (folder / "global_step_5").mkdir(parents=True)
+
+def test_a_run_is_over_after_the_export_of_its_last_step(
+    workspace, recorder, tmp_path, monkeypatch
+):
+    plan = make_plan(workspace, "trainer.total_training_steps=5")
+    (tmp_path / plan.recipe.trainer.default_local_dir / "global_step_5").mkdir(parents=True)
     monkeypatch.setattr(checkpoints, "find_damage", lambda _: "")
-    checkpoint, notes = checkpoints.find_resume_point(plan.recipe)
-    assert checkpoint == folder.relative_to(tmp_path) / "global_step_5"
-    assert "The last evaluation and the export remain" in notes[-1]
     export = tmp_path / "runs" / plan.recipe.trainer.experiment_name / "export"
     export.mkdir(parents=True)
     (export / checkpoints.EXPORTED).write_text("4\n")  # the export of an earlier step
-    assert checkpoints.find_resume_point(plan.recipe)[0] == checkpoint
+    assert checkpoints.find_resume_point(plan.recipe)[0].name == "global_step_5"
     (export / checkpoints.EXPORTED).write_text("5\n")
     with pytest.raises(ConfigError, match="Nothing is left to train"):
         checkpoints.find_resume_point(plan.recipe)
@@ -352,42 +325,38 @@ def test_an_error_during_sampling_saves_the_state_of_the_last_update(
 
 
 def take_row_ids(trainer, batch: int) -> list[str]:
-    """The row ids of the prompts of a batch of four."""
+    """Return the row ids of the prompts of a batch of four."""
     trainer.state = replace(trainer.state, batches=batch - 1, rows=4 * (batch - 1))
     return [task.row_id for task in trainer.take_tasks()]
 
 
-@pytest.mark.parametrize("name", ["remax", "grpo"])
-def test_greedy_responses_are_sampled_for_an_advantage_that_reads_them(workspace, recorder, name):
+def test_greedy_responses_are_sampled_for_an_advantage_that_reads_them(start, recorder):
     """They are sampled only in training. The number of open episodes includes them."""
-    plan = make_plan(workspace, *QUIET, f"algorithm.adv_estimator={name}")
-    with algorithm.train(plan) as trainer:
+    with start("algorithm.adv_estimator=remax") as trainer:
         trainer.evaluate()
         trainer.step_or_skip()
-        baselines = [rollout.baselines for rollout in recorder.servers.rollouts]
-        assert baselines == [False, name == "remax"]
-        assert trainer.run.stages.open_episodes == (8 if name == "remax" else 0)
+        assert [rollout.baselines for rollout in recorder.servers.rollouts] == [False, True]
+        assert trainer.run.stages.open_episodes == 8
         batch = recorder.arguments["compute_advantages"][0].batch
-        if name == "remax":
-            rewards = torch.tensor([float(i % 3 == 0) for i in range(64)])
-            assert is_close(batch["advantages"], (rewards - 0.25)[:, None].expand(64, 3))
+        rewards = torch.tensor([float(i % 3 == 0) for i in range(64)])
+        assert is_close(batch["advantages"], (rewards - 0.25)[:, None].expand(64, 3))
 
 
-def test_a_sampler_gets_the_sizes_and_seed_of_the_recipe_and_the_pass_rates(workspace, recorder):
-    changes = [*QUIET, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4", "data.seed=7"]
+def test_a_sampler_gets_the_sizes_and_seed_of_the_recipe_and_the_pass_rates(start, recorder):
+    changes = ["data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4", "data.seed=7"]
     changes.append("env.sampler=templates/samplers.py:by_pass_rate")
-    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+    with start(*changes) as trainer:
         trainer.state = replace(trainer.state, pass_rates={"x": 0.5})
         order = take_row_ids(trainer, 3)
         recorder.record(trainer.inputs.source, "sampler")
         assert take_row_ids(trainer, 3) == order
         assert recorder.arguments["sampler"] == (trainer.inputs.train, 4, 3, 7, {"x": 0.5})
-    with algorithm.train(make_plan(workspace, *changes, "data.seed=8")) as trainer:
+    with start(*changes, "data.seed=8") as trainer:
         assert take_row_ids(trainer, 3) != order
 
 
-def test_pass_rates_of_sampled_rows_are_averaged_and_others_do_not_change(workspace, recorder):
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
+def test_pass_rates_of_sampled_rows_are_averaged_and_others_do_not_change(start, recorder):
+    with start() as trainer:
         row_ids = [task.row_id for task in trainer.inputs.train]
         before = dict.fromkeys(row_ids, 1.0) | {"other": 0.25}
         trainer.state = replace(trainer.state, pass_rates=before)
@@ -402,7 +371,7 @@ def test_pass_rates_of_sampled_rows_are_averaged_and_others_do_not_change(worksp
 
 
 def compute_reward(i: int, group_id: str) -> float:
-    """In odd batches, all responses to each of the first four prompts have the reward 1.
+    """Return 1 for all responses to the first four prompts of odd batches.
 
     All other groups have rewards of 0 and 1.
     """
@@ -411,9 +380,9 @@ def compute_reward(i: int, group_id: str) -> float:
     return 1.0 if is_uniform else float(i % 2)
 
 
-def test_a_batch_is_refilled_with_groups_whose_rewards_differ(workspace, recorder):
+def test_a_batch_is_refilled_with_groups_whose_rewards_differ(start, recorder):
     refill = [f"{REFILL}.enable=true", f"{REFILL}.max_num_gen_batches=5"]
-    with algorithm.train(make_plan(workspace, *QUIET, *refill)) as trainer:
+    with start(*refill) as trainer:
         recorder.servers.reward = compute_reward
         metrics = trainer.step_or_skip()
         kept = recorder.arguments["to_batch"][0]
@@ -423,17 +392,16 @@ def test_a_batch_is_refilled_with_groups_whose_rewards_differ(workspace, recorde
         assert all(e.group_id == kept[i - i % 8].group_id for i, e in enumerate(kept))
         assert trainer.state.batches == metrics["rollout/prompt_batches"] == 2
         assert metrics["rollout/filtered/drop_uniform"] == 32
-        assert metrics["rollout/episodes"] == 128
-        assert metrics["rollout/kept"] == 64
+        assert (metrics["rollout/episodes"], metrics["rollout/kept"]) == (128, 64)
         assert metrics["rollout/groups_dropped"] == 8
         records = read_run_lines(trainer, "rollouts/step_1.jsonl")
         assert [record["_episode"]["group_id"] for record in records[::64]] == ["1/0", "2/0"]
         assert len(records) == 128
 
 
-def test_refilling_ends_after_max_num_gen_batches(workspace, recorder):
+def test_refilling_ends_after_max_num_gen_batches(start, recorder):
     refill = [f"{REFILL}.enable=true", f"{REFILL}.max_num_gen_batches=3"]
-    with algorithm.train(make_plan(workspace, *QUIET, *refill)) as trainer:
+    with start(*refill) as trainer:
         recorder.servers.reward = lambda i, group_id: 1.0
         message = r"no group is left to train on\. See runs/tiny/rollouts/step_1\.jsonl"
         with pytest.raises(SkippedStep, match=message):
@@ -445,21 +413,11 @@ def test_refilling_ends_after_max_num_gen_batches(workspace, recorder):
         assert len(trainer.collect()) == 8  # an incomplete batch is used
 
 
-def test_without_filter_groups_a_step_has_one_batch_of_prompts(workspace, recorder):
-    plan = make_plan(workspace, *QUIET, f"{REFILL}.max_num_gen_batches=3")
-    with algorithm.train(plan) as trainer:
-        recorder.servers.reward = lambda i, group_id: 1.0
-        assert len(trainer.collect()) == 64
-        sampled = list_row_ids(recorder.servers.rollouts[0].requests)[::8]
-        assert take_row_ids(trainer, 1) == sampled
-
-
-def test_prompts_of_batches_that_may_be_truncated_are_shuffled_by_the_seed(workspace, recorder):
+def test_prompts_of_batches_that_may_be_truncated_are_shuffled_by_the_seed(start):
     refill = [f"{REFILL}.enable=true", f"{REFILL}.max_num_gen_batches=2", "data.shuffle=false"]
     orders = set()
     for seed in (1, 2):
-        plan = make_plan(workspace, *QUIET, *refill, f"data.seed={seed}")
-        with algorithm.train(plan) as trainer:
+        with start(*refill, f"data.seed={seed}") as trainer:
             in_file = [task.row_id for task in trainer.inputs.train]
             for batch in (1, 2):
                 order = take_row_ids(trainer, batch)
@@ -468,15 +426,15 @@ def test_prompts_of_batches_that_may_be_truncated_are_shuffled_by_the_seed(works
                 assert order != in_file
                 orders.add(tuple(order))
     assert len(orders) == 4
-    with algorithm.train(make_plan(workspace, *QUIET, "data.shuffle=false")) as trainer:
+    with start("data.shuffle=false") as trainer:
         assert take_row_ids(trainer, 1) == in_file
 
 
 @pytest.mark.parametrize(("estimator", "groups"), [("grpo", 7), ("reinforce_plus_plus", 8)])
 def test_a_group_of_one_is_dropped_if_the_advantage_compares_responses(
-    workspace, recorder, monkeypatch, estimator, groups
+    start, recorder, monkeypatch, estimator, groups
 ):
-    changes = [*QUIET, "gym.max_failed_frac=1", f"algorithm.adv_estimator={estimator}"]
+    changes = ["gym.max_failed_frac=1", f"algorithm.adv_estimator={estimator}"]
     rollout = recorder.servers.rollout
 
     def fail_all_but_one(requests, *arguments, **named):
@@ -487,17 +445,16 @@ def test_a_group_of_one_is_dropped_if_the_advantage_compares_responses(
         return episodes
 
     monkeypatch.setattr(recorder.servers, "rollout", fail_all_but_one)
-    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+    with start(*changes) as trainer:
         kept = trainer.collect()
     assert len({e.group_id for e in kept}) == groups
     assert len(kept) == 56 + groups - 7
 
 
-def test_too_many_failures_end_the_run(workspace, recorder):
+def test_too_many_failures_end_the_run(start, recorder):
     recorder.servers.fails = True
-    plan = make_plan(workspace, *QUIET, "gym.max_failed_frac=0.5")
     with pytest.raises(RunError, match=r"64 of 64 episodes failed"):
-        with algorithm.train(plan) as trainer:
+        with start("gym.max_failed_frac=0.5") as trainer:
             trainer.step_or_skip()
     assert len(read_run_lines(trainer, "failures.jsonl")) == 64
 
@@ -511,10 +468,10 @@ ONE_STEP_OFF = [
 ]
 
 
-def test_the_rollout_of_the_next_batch_starts_before_the_update(workspace, recorder):
+def test_the_rollout_of_the_next_batch_starts_before_the_update(start, recorder):
     sizes = ["data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4"]
-    changes = [*QUIET, *ONE_STEP_OFF, *sizes, f"{ROLLOUT}.temperature=0.7"]
-    with algorithm.train(make_plan(workspace, *changes)) as trainer:
+    changes = [*ONE_STEP_OFF, *sizes, f"{ROLLOUT}.temperature=0.7"]
+    with start(*changes) as trainer:
         trainer.step_or_skip()
         [started] = recorder.servers.started
         group_ids = list_group_ids(started.requests)
@@ -534,23 +491,19 @@ def test_the_rollout_of_the_next_batch_starts_before_the_update(workspace, recor
 # --- rewards -------------------------------------------------------------------------------------
 
 
-def test_a_learned_reward_is_a_component_that_env_reward_can_read(workspace, recorder):
+def test_a_learned_reward_is_a_component_that_env_reward_can_read(start, recorder):
     """The means of the verifier's components are still over all episodes."""
     recorder.workers = training.Workers("actor", None, "reward model")
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
+    with start() as trainer:
         functions = trainer.recipe.functions._replace(
             reward=lambda e: e.reward + e.reward_components["reward_model"]
         )
         trainer.recipe = replace(trainer.recipe, functions=functions)
         metrics = trainer.step_or_skip()
-        model, kept, inputs, recipe = recorder.arguments["add_reward_model_scores"]
-        assert model == "reward model"
-        assert inputs is trainer.inputs
-        assert recipe is trainer.recipe
+        model, kept, *others = recorder.arguments["add_reward_model_scores"]
+        assert model == "reward model" and others == [trainer.inputs, trainer.recipe]
         assert [e.shaped_reward for e in kept] == [4.0 + float(i % 3 == 0) for i in range(64)]
         assert metrics["reward/reasoning_gym/reward_model/mean"] == 4.0
-        assert "timing_s/reward_model" in metrics
-        assert metrics["reward/reasoning_gym/right/mean"] == 0.5
         batch = recorder.arguments["compute_advantages"][0].batch
         assert batch["token_level_rewards"].sum(dim=1).tolist() == [e.shaped_reward for e in kept]
         trainer.metrics = {"reward/reasoning_gym/right/mean": 0.75}
@@ -561,7 +514,7 @@ def test_a_learned_reward_is_a_component_that_env_reward_can_read(workspace, rec
 # --- log-probs, values and advantages ------------------------------------------------------------
 
 
-def test_critic_warmup_trains_only_the_critic(workspace, recorder):
+def test_critic_warmup_trains_only_the_critic(start, recorder):
     """With critic_warmup=2, steps 1 and 2 compute old log-probs and update only the critic.
 
     The learning rate of each model starts with its first update.
@@ -576,7 +529,7 @@ def test_critic_warmup_trains_only_the_critic(workspace, recorder):
     recorder.record(training, "update_critic", update)
     recorder.record(training, "update_actor", update)
     changes = [*GAE, "trainer.critic_warmup=2"]
-    with algorithm.train(make_plan(workspace, *QUIET, *changes)) as trainer:
+    with start(*changes) as trainer:
         for updates_actor in (False, False, True, True):
             recorder.calls.clear()
             metrics = trainer.step_or_skip()
@@ -587,26 +540,21 @@ def test_critic_warmup_trains_only_the_critic(workspace, recorder):
             else:
                 assert calls == ["add_old_log_probs", "compute_values", "update_critic"]
             assert ("actor/loss" in metrics) == updates_actor
-            assert ("timing_s/update_actor" in metrics) == updates_actor
             assert ("actor/entropy" in metrics) == (not updates_actor)
-            assert ("timing_s/old_log_prob" in metrics) == (not updates_actor)
             assert metrics["critic/loss"] == 0.75
-            assert {"timing_s/values", "timing_s/update_critic"} <= set(metrics)
         batch = recorder.arguments["compute_advantages"][0]
         assert recorder.arguments["compute_values"] == ("critic", batch, trainer.recipe)
         assert recorder.arguments["update_critic"] == ("critic", batch, trainer.recipe)
-        assert recorder.arguments["add_old_log_probs"][::2] == ("actor", trainer.recipe)
-        assert set(batch.batch["values"].flatten().tolist()) == {0.25}
         assert metrics["critic/values/mean"] == 0.25
     critic = [("critic", step) for step in range(4)]
     assert positions == [*critic[:3], ("actor", 0), critic[3], ("actor", 1)]
 
 
-def test_the_adaptive_coefficient_of_a_kl_penalty_is_saved(workspace, recorder):
+def test_the_adaptive_coefficient_of_a_kl_penalty_is_saved(start, recorder):
     settings = ["type=adaptive", "horizon=640", "kl_coef=0.4", "target_kl=0.1"]
     changes = ["algorithm.use_kl_in_reward=true"]
     changes += [f"algorithm.kl_ctrl.{setting}" for setting in settings]
-    with algorithm.train(make_plan(workspace, *QUIET, *changes)) as trainer:
+    with start(*changes) as trainer:
         metrics = trainer.step_or_skip()
         batch, controller, recipe = recorder.arguments["apply_kl_penalty"]
         assert controller is trainer.kl_controller
@@ -624,19 +572,9 @@ def test_the_adaptive_coefficient_of_a_kl_penalty_is_saved(workspace, recorder):
         assert type(trainer.state.kl_coef) is float
 
 
-def test_without_a_kl_penalty_rewards_are_the_scores(workspace, recorder):
-    with algorithm.train(make_plan(workspace, *QUIET, f"{ACTOR}.use_kl_loss=true")) as trainer:
-        trainer.step_or_skip()
-        batch = recorder.arguments["compute_advantages"][0].batch
-        assert torch.equal(batch["token_level_rewards"], batch["token_level_scores"])
-        assert "apply_kl_penalty" not in recorder.calls
-        assert "ref_log_prob" in batch
-        assert trainer.state.kl_coef == 0.0
-
-
-def test_rollout_engine_and_trainer_are_compared_if_both_log_probs_exist(workspace, recorder):
+def test_rollout_engine_and_trainer_are_compared_if_both_log_probs_exist(start, recorder):
     """The difference is -0.5 on each token."""
-    with algorithm.train(make_plan(workspace, *QUIET, f"{CORRECTION}.rollout_is=token")) as trainer:
+    with start(f"{CORRECTION}.rollout_is=token") as trainer:
         metrics = trainer.step_or_skip()
         batch, recipe = recorder.arguments["apply_rollout_correction"]
         assert recipe is trainer.recipe
@@ -647,43 +585,24 @@ def test_rollout_engine_and_trainer_are_compared_if_both_log_probs_exist(workspa
         assert metrics["actor/entropy"] == 0.125
 
 
-def test_in_bypass_mode_the_rollout_engine_is_the_old_policy_and_the_loss_corrects(
-    workspace, recorder
-):
-    plan = make_plan(workspace, *QUIET, f"{CORRECTION}.bypass_mode=true")
-    with algorithm.train(plan) as trainer:
+def test_in_bypass_mode_the_rollout_engine_is_the_old_policy_and_the_loss_corrects(start, recorder):
+    with start(f"{CORRECTION}.bypass_mode=true") as trainer:
         trainer.step_or_skip()
         batch = recorder.arguments["update_actor"][1].batch
         assert torch.equal(batch["old_log_probs"], batch["rollout_log_probs"])
         assert not {"apply_rollout_correction", "add_old_log_probs"} & set(recorder.calls)
 
 
-def test_the_step_of_the_tiny_recipe_computes_nothing_that_it_does_not_need(workspace, recorder):
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        trainer.step_or_skip()
-    unused = {
-        "apply_rollout_correction",
-        "add_old_log_probs",
-        "add_reward_model_scores",
-        "compute_ref_log_probs",
-        "compute_values",
-        "update_critic",
-        "start_rollout",
-    }
-    assert not unused & set(recorder.calls)
-
-
 # --- skipped steps -------------------------------------------------------------------------------
 
 
-def test_a_step_whose_tokens_are_all_rejected_is_skipped(workspace, recorder, monkeypatch, capsys):
+def test_a_step_whose_tokens_are_all_rejected_is_skipped(start, recorder, monkeypatch, capsys):
     def reject(batch, _config):
         batch.batch["response_mask"][:] = 0
         return {}
 
     monkeypatch.setattr(training, "apply_rollout_correction", reject)
-    plan = make_plan(workspace, *QUIET, "algorithm.recompute_old_log_probs=true")
-    with algorithm.train(plan) as trainer:
+    with start("algorithm.recompute_old_log_probs=true") as trainer:
         trainer.run.files.nonfinite_steps = 2
         trainer.step_or_skip()
         assert "update_actor" not in recorder.calls
@@ -718,29 +637,27 @@ def break_advantages(batch, _config):
     ],
 )
 def test_a_nonfinite_step_stops_immediately_and_its_error_has_the_batch(
-    workspace, recorder, monkeypatch, name, function, later_calls
+    start, recorder, monkeypatch, name, function, later_calls
 ):
     recorder.workers = training.Workers("actor", "critic", None)
     monkeypatch.setattr(training, name, function)
-    with algorithm.train(make_plan(workspace, *QUIET, *GAE)) as trainer:
+    with start(*GAE) as trainer:
         with pytest.raises(NonFiniteStep) as caught:
             trainer.step()
         assert not set(later_calls) & set(recorder.calls)
         assert caught.value.batch.batch["responses"].tolist() == [[5, 6, 1]] * 64
 
 
-def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeypatch, capsys):
+def test_three_nonfinite_steps_in_a_row_end_the_run(start, recorder, monkeypatch, capsys):
     """They are saved like others. A finite step resets their count."""
     finite = training.update_actor
     message = r"3 non-finite steps in a row, the last: actor/grad_norm is nan.* See docs/"
     with pytest.raises(RunError, match=message):
-        with algorithm.train(make_plan(workspace, *QUIET, "trainer.save_freq=1")) as trainer:
+        with start("trainer.save_freq=1") as trainer:
             updates = [break_update, finite, break_update, break_update]
             for step, count in enumerate((1, 0, 1, 2), 1):
                 monkeypatch.setattr(training, "update_actor", updates[step - 1])
-                metrics = trainer.step_or_skip()
-                assert metrics.get("training/skipped_nonfinite_steps", 0) == count
-                assert trainer.run.files.nonfinite_steps == count
+                trainer.step_or_skip()
                 assert recorder.list_stages()[-2:] == [f"save {step}", f"update_weights {step}"]
                 path = trainer.run.folder / "nonfinite" / f"step_{step}.pt"
                 assert path.is_file() == (count > 0)
@@ -755,22 +672,10 @@ def test_three_nonfinite_steps_in_a_row_end_the_run(workspace, recorder, monkeyp
     assert f"a non-finite gradient): {reason}" in output
 
 
-def test_the_console_calls_a_step_skipped_only_if_it_has_no_update(
-    workspace, recorder, monkeypatch, capsys
-):
-    monkeypatch.setattr(training, "compute_advantages", break_advantages)
-    with algorithm.train(make_plan(workspace, *QUIET)) as trainer:
-        trainer.step_or_skip()
-        assert "update_actor" not in recorder.calls
-    output = capsys.readouterr().out.replace("\n", "")
-    assert re.search(r"step 1 skipped: \d+ of \d+ advantages", output)
-    assert "after its update" not in output
-
-
-def test_a_skipped_step_is_saved_and_evaluated_like_any_other(workspace, recorder):
+def test_a_skipped_step_is_saved_and_evaluated_like_any_other(start, recorder):
     recorder.servers.fails = True
     changes = ["gym.max_failed_frac=1", "trainer.save_freq=1", "trainer.test_freq=1"]
-    with algorithm.train(make_plan(workspace, *QUIET, *changes)) as trainer:
+    with start(*changes) as trainer:
         recorder.calls.clear()
         metrics = trainer.step_or_skip()
         trainer.evaluate_if_due()

@@ -61,7 +61,7 @@ class Pair(NamedTuple):
 
 
 def people() -> list[Pair]:
-    """Facts to write as nested JSON. The schema has the right values, and is not in the prompt."""
+    """Make facts to write as nested JSON. The schema has the right values; the prompt does not."""
     pairs: list[Pair] = []
     for name, city, age in itertools.product(NAMES.split(), CITIES.split(), range(20, 70, 5)):
         person = {"name": name, "age": age}
@@ -84,7 +84,7 @@ def make_schema(value: Any) -> Json:
 
 
 def instructions() -> list[Pair]:
-    """One sentence that follows a rule. The verifier sees only the rule and the topic's name."""
+    """Make sentences that follow a rule. The verifier sees only the rule and the topic's name."""
     pairs: list[Pair] = []
     for word, topic, text in itertools.product(WORDS.split(), TOPICS.split(), RULES):
         rule = RULES[text]
@@ -98,7 +98,7 @@ def instructions() -> list[Pair]:
 
 
 def apples() -> list[Pair]:
-    """Sums as words, in verl's columns. verl's function reads the number after ####."""
+    """Make sums as words, in verl's columns. verl's function reads the number after ####."""
     pairs: list[Pair] = []
     for name, a, b in itertools.product(NAMES.split()[:4], range(2, 15), range(2, 15)):
         prompt = (
@@ -117,7 +117,7 @@ def apples() -> list[Pair]:
 
 
 def guess() -> list[Pair]:
-    """A hidden number for the environment in game.py."""
+    """Make hidden numbers for the environment in game.py."""
     prompt = "Guess my number from 1 to 7. Answer only with a number."
     rng = random.Random("guess")
     pairs: list[Pair] = []
@@ -142,7 +142,7 @@ def play(prompt: str, number: int, rng: random.Random) -> list[Json]:
 
 
 def increment() -> list[Pair]:
-    """Numbers to add to a counter with a tool. `env.py counter` has such rows with digits."""
+    """Make numbers to add to a counter with a tool. `env.py counter` has them as digits."""
     pairs: list[Pair] = []
     for number in range(100, 1000):
         row = make_increment(number)

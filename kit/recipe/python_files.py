@@ -1,6 +1,8 @@
 """Import the Python files that a recipe names, each with the files next to it.
 
 The processes of Python verifiers use this file, too, so it imports nothing that takes time.
+
+Protects: a run from functions of another file that has the same name.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from kit.errors import UserFunctionError
 
 KIT = Path(__file__).resolve().parents[2]  # the folder of the repository
 KIT_FILES = ("algorithm.py", "env.py", "gym_client.py", "inference.py", "training.py")
+KIT_FOLDERS = {KIT / name for name in ("kit", "extras", "lab", "templates")}
 STANDARD_LIBRARY = Path(os.__file__).parent
 IMPORT = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
 
@@ -62,14 +65,10 @@ def import_file(path: Path) -> ModuleType:
 
 
 def list_neighbors(module: ModuleType) -> list[ModuleType]:
-    """Return the imported modules in the folder of a module from `import_file`."""
+    """List the imported modules in the folder of a module from `import_file`."""
     folder = Path(str(module.__file__)).parent
-    neighbors = []
-    for other in list(sys.modules.values()):
-        file = getattr(other, "__file__", None) or ""
-        if folder in Path(file).parents and is_user_file(file):
-            neighbors.append(other)
-    return neighbors
+    files = [(other, getattr(other, "__file__", None) or "") for other in sys.modules.values()]
+    return [other for other, file in files if folder in Path(file).parents and is_user_file(file)]
 
 
 def import_callable(
@@ -123,7 +122,7 @@ def begin(reference: str, key: str) -> str:
 
 
 def is_user_file(file: str) -> bool:
-    """Whether a file is a user's: of no library, and not of the kit.
+    """Return whether a file is a user's: of no library, and not of the kit.
 
     The kit's templates are no user's files, because they call the functions of users.
     """
@@ -131,9 +130,8 @@ def is_user_file(file: str) -> bool:
     libraries = {"site-packages", "dist-packages"}
     if file.startswith("<") or libraries & set(path.parts) or STANDARD_LIBRARY in path.parents:
         return False
-    if path.parent == KIT:
-        return path.name not in KIT_FILES
-    return not {KIT / name for name in ("kit", "extras", "lab", "templates")} & set(path.parents)
+    is_kits = path.name in KIT_FILES if path.parent == KIT else KIT_FOLDERS & set(path.parents)
+    return not is_kits
 
 
 def describe_place(error: BaseException, path: str) -> str:
@@ -141,13 +139,13 @@ def describe_place(error: BaseException, path: str) -> str:
 
     path: of the file that the recipe names, which may be one of the kit's templates.
     """
-    own = []
-    for frame, line in walk_tb(error.__traceback__):
+    code = None
+    for frame, number in walk_tb(error.__traceback__):
         if frame.f_code.co_filename == path or is_user_file(frame.f_code.co_filename):
-            own.append((frame.f_code, line))
-    if not own:
+            code = frame.f_code
+            line = number
+    if not code:
         return ""
-    code, line = own[-1]
     name = code.co_qualname.partition(".<locals>")[0]
     function = "" if code.co_filename == path else f" in {name}"
     return f" failed at {code.co_filename}:{line}{function}:"

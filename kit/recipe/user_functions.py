@@ -5,8 +5,8 @@
     env.filters, a list        function(episodes) -> the episodes to train on, in this order
     env.sampler                function(tasks, size, batch, seed, pass_rates) -> tasks
     env.train_files            function(batch, size, seed, pass_rates) -> rows
-    algorithm.adv_estimator    function(some of ESTIMATOR) -> (advantages, returns)
-    policy_loss.loss_mode      function(LOSS) -> (loss, metrics)
+    algorithm.adv_estimator    function(some of AdvantageInputs) -> (advantages, returns)
+    policy_loss.loss_mode      function(LossInputs) -> (loss, metrics)
 
 The path is relative to the current folder, or to the kit's. The file imports the files next to it
 (kit/recipe/python_files.py). The first four may have settings, which become keyword arguments:
@@ -19,18 +19,18 @@ An episode is a kit.data.episode.Episode. pass_rates is {row_id: fraction of res
 reward}. Each group counts twice as much as the group before. A function in env.train_files gets the
 rates by batch (kit/data/generated_rows.py).
 
-If a function raises or returns an invalid value, the run stops with the config key, the function's
-name and the line.
+Protects: a run from rewards, advantages and losses of a wrong type, shape or size.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import numbers
 import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import env
@@ -47,61 +47,73 @@ from kit.recipe.python_files import (
 from kit.recipe.schema import SPEC, Values
 
 if TYPE_CHECKING:
+    import numpy as np
     from omegaconf import DictConfig
     from torch import Tensor
     from verl.workers.config import ActorConfig
 
+    from kit.data.episode import Episode
+
 ADVANTAGE = "algorithm.adv_estimator"
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
-# The arguments that an advantage estimator may have, by name. Tensors are [B, R], except:
-#   index [B]             the group of each episode. Groups then need at least two responses.
-#   reward_baselines [B]  rewards of greedy responses to the same prompts, sampled for this
-# With the argument `values` the run starts a critic, with `ref_log_prob` a reference model. `turn`
-# counts the policy's turns from 0. It is -1 on observed tokens.
-ESTIMATOR = (
-    "token_level_rewards",
-    "token_level_scores",
-    "response_mask",
-    "turn",
-    "index",
-    "values",
-    "old_log_probs",
-    "ref_log_prob",
-    "rollout_log_probs",
-    "rollout_is_weights",
-    "sum_pi_squared",
-    "reward_baselines",
-    "gamma",
-    "lam",
-    "config",
-)
-# verl's PolicyLossFn
-LOSS = (
-    "old_log_prob",
-    "log_prob",
-    "advantages",
-    "response_mask",
-    "loss_agg_mode",
-    "config",
-    "rollout_is_weights",
-)
-CALLS = {
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """The arguments that an advantage may have, by name. B episodes, R tokens of a response.
+
+    A run computes what the function names: for `values` it starts a critic, for `ref_log_prob` a
+    reference, and for `reward_baselines` it samples a greedy response to each prompt.
+    """
+
+    token_level_rewards: Tensor  # float32 [B, R]: the scores minus the KL penalty
+    token_level_scores: Tensor  # float32 [B, R]: the results of env.reward, at the ends of turns
+    response_mask: Tensor  # int64 [B, R]: 1 for the tokens to train on
+    turn: Tensor  # int64 [B, R]: the policy's turn, counted from 0; -1 for observed tokens
+    index: np.ndarray  # [B] of str: the group of each episode. Groups then need two responses
+    values: Tensor | None  # float32 [B, R], by the critic
+    old_log_probs: Tensor | None  # float32 [B, R], by the trainer
+    ref_log_prob: Tensor | None  # float32 [B, R], by the reference or the teacher
+    rollout_log_probs: Tensor  # float32 [B, R], by the rollout engine
+    rollout_is_weights: Tensor | None  # float32 [B, R]: None without a rollout correction
+    sum_pi_squared: Tensor | None  # float32 [B, R]: the sum of p^2 over the vocabulary
+    reward_baselines: Tensor | None  # float32 [B]: the rewards of the greedy responses
+    gamma: float
+    lam: float
+    config: DictConfig  # the section `algorithm` of the recipe
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The arguments of a loss, by name: verl's PolicyLossFn. b rows of a micro-batch, R tokens."""
+
+    old_log_prob: Tensor  # float32 [b, R]
+    log_prob: Tensor  # float32 [b, R], with a gradient
+    advantages: Tensor  # float32 [b, R]
+    response_mask: Tensor  # bool [b, R]
+    loss_agg_mode: str
+    config: ActorConfig
+    rollout_is_weights: Tensor | None  # float32 [b, R]: None without a rollout correction
+
+
+ROWS = ("batch", "size", "seed", "pass_rates")
+CALLS: dict[str, tuple[str, ...]] = {
     "env.reward": ("episode",),
     "env.filters": ("episodes",),
     "env.sampler": ("tasks", "size", "batch", "seed", "pass_rates"),
-    "env.train_files": ("batch", "size", "seed", "pass_rates"),
-    "env.val_files": ("batch", "size", "seed", "pass_rates"),
+    "env.train_files": ROWS,
+    "env.val_files": ROWS,
     "--map": ("entry",),  # of `python env.py from`
-    ADVANTAGE: ESTIMATOR,
-    LOSS_MODE: LOSS,
+    ADVANTAGE: tuple(field.name for field in fields(AdvantageInputs)),
+    LOSS_MODE: tuple(field.name for field in fields(LossInputs)),
 }
 
 
 class RecipeFunctions(NamedTuple):
     """The reward, filters and sampler of a recipe: custom functions, or the defaults."""
 
-    reward: Callable[[Any], float]  # episode -> the reward to train on
-    filters: list[Callable[[list[Any]], list[Any]]]  # episodes -> episodes
+    reward: Callable[[Episode], float]  # returns the reward to train on
+    filters: list[Callable[[list[Episode]], list[Episode]]]
     # (tasks, size, batch, seed, pass_rates) -> tasks. None: each row once an epoch
     sampler: Callable[..., list[env.Task]] | None
 
@@ -110,7 +122,7 @@ class RecipeFunctions(NamedTuple):
 
 
 def is_user_function(name: str) -> bool:
-    """Whether a name in the recipe is a custom function rather than one of verl's."""
+    """Return whether a name in the recipe is a custom function rather than one of verl's."""
     return ".py:" in name
 
 
@@ -126,10 +138,7 @@ def read_estimator_arguments(estimator: str) -> list[str]:
 def select_arguments(
     estimator: Callable[..., object], available: Mapping[str, object]
 ) -> dict[str, object]:
-    """Select by name the arguments that an estimator has.
-
-    An estimator with **kwargs, as verl's have, gets all of them.
-    """
+    """Select by name the arguments that an estimator has: with **kwargs, all of them."""
     parameters = inspect.signature(estimator).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {name: value for name, value in available.items() if takes_all or name in parameters}
@@ -180,8 +189,9 @@ def load_recipe_functions(values: Values) -> RecipeFunctions:
     )
 
 
-def reward_of_verifier(episode: Any) -> float:  # kit.data.episode.Episode: a later part
-    """The default of env.reward: the verifier's reward."""
+def reward_of_verifier(episode: Episode) -> float:
+    """Return the verifier's reward: the default of env.reward."""
+    assert episode.reward is not None, f"{episode.row_id} was not verified"
     return float(episode.reward)
 
 
@@ -198,22 +208,22 @@ def load_function(
         raise UserFunctionError(f"{key}={spec} is not a function. Write {SPEC}.")
     function = import_callable(name, key)
     check_signature(function, key, name, settings)
-    return guard(function, key, name, str(find_user_file(name).resolve()), settings)
+    return guard(function, key, name, settings)
 
 
 def check_signature(
     function: Callable[..., object], key: str, name: str, settings: Mapping[str, object]
 ) -> None:
     """Check that a function takes the arguments that its key passes. Raises UserFunctionError."""
-    signature = inspect.signature(function)
     names = CALLS[key]
+    arguments: Mapping[str, object] = dict.fromkeys(names)
     try:
         if key == ADVANTAGE:
-            signature.bind(**select_arguments(function, dict.fromkeys(names)))
-        elif key == LOSS_MODE:
-            signature.bind(**dict.fromkeys(names))
+            arguments = select_arguments(function, arguments)
+        if key in (ADVANTAGE, LOSS_MODE):
+            inspect.signature(function).bind(**arguments)
         else:
-            signature.bind(*names, **settings)
+            inspect.signature(function).bind(*names, **settings)
     except TypeError as error:
         raise UserFunctionError(
             f"{key}={name} cannot be called with ({', '.join(names)}) and its settings: {error}. "
@@ -240,17 +250,14 @@ def register_in_verl(adv_estimator: str, loss_mode: str) -> None:
 
 
 def guard(
-    function: Callable[..., Any],  # the key decides what it returns
-    key: str,
-    name: str,
-    file: str,
-    settings: Mapping[str, object],
+    function: Callable[..., object], key: str, name: str, settings: Mapping[str, object]
 ) -> Callable[..., object]:
-    """`function` with its settings. An exception or an invalid result becomes a UserFunctionError.
+    """Return the function with its settings. Its mistakes become UserFunctionErrors.
 
-    Errors of the kit pass unchanged. A loss is sent to the workers in this wrapper, so they import
-    this module.
+    These are exceptions and invalid results. Errors of the kit pass unchanged. A loss is sent to
+    the workers in this wrapper, so they import this module.
     """
+    file = str(find_user_file(name).resolve())
 
     @functools.wraps(function)  # keeps its name, for metrics, and its signature
     def call(*args: object, **kwargs: object) -> object:
@@ -266,13 +273,13 @@ def guard(
         expected = describe_expected(key, result, [*args, *kwargs.values()])
         if expected:
             raise UserFunctionError(f"{key}={name} returned {describe(result)}. Return {expected}.")
-        return float(result) if key == "env.reward" else result
+        return float(result) if isinstance(result, Real) else result
 
     return call
 
 
 def describe(value: object) -> str:
-    """A short text about a value: its type and shape, or the beginning of its text."""
+    """Describe a value in a few words: its type and shape, or the beginning of its text."""
     if isinstance(value, tuple):
         return f"({', '.join(map(describe, value))})"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -286,34 +293,34 @@ def describe_expected(
     arguments: Sequence[Any],  # as the key passes them
 ) -> str:
     """Describe the result that a function should have returned. Empty if `result` is valid."""
+    parts = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
+    is_list = isinstance(result, list)
     if key == "env.reward":
-        expected = "a finite number"
-        is_number = isinstance(result, numbers.Real) and not isinstance(result, bool)
+        is_number = isinstance(result, Real) and not isinstance(result, bool)
         is_valid = is_number and abs(result) <= sys.float_info.max
+        expected = "a finite number"
     elif key == "--map":
-        expected = "a row, as a dict"
         is_valid = isinstance(result, Mapping)
+        expected = "a row, as a dict"
     elif key == "env.filters":
+        is_valid = is_list
         expected = "a list of some of the episodes that it got, or of copies of them"
-        is_valid = isinstance(result, list)
     elif key == LOSS_MODE:
+        is_valid = is_floating(parts[0], ()) and isinstance(parts[1], dict)
         expected = "(loss, metrics), a floating tensor of shape [] and a dict"
-        is_pair = isinstance(result, tuple) and len(result) == 2
-        is_valid = is_pair and is_floating(result[0], ()) and isinstance(result[1], dict)
     elif key == ADVANTAGE:
         shape = next((tuple(t.shape) for t in arguments if getattr(t, "ndim", 0) == 2), ())
+        is_valid = all(is_floating(tensor, shape) for tensor in parts)
         expected = f"(advantages, returns), floating tensors of shape [B, R] = {list(shape)}"
-        tensors = result if isinstance(result, tuple) else ()
-        is_valid = [is_floating(tensor, shape) for tensor in tensors] == [True, True]
     else:
+        is_valid = is_list and len(result) == arguments[1]
         kind = "the tasks that it got" if key == "env.sampler" else "new rows"
         expected = f"a list of {arguments[1]} (its argument `size`) of {kind}"
-        is_valid = isinstance(result, list) and len(result) == arguments[1]
     return "" if is_valid else expected
 
 
 def is_floating(value: Any, shape: tuple[int, ...]) -> bool:  # of any type
-    """Whether a value is a floating tensor of this shape."""
+    """Return whether a value is a floating tensor of this shape."""
     import torch
 
     return torch.is_tensor(value) and value.is_floating_point() and value.shape == shape

@@ -22,6 +22,7 @@ from kit.recipe.recipe import Recipe
 from kit.recipe.user_functions import (
     ADVANTAGE,
     LOSS_MODE,
+    LossInputs,
     is_user_function,
     load_function,
     make_loss_config,
@@ -97,15 +98,16 @@ def call_loss(recipe: Recipe) -> None:
     batch = make_batch(recipe)
     mask = batch["response_mask"]  # [B, R]
     actor = make_loss_config(recipe.for_verl(ACTOR), mask)
-    loss, _ = load_function(name, LOSS_MODE)(
-        old_log_prob=batch["old_log_probs"],  # [B, R]
-        log_prob=batch["old_log_probs"].clone().requires_grad_() + 0.1,  # [B, R]
-        advantages=batch["token_level_rewards"] - 0.5,  # [B, R]
-        response_mask=mask.bool(),  # [B, R]
+    inputs = LossInputs(
+        old_log_prob=batch["old_log_probs"],
+        log_prob=batch["old_log_probs"].clone().requires_grad_() + 0.1,
+        advantages=batch["token_level_rewards"] - 0.5,
+        response_mask=mask.bool(),
         loss_agg_mode=actor.loss_agg_mode,
         config=actor,
         rollout_is_weights=batch["rollout_is_weights"],
     )
+    loss, _ = load_function(name, LOSS_MODE)(**vars(inputs))
     try:
         loss.backward()
     except RuntimeError as error:
@@ -153,7 +155,7 @@ def make_episode(task: env.Task, group: str, ids: list[int], repeats: int) -> Ep
 
 
 def make_batch(recipe: Recipe) -> Json:
-    """Make all arguments of ESTIMATOR, as training.compute_advantages passes them.
+    """Make the fields of AdvantageInputs, as training.compute_advantages passes them.
 
     There are two groups of two episodes: B=4, R=5. The second response has two turns: its third
     token is observed.

@@ -44,7 +44,7 @@ assert_close = np.testing.assert_allclose
 
 @functools.cache
 def tiny_actor() -> DictConfig:
-    """The actor's section of the tiny recipe, without interpolations."""
+    """Return the actor's section of the tiny recipe, without interpolations."""
     return make_partial().for_verl("actor_rollout_ref.actor")
 
 
@@ -84,7 +84,7 @@ def make_case(group, reward, mask=(1,), rewards=None, status="ok") -> Case:
 
 
 def make_group(*rewards, group="g") -> list[Case]:
-    """Responses of one token to one prompt."""
+    """Make responses of one token to one prompt."""
     return [make_case(group, reward) for reward in rewards]
 
 
@@ -122,18 +122,18 @@ def random_cases(seed: int, has_gaps: bool = True) -> list[Case]:
 
 
 def pad(rows: Sequence[Any]) -> np.ndarray:
-    """Rows of numbers as [B, R], with zeros on the right."""
+    """Pad rows of numbers to [B, R], with zeros on the right."""
     width = max(map(len, rows))
     return np.array([list(row) + [0.0] * (width - len(row)) for row in rows], dtype=float)
 
 
 def list_sampled(case: Case) -> list[int]:
-    """The positions of the sampled tokens."""
+    """Return the positions of the sampled tokens."""
     return [t for t, m in enumerate(case.response_mask) if m]
 
 
 def compute_advantages(cases, name, **algorithm) -> tuple[np.ndarray, np.ndarray]:
-    """(advantages, returns) [B, R] from training.compute_advantages; 0 on observed tokens."""
+    """Return (advantages, returns) [B, R] of training.compute_advantages; 0 on observed tokens."""
     batch = training.build_batch(cases, 0, 1.0)
     b = batch.batch
     mask = b["response_mask"]
@@ -177,7 +177,7 @@ def random_tokens(seed: int, per_response: bool = False, on_policy: bool = False
 
 
 def weigh_tokens(mask: np.ndarray, mode: str, width: int | None = None) -> np.ndarray:
-    """The weight of each token's loss in an aggregation mode, [B, R]."""
+    """Return the weight of each token's loss in an aggregation mode, [B, R]."""
     responses = sum(bool(row.any()) for row in mask)
     weights = np.zeros(mask.shape)
     for i, t in np.argwhere(mask):
@@ -194,7 +194,7 @@ def weigh_tokens(mask: np.ndarray, mode: str, width: int | None = None) -> np.nd
 
 
 def make_actor_config(policy_loss=None, **changes):
-    """The actor's configuration in the form of verl's workers: verl's defaults and changes."""
+    """Make the actor's configuration as verl's workers have it: verl's defaults and changes."""
     settings = {
         "clip_ratio_high": 0.28,
         **changes,
@@ -204,7 +204,7 @@ def make_actor_config(policy_loss=None, **changes):
 
 
 def compute_loss_and_gradient(name, d, mode="token-mean", config=None, weights=None):
-    """verl's loss and its gradient by x. The mask is bool, as in verl's ppo_loss."""
+    """Compute verl's loss and its gradient by x. The mask is bool, as in verl's ppo_loss."""
     old, x, a, mask = (torch.tensor(v) for v in (d.old, d.x, d.a, d.mask))
     x.requires_grad_()
     weights = None if weights is None else torch.tensor(weights)

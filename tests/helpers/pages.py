@@ -50,7 +50,7 @@ class Block(NamedTuple):
 
 
 def read_blocks(page: Path = README) -> list[Block]:
-    """The fenced code blocks of a page, in order."""
+    """Return the fenced code blocks of a page, in order."""
     text = page.read_text()
     matches = BLOCK.finditer(text)
     blocks = [Block(match["mark"] or "", match["language"], match["text"]) for match in matches]
@@ -61,7 +61,7 @@ def read_blocks(page: Path = README) -> list[Block]:
 
 
 def find_python_block(page: Path, phrase: str) -> str:
-    """The text of the only Python block of a page that contains a phrase."""
+    """Return the text of the only Python block of a page that contains a phrase."""
     texts = [block.text for block in read_blocks(page) if block.language == "python"]
     matching = [text for text in texts if phrase in text]
     assert len(matching) == 1, f"{len(matching)} Python blocks of {page.name} contain {phrase!r}"
@@ -69,7 +69,7 @@ def find_python_block(page: Path, phrase: str) -> str:
 
 
 def read_shown_files(page: Path) -> dict[str, str]:
-    """{name: text} of each file that a page shows. The first line of a block names its file."""
+    """Read {name: text} of each file that a page shows. A block's first line names its file."""
     files: dict[str, str] = {}
     for block in read_blocks(page):
         name = FILE_NAME.match(block.text)
@@ -79,7 +79,7 @@ def read_shown_files(page: Path) -> dict[str, str]:
 
 
 def list_commands(page: Path, *marks: str) -> list[list[str]]:
-    """The commands of a page's bash blocks, each split into words.
+    """Return the commands of a page's bash blocks, each split into words.
 
     marks: only blocks with one of these marks count. The empty mark stands for unmarked blocks.
     """

@@ -28,11 +28,11 @@ class Data(NamedTuple):
 
     @property
     def rewards(self) -> Tensor:
-        """The rewards [B], as env.reward shapes them."""
+        """Return the rewards [B], as env.reward shapes them."""
         return torch.tensor([e.shaped_reward for e in self.episodes], dtype=torch.float64)
 
     def groups(self) -> list[list[int]]:
-        """The positions of the responses to each prompt."""
+        """Return the positions of the responses to each prompt."""
         names = [e.group_id for e in self.episodes]
         return [[i for i, g in enumerate(names) if g == name] for name in dict.fromkeys(names)]
 
@@ -51,7 +51,7 @@ class Recipe(NamedTuple):
 
 
 def compute_log_probs(model: Any, episode: Any) -> Tensor:
-    """The log-probs [R] of a response, by a model of transformers."""
+    """Return the log-probs [R] of a response, by a model of transformers."""
     ids = torch.tensor([episode.prompt_ids + episode.response_ids])
     logits = model(input_ids=ids, use_cache=False).logits[0].float()  # [P+R, V]
     log_probs = logits.log_softmax(dim=-1)[len(episode.prompt_ids) - 1 : -1]  # [R, V]
@@ -59,7 +59,7 @@ def compute_log_probs(model: Any, episode: Any) -> Tensor:
 
 
 def run_step(model: Any, data: Data, recipe: Recipe, mini_batches: int) -> list[Tensor]:
-    """Train the model on a batch -> the advantages of each response."""
+    """Train the model on a batch, and return the advantages of each response."""
     advantages = recipe.advantage(data)
     live = [i for i, mask in enumerate(data.masks) if mask.any()]
     size = len(data.episodes) / mini_batches
@@ -76,7 +76,7 @@ def run_step(model: Any, data: Data, recipe: Recipe, mini_batches: int) -> list[
 
 
 def compute_loss(model: Any, data: Data, recipe: Recipe, advantages: Rows, i: int) -> Tensor:
-    """The losses [R] of the tokens of response i."""
+    """Return the losses [R] of the tokens of response i."""
     new, old, mask = compute_log_probs(model, data.episodes[i]), data.old[i], data.masks[i]
     losses = recipe.loss(new, old, advantages[i], mask)
     if recipe.max_weight:
@@ -89,7 +89,7 @@ def compute_loss(model: Any, data: Data, recipe: Recipe, advantages: Rows, i: in
 
 
 def aggregate(losses: Rows, masks: Rows, mode: str, size: float) -> Tensor:
-    """The loss of a mini-batch. size: its number of responses, also those without a token."""
+    """Average the losses of a mini-batch. size: its number of responses, also those all masked."""
     sums = torch.stack([(loss * mask).sum() for loss, mask in zip(losses, masks, strict=True)])
     counts = torch.stack([mask.sum() for mask in masks])
     if mode == "token-mean":
@@ -139,12 +139,12 @@ def sppo(new: Tensor, old: Tensor, a: Tensor, mask: Tensor) -> Tensor:
 
 
 def spread(scalars: Sequence[Any], data: Data) -> Rows:
-    """The same advantage for all tokens of a response."""
+    """Return the same advantage for all tokens of a response."""
     return [float(s) * mask for s, mask in zip(scalars, data.masks, strict=True)]
 
 
 def in_groups(function: Callable[[Tensor, Data, list[int]], Tensor]) -> Callable[[Data], Rows]:
-    """An advantage that compares the rewards of a group."""
+    """Return an advantage that compares the rewards of a group."""
 
     def advantage(data: Data) -> Rows:
         scalars = torch.zeros(len(data.episodes), dtype=torch.float64)
@@ -189,7 +189,7 @@ def whiten(rows: Rows, masks: Rows) -> Rows:
 
 
 def gdpo(data: Data) -> Rows:
-    """Whether the response ended counts a fifth."""
+    """Weigh two components: whether the response ended counts a fifth."""
     total = torch.zeros(len(data.episodes), dtype=torch.float64)
     finished = torch.tensor([float(e.ended == "stop") for e in data.episodes]).double()
     for weight, values in ((1.0, data.rewards), (0.2, finished)):
@@ -199,7 +199,7 @@ def gdpo(data: Data) -> Rows:
 
 
 def reinforce_plus_plus(data: Data) -> Rows:
-    """The return of each token, with a penalty of 0.01 times the k1 estimate of the KL."""
+    """Return the return of each token, with a penalty of 0.01 times the k1 estimate of the KL."""
     rows = []
     for i, mask in enumerate(data.masks):
         rewards = -0.01 * (data.old[i] - data.ref[i]) * mask
@@ -223,7 +223,7 @@ def log_ratio(data: Data, i: int) -> float:
 
 
 def online_dpo(data: Data) -> Rows:
-    """The gradient of -log sigmoid(0.1 * margin) for the best and the worst of each group."""
+    """Compute the gradient of -log sigmoid(0.1 * margin) for each group's best and worst."""
     weights = [0.0] * len(data.episodes)
     for members in data.groups():
         best = max(members, key=lambda i: data.rewards[i])
@@ -237,7 +237,7 @@ def online_dpo(data: Data) -> Rows:
 
 
 def spin(data: Data) -> Rows:
-    """The same for the answer of each group, which has no turn, against each of its samples."""
+    """Do the same for the answer of each group, which has no turn, against its samples."""
     weights = [0.0] * len(data.episodes)
     for members in data.groups():
         (answer,) = (i for i in members if not data.episodes[i].turns)
@@ -250,7 +250,7 @@ def spin(data: Data) -> Rows:
 
 
 def turn_grpo(data: Data) -> Rows:
-    """The sum of the normalized rewards of this turn and the later ones of the response."""
+    """Return the sum of the normalized rewards of this turn and the later ones of the response."""
     rows = [torch.zeros_like(mask) for mask in data.masks]
     for members in data.groups():
         rewards = torch.tensor([r for i in members for r in data.episodes[i].turn_rewards]).double()
@@ -280,7 +280,7 @@ def gae(data: Data) -> Rows:
 
 
 def turn_gae(data: Data) -> Rows:
-    """The same with a turn as one action: its value is that of its first token."""
+    """Compute GAE with a turn as one action: its value is that of its first token."""
     rows = []
     for i, mask in enumerate(data.masks):
         row = torch.zeros_like(mask)

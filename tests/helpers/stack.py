@@ -149,7 +149,7 @@ def session(workspace: Path, *changes: str) -> Iterator[Stack]:
 
 
 def with_values(stack, values, critic=True, reward_model=False):
-    """Reset the stack's actor and the groups of `values` to their initial weights -> Workers."""
+    """Reset the stack's actor and the groups of `values` to their first weights. Return them."""
     import training
 
     stack.workers.actor.load_checkpoint(str(stack.fresh))
@@ -181,7 +181,7 @@ NO_EVALUATION = "env.val_files=[]"
 
 
 def train_until(trainer, bound: float, over: int = 3) -> list[float]:
-    """Train until the mean reward of the last `over` steps reaches `bound` -> all mean rewards."""
+    """Train until the mean reward of the last `over` steps reaches `bound`. Return all of them."""
     rewards: list[float] = []
     while len(rewards) < PATIENCE:
         if len(rewards) >= over and sum(rewards[-over:]) / over >= bound:

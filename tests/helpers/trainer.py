@@ -104,7 +104,8 @@ class Recorder:
         self.calls: list[str] = []
         self.servers = Servers(self.calls)
         self.arguments: dict[str, tuple[Any, ...]] = {}  # of the last call, by name
-        self.workers = training.Workers("actor", None, None)
+        actor: Any = "actor"
+        self.workers = training.Workers(actor, None, None)
         self.started: tuple[Any, ...] = ()  # the arguments of launch.start
 
     def record(self, owner, name, function=None):
@@ -124,7 +125,7 @@ class Recorder:
         return Started(self.workers, self.servers if samples else None)
 
     def list_stages(self) -> list[str]:
-        """The calls of servers, workers and checkpoints."""
+        """Return the calls of servers, workers and checkpoints."""
         return [name for name in self.calls if name not in IN_PROCESS]
 
 
@@ -192,7 +193,7 @@ def make_recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def make_plan(workspace, *changes, resume_from=None) -> cli.Plan:
-    """The plan of the tiny recipe with changes."""
+    """Return the plan of the tiny recipe with changes."""
     recipe, inputs = load(workspace, *changes)
     return cli.Plan(recipe, inputs, resume_from, None, [])
 

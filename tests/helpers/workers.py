@@ -81,7 +81,7 @@ class RecordingGroup:
 
 
 def two_rank_recipe(workspace: Path) -> Recipe:
-    """The tiny recipe on two ranks: 4 prompts per batch, 2 per mini-batch, 2 epochs."""
+    """Return the tiny recipe on two ranks: 4 prompts per batch, 2 per mini-batch, 2 epochs."""
     changes = [
         "data.train_batch_size=4",
         f"{ACTOR}.ppo_mini_batch_size=2",
@@ -106,7 +106,7 @@ def make_episode(
 
 
 def seven_episodes() -> list[Episode]:
-    """Episodes of different lengths. The fourth, with ids from 40 on, has no token to train on."""
+    """Make episodes of various lengths. The fourth, with ids from 40, has no token to train on."""
     return [
         make_episode([10], [11, 12, 13], group="a"),
         make_episode([20, 21], [22], group="a"),
@@ -133,12 +133,12 @@ def make_update_batch(episodes) -> DataProto:
 
 
 def rows_of(data: TensorDict, name: str = "input_ids") -> list[list[int]]:
-    """The rows of a packed tensor."""
+    """Return the rows of a packed tensor."""
     return [row.tolist() for row in data[name].unbind()]
 
 
 def sent_rows(data: TensorDict) -> list[int]:
-    """The row number of each row of an update, counted from 1; 0 for padding.
+    """Return the row number of each row of an update, counted from 1; 0 for padding.
 
     make_update_batch writes it into the advantages.
     """
@@ -146,7 +146,7 @@ def sent_rows(data: TensorDict) -> list[int]:
 
 
 def compute_outputs(episodes, factor: float) -> list[list[float]]:
-    """The outputs of RecordingGroup at the position before each response token, with padding."""
+    """Return what RecordingGroup outputs at the position before each response token, padded."""
     width = max(len(e.response_ids) for e in episodes)
     expected = []
     for e in episodes:
@@ -156,7 +156,7 @@ def compute_outputs(episodes, factor: float) -> list[list[float]]:
 
 
 def is_close(actual: torch.Tensor, expected: Any) -> bool:
-    """Whether a float32 tensor has the expected shape and, up to rounding, the expected values."""
+    """Return whether a float32 tensor has the expected shape and values, up to rounding."""
     expected = torch.as_tensor(expected, dtype=torch.float32)
     return (
         actual.dtype == torch.float32

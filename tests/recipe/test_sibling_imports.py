@@ -144,7 +144,9 @@ def test_a_worker_gets_a_loss_with_the_siblings_of_its_file(tmp_path, monkeypatc
     unpickled = ray.cloudpickle.loads(pickled)
     value, metrics = unpickled(None, None, torch.ones(2), None, "", None)
     assert (float(value), metrics) == (4.0, {"count": 4})
-    assert list(inspect.signature(unpickled).parameters) == list(user_functions.LOSS)
+    assert list(inspect.signature(unpickled).parameters) == list(
+        user_functions.CALLS[user_functions.LOSS_MODE]
+    )
 
 
 def test_an_import_that_fails_is_an_error_with_its_line(tmp_path):
