@@ -394,7 +394,8 @@ def load_rows(
         inputs.dropped += loaded.dropped
         tasks[key] = loaded.tasks
         if key == VAL or command == "rollout":
-            tasks[key] += generated_rows.generate_once(config, listed, key, loader)
+            limit = config.env.val_max_rows if key == VAL else config.env.max_rows
+            tasks[key] += generated_rows.generate_once(listed, key, loader, config.data.seed, limit)
     inputs.train = limit_rows(tasks[TRAIN], config.env.max_rows)
     inputs.validation = limit_rows(tasks[VAL], config.env.val_max_rows)
     inputs.source = generated_rows.RowSource(
