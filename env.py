@@ -245,6 +245,7 @@ class Task:
     file: str = ""  # the entry of env.train_files that has the row; no two have the same name
     weight: float | None = None  # the share of this entry in each batch
     key: str = ""  # the row's name in any file, by its content (kit/data/fingerprint.py)
+    digest: str = ""  # of all fields of the row
     template_arguments: Json = field(default_factory=dict)  # the row's own, of the chat template
     images: Sequence[TaskImage] = ()  # of `messages`, in order
 
@@ -375,7 +376,7 @@ def read_template_arguments(row: Json, row_id: str) -> Json:
     They are the object or JSON text metadata.chat_template_kwargs, and the effort of `reasoning`.
     Raises DataError.
     """
-    params = parse_params(row["responses_create_params"], row_id)
+    params = read_json(row["responses_create_params"])
     effort = read_object(params, "reasoning", row_id).get("effort")
     metadata = read_object(params, "metadata", row_id)
     given = read_object(metadata, TEMPLATE_ARGUMENTS, row_id)
@@ -706,18 +707,13 @@ def locate(source: str, row_id: str) -> str:
 # --- tasks -> batches -----------------------------------------------------------------------------
 
 
-class Weighted(Protocol):
-    """A task, or another part of an entry of env.train_files."""
+class Named(Protocol):
+    """A task, or another object with these of its attributes."""
 
     @property
     def file(self) -> str: ...
     @property
     def weight(self) -> float | None: ...
-
-
-class Named(Weighted, Protocol):
-    """A task. key: its name by its content, or "" if nothing gave it one."""
-
     @property
     def key(self) -> str: ...
     @property
@@ -759,8 +755,8 @@ def take_from_stream(
     """Take the next rows from an endless stream of epochs. stream: its number."""
     stop = start + size
     batch: list[T] = []
+    order: Sequence[int] = range(len(rows))
     for epoch in range(start // len(rows), (stop - 1) // len(rows) + 1):
-        order: Sequence[int] = range(len(rows))
         if shuffle:
             order = shuffle_rows(rows, np.random.default_rng([seed, epoch, stream]))
         epoch_start = epoch * len(rows)
@@ -782,21 +778,28 @@ def shuffle_rows(rows: Sequence[Named], rng: np.random.Generator) -> Sequence[in
     return [int(index) for index in np.argsort(numbers ^ (numbers >> np.uint64(31)), kind="stable")]
 
 
-def compute_quotas(tasks: Sequence[Weighted], size: int, start: int = 0) -> dict[str, int]:
+def compute_quotas(tasks: Sequence[Named], size: int, start: int = 0) -> dict[str, int]:
     """Compute how many of the next `size` rows each file gives, after `start` rows of all files.
+
+    Raises DataError if a file has no weight.
+    """
+    return split_rows({task.file: task.weight for task in tasks}, size, start)
+
+
+def split_rows(weights: Mapping[str, float | None], size: int, start: int = 0) -> dict[str, int]:
+    """Split the next `size` rows among files or functions by weight, after `start` rows of all.
 
     The remainders are carried to the next batch, so a file with the weight 0.2 gives every fifth
     row in the long run, also if a batch has four. Raises DataError if a file has no weight.
     """
-    weights = {task.file: task.weight or 0.0 for task in tasks}  # in order of appearance
-    for file, weight in weights.items():
-        if not weight:
-            raise DataError(
-                f"{file}: weight=0 (the default, since other files have a weight) gives no row. "
-                "Give it a weight, or remove it."
-            )
-    before = count_rows(weights, start)
-    return {file: count - before[file] for file, count in count_rows(weights, start + size).items()}
+    shares = {file: weight for file, weight in weights.items() if weight}
+    for file in weights.keys() - shares:
+        raise DataError(
+            f"{file}: weight=0 (the default, since other files have a weight) gives no row. "
+            "Give it a weight, or remove it."
+        )
+    before = count_rows(shares, start)
+    return {file: count - before[file] for file, count in count_rows(shares, start + size).items()}
 
 
 def count_rows(weights: Mapping[str, float], total: int) -> dict[str, int]:

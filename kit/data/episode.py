@@ -2,6 +2,8 @@
 
 An `Episode` is the only record that the kit passes on. It goes from the rollout engine to the
 verifier, the filters, the trainer and the rollouts files (kit/data/rollout_files.py).
+
+Protects: sampled token ids, which stay those that the rollout engine returned.
 """
 
 from __future__ import annotations
@@ -12,16 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gym_client import GymError, Json
+from gym_client import TOKEN_FIELDS, GymError, Json
 from kit.chat.parsed_response import ParsedResponse, write_call
 from kit.data.reward_scale import UNKNOWN, RewardScale
 from kit.errors import find_first_difference
 
 # Gym's names for the token ids and log-probs. The last output item of each model call has them.
-PROMPT_IDS = "prompt_token_ids"
-SAMPLED_IDS = "generation_token_ids"
-LOG_PROBS = "generation_log_probs"
-TOKEN_FIELDS = (PROMPT_IDS, SAMPLED_IDS, LOG_PROBS)
+PROMPT_IDS, SAMPLED_IDS, LOG_PROBS = TOKEN_FIELDS
 
 ABORTED = ("aborted", "abort")  # the stop reasons of vLLM and SGLang for an aborted request
 
@@ -91,18 +90,18 @@ class Episode:
 
     @property
     def is_right(self) -> bool:
-        """Whether the verifier gave the full reward: acc, pass@k and pass rates count this."""
+        """Return whether the verifier gave the full reward, which acc and pass rates count."""
         is_verified = self.status == "ok" and self.reward is not None
         return is_verified and self.scale.is_full(self.reward or 0.0)
 
     @property
     def trained_reward(self) -> float | None:
-        """The reward that is trained on: the shaped one, or the verifier's before it is shaped."""
+        """Return the reward to train on: the shaped one, or the verifier's before it is shaped."""
         return self.reward if self.shaped_reward is None else self.shaped_reward
 
     @property
     def question(self) -> str:
-        """The text of the last input message of the row, or "" if the environment writes it."""
+        """Return the text of the row's last input message, or "" if the environment writes it."""
         messages = self.row.get("responses_create_params", {}).get("input") or ""
         if isinstance(messages, str):
             return messages
@@ -113,13 +112,13 @@ class Episode:
 
     @property
     def response(self) -> str:
-        """The text of the policy's last message."""
+        """Return the text of the policy's last message."""
         messages = [item for item in self.output if item.get("role") == "assistant"]
         return join_text(messages[-1]) if messages else ""
 
     @property
     def transcript(self) -> str:
-        """The response for people: the policy's text, its function calls, and the observations."""
+        """Return the response for people: the policy's text, its calls, and the observations."""
         parts = []
         for item in self.output:
             if item["type"] == "function_call":

@@ -9,10 +9,13 @@ A field that has a meaning for TRL, verl, Gym or OpenAI is in one of three group
 Fields that are not in the table belong to the verifier, if they are at the top level of a row. In
 other objects, and in rows of `sft`, which have no verifier, they count as not used. An agent's
 result is kept as it is; only its token ids count.
+
+Protects: what a model sees and learns, from a field that is ignored without a message.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -109,6 +112,12 @@ REQUEST = Fields(
 )
 
 
+@functools.cache
+def split_names(text: str) -> frozenset[str]:
+    """Return the names in a text."""
+    return frozenset(text.split())
+
+
 def is_default(field: str, value: object) -> bool:
     """Return whether a field with this value means the same as no field.
 
@@ -150,8 +159,8 @@ def find_refused(objects: Iterable[tuple[Fields, Json]]) -> tuple[str, str] | No
     """Return the first refused field, and the message about it."""
     for kind, value in objects:
         for field, message in kind.refused.items():
-            given = value.get(field)
-            if not is_default(field, given):
+            if field in value and not is_default(field, value[field]):
+                given = value[field]
                 name = kind.place + field
                 return field, message.format(field=name, value=given, shown=shorten(given))
     return None
@@ -168,9 +177,8 @@ def list_unused(objects: Iterable[tuple[Fields, Json]]) -> set[str]:
     """List the fields that have a meaning for others, and are not used here."""
     unused: set[str] = set()
     for kind, value in objects:
-        names = value.keys() - {*kind.used.split(), *kind.refused}
-        if kind.unused is not None:
-            names &= {*kind.unused.split()}
+        known = value.keys() if kind.unused is None else value.keys() & split_names(kind.unused)
+        names = known - split_names(kind.used) - kind.refused.keys()
         unused.update(kind.place + name for name in names if not is_default(name, value[name]))
     return unused
 

@@ -3,9 +3,11 @@
 A name may stand for something else tomorrow: rows move in their file, functions are edited, weights
 are replaced in their folder. So what is saved about them has a digest of their content.
 
-    hash_row, hash_problem  a row: all of its fields, or what the model sees and the ground truth
+    digest_row              a row: all of its fields, or what the model sees and the ground truth
     hash_contents           the functions, files and models that a value of a recipe names
     Fingerprint             a run: the values of its recipe, these digests, and its rows
+
+Protects: resumes, comparisons and replays, from content that has changed under the same name.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from env import Json, Task, drop_nulls
 from kit.data.ground_truths import find_ground_truth, is_empty
@@ -25,6 +28,7 @@ from kit.recipe.keys import ROOT
 from kit.recipe.python_files import KIT_FILES
 from kit.recipe.user_functions import is_user_function
 
+PROMPT = "responses_create_params"
 ROUTES = ("agent_ref", "task_source")  # fields of a row that name its server
 # of the folder of a model or a server
 SUFFIXES = (".safetensors", ".bin", ".py", ".yaml", ".yml", ".json", ".txt", ".jinja", ".model")
@@ -42,37 +46,61 @@ ROW_KEYS = ("env.train_files", "env.val_files")
 
 def hash_json(value: object) -> str:
     """Return the digest of plain data."""
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return hash_text(write_json(value))
 
 
-def hash_row(row: Json) -> str:
-    """Return the digest of the fields of a row, without those that name its server."""
-    return hash_json(drop_nulls({key: row[key] for key in row if key not in ROUTES}))
+def write_json(value: object) -> str:
+    """Write plain data as JSON in which equal values have one text."""
+    return json.dumps(value, sort_keys=True, default=str)
 
 
-def hash_problem(row: Json) -> str:
-    """Return the digest of what the model sees of a row and of its ground truth.
+def hash_text(text: str) -> str:
+    """Return the digest of a text of JSON, which is ASCII."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class RowDigests(NamedTuple):
+    """The digests of a row, of one text of its fields."""
+
+    row: str  # of all fields, without those that name its server
+    problem: str  # of what the model sees and the ground truth
+
+
+def digest_row(row: Json) -> RowDigests:
+    """Return the digests of a row.
 
     Scripts give the copies of a problem different ids, and a row another id when its file changes.
     If a row has no truth, or the environment writes its prompt, all of its fields count.
     """
-    prompt = row.get("responses_create_params") or {}
+    kept: Any = drop_nulls({key: row[key] for key in row if key not in ROUTES})
+    texts = {key: write_json(value) for key, value in kept.items()}
+    fields = [f"{write_json(key)}: {texts[key]}" for key in sorted(texts)]
+    of_row = hash_text(f"{{{', '.join(fields)}}}")
+    prompt = row.get(PROMPT) or {}
     truth = find_ground_truth(row)
     if is_empty(truth) or not prompt.get("input"):
-        return hash_row(row)
-    return hash_json(drop_nulls([prompt, truth]))
+        return RowDigests(of_row, of_row)
+    return RowDigests(of_row, hash_text(f"[{texts[PROMPT]}, {write_json(drop_nulls(truth))}]"))
 
 
-def name_row(row: Json, copies: Counter[str]) -> str:
+def hash_row(row: Json) -> str:
+    """Return the digest of the fields of a row, without those that name its server."""
+    return digest_row(row).row
+
+
+def hash_problem(row: Json) -> str:
+    """Return the digest of what the model sees of a row and of its ground truth."""
+    return digest_row(row).problem
+
+
+def name_row(problem: str, copies: Counter[str]) -> str:
     """Return the name of a row in any file: the digest of its problem, and the number of a copy.
 
     copies: of the rows before it, which are counted here.
     """
-    digest = hash_problem(row)
-    copies[digest] += 1
-    number = copies[digest]
-    return digest if number == 1 else f"{digest}-{number}"
+    copies[problem] += 1
+    number = copies[problem]
+    return problem if number == 1 else f"{problem}-{number}"
 
 
 def name_rates(rates: Mapping[str, float], tasks: Sequence[Task], functions: str) -> Json:
@@ -95,7 +123,7 @@ def name_problem(row: Json, place: str) -> str:
 
     If the environment writes the prompt, copies may get others, so each row is a problem.
     """
-    prompt = row.get("responses_create_params") or {}
+    prompt = row.get(PROMPT) or {}
     return hash_problem(row) if prompt.get("input") else place
 
 

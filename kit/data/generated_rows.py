@@ -14,6 +14,8 @@ An entry of env.train_files or env.val_files names the function:
 The rows must depend on these arguments alone, so use random.Random(f"{seed} {batch}"). Then a
 resumed run generates the same rows, and nothing needs to be saved. A row's id is
 `my_tasks.py:rows#BATCH.K`.
+
+Protects: a resumed run, from rows that a function generates in another way the second time.
 """
 
 from __future__ import annotations
@@ -29,9 +31,6 @@ from kit.data.verl_rows import parse_row
 from kit.errors import ConfigError, UserFunctionError
 from kit.recipe import user_functions
 from kit.recipe.entries import Entry
-from kit.recipe.settings import Settings
-
-LIMIT_KEYS = {"env.train_files": "env.max_rows", "env.val_files": "env.val_max_rows"}
 
 
 @dataclass(frozen=True)
@@ -117,14 +116,13 @@ class RowSource:
         gets the same batches. Raises UserFunctionError, DataError.
         """
         quotas = self.compute_quotas(size, start)
-        before = self.compute_quotas(start)
         tasks: list[Task] = []
         of_files = size - sum(quotas.values())
         if of_files and self.sampler:
             tasks += self.sampler(self.tasks, of_files, number, self.seed, pass_rates)
         elif of_files:
-            file_start = start - sum(before.values())
-            tasks = env.take_batch(self.tasks, of_files, file_start, self.seed, self.shuffle)
+            file_start = start - sum(self.compute_quotas(start).values())
+            tasks += env.take_batch(self.tasks, of_files, file_start, self.seed, self.shuffle)
         for rows in self.functions:
             if quotas[rows.entry.file]:
                 tasks += rows.batch(number, quotas[rows.entry.file], pass_rates)
@@ -134,28 +132,30 @@ class RowSource:
         """Return the share of the rows that come from files. Raises DataError."""
         if not self.functions:
             return 1.0
-        weights = {source.file: source.weight or 0.0 for source in self.list_sources()}
+        if not self.tasks:
+            return 0.0
+        weights = {name: weight or 0.0 for name, weight in self.read_weights().items()}
         functions = sum(weights[rows.entry.file] for rows in self.functions)
-        return 1 - functions / sum(weights.values()) if self.tasks else 0.0
+        return 1 - functions / sum(weights.values())
 
     def compute_quotas(self, size: int, start: int = 0) -> dict[str, int]:
         """Compute how many rows of a batch each function gives. Raises DataError."""
         names = [rows.entry.file for rows in self.functions]
         if len(names) < 2 and not self.tasks:
             return dict.fromkeys(names, size)
-        quotas = env.compute_quotas(self.list_sources(), size, start) if names else {}
+        quotas = env.split_rows(self.read_weights(), size, start) if names else {}
         return {name: quotas[name] for name in names}
 
-    def list_sources(self) -> list[env.Weighted]:
-        """List the functions and the rows of files, which have weights. Raises DataError."""
-        entries = [rows.entry for rows in self.functions]
-        sources: list[env.Weighted] = [*entries, *self.tasks]
-        if len(sources) > 1 and not any(source.weight for source in sources):
+    def read_weights(self) -> dict[str, float | None]:
+        """Return the weight of each function and file. Raises DataError."""
+        weights = {rows.entry.file: rows.entry.weight for rows in self.functions}
+        weights |= {task.file: task.weight for task in self.tasks}
+        if len(weights) > 1 and not any(weights.values()):
             raise DataError(
-                f"{entries[0].file}: a function next to other rows needs a share of each batch. "
-                "Give each function and file a weight."
+                f"{next(iter(weights))}: a function next to other rows needs a share of each "
+                "batch. Give each function and file a weight."
             )
-        return sources
+        return weights
 
     def generate_first(self, size: int) -> list[Task]:
         """Generate the functions' rows of batch 1, twice, to check that they are the same.
@@ -169,33 +169,33 @@ class RowSource:
             )
         quotas = self.compute_quotas(size)
         first: list[Task] = []
-        second: list[Task] = []
-        for tasks in (first, second):
-            for rows in self.functions:
-                tasks += rows.batch(1, max(1, quotas[rows.entry.file]), {})
-        for one, other in zip(first, second, strict=True):
-            if one.row != other.row:
-                raise UserFunctionError(
-                    f"{one.row_id} is not deterministic: it changed on a second call, so a run "
-                    "could not resume. Use only batch and seed for randomness. "
-                    'See docs/guides/curriculum.md, "3. Make a run that can be resumed".'
-                )
+        for rows in self.functions:
+            count = max(1, quotas[rows.entry.file])
+            tasks = rows.batch(1, count, {})
+            for one, other in zip(tasks, rows.batch(1, count, {}), strict=True):
+                if one.row != other.row:
+                    raise UserFunctionError(
+                        f"{one.row_id} is not deterministic: it changed on a second call, so a run "
+                        "could not resume. Use only batch and seed for randomness. See "
+                        'docs/guides/curriculum.md, "3. Make a run that can be resumed".'
+                    )
+            first += tasks
         return first
 
 
 def generate_once(
-    settings: Settings, entries: Iterable[Entry], key: str, loader: TaskLoader
+    entries: Iterable[Entry], key: str, loader: TaskLoader, seed: int, limit: int | None
 ) -> list[Task]:
     """Generate the rows of all functions of `key` for a command without batches.
 
-    Raises ConfigError, UserFunctionError, DataError.
+    seed: data.seed. limit: the number of rows. Raises ConfigError, UserFunctionError, DataError.
     """
-    limit = settings.get(LIMIT_KEYS[key])
     tasks: list[Task] = []
-    for rows in load_functions(entries, key, loader, settings.data.seed):
+    for rows in load_functions(entries, key, loader, seed):
         if not limit:
+            limit_key = "env.max_rows" if key == "env.train_files" else "env.val_max_rows"
             raise ConfigError(
-                f"{key}={rows.entry.file} generates any number of rows. Set {LIMIT_KEYS[key]}."
+                f"{key}={rows.entry.file} generates any number of rows. Set {limit_key}."
             )
         tasks += rows.batch(0, limit, {})
     return tasks

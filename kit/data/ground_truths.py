@@ -22,6 +22,8 @@ answers in it, and each of them is right:
 
 Without a ground truth that can be read, they raise a ValueError before they look at the response,
 so that the episode fails, and no response earns a reward.
+
+Protects: rewards, from an expected answer that is missing, or that is read as another one.
 """
 
 from __future__ import annotations

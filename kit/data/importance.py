@@ -1,4 +1,7 @@
-"""Importance weights: how far a policy is from the one that sampled the episodes."""
+"""Importance weights: how far a policy is from the one that sampled the episodes.
+
+Protects: a replay, from training on episodes that another policy sampled without saying so.
+"""
 
 from __future__ import annotations
 

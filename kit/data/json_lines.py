@@ -2,6 +2,8 @@
 
 A line counts only if it has its line end. A process that is killed can leave a part of a line at
 the end of a file, which is no line for the readers. The next command removes it before it appends.
+
+Protects: metrics and episodes, from lines that a killed process left incomplete.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def has_incomplete_line(path: Path) -> bool:
 
 
 def drop_incomplete_line(path: Path) -> bool:
-    """Remove what follows the last line end of a file -> whether there was anything."""
+    """Remove what follows the last line end of a file. Return whether there was anything."""
     if not has_incomplete_line(path):
         return False
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)

@@ -1,4 +1,7 @@
-"""Compute the metrics of rollouts, by server, and of evaluations, by test set."""
+"""Compute the metrics of rollouts, by server, and of evaluations, by test set.
+
+Protects: scores, from episodes that failed, copies of rows, and chance (intervals).
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,15 @@ def select_verified(episodes: Sequence[Episode]) -> list[Episode]:
     return [episode for episode in episodes if episode.status == "ok"]
 
 
+def average(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Compute the mean of each name over the mappings that have it, sorted by name."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for part in parts:
+        for name, value in part.items():
+            values[name].append(value)
+    return {name: mean(values[name]) for name in sorted(values)}
+
+
 # --- evaluation -----------------------------------------------------------------------------------
 
 
@@ -52,8 +64,8 @@ def compute_validation_metrics(episodes: Sequence[Episode], n: int) -> dict[str,
         if verified:
             metrics |= compute_scores(verified, n, name)
             metrics |= compute_measures(verified, f"val-aux/{name}")
-            lengths = [len(episode.response_ids) for episode in verified]
-            metrics[f"val-aux/{name}/response_length/mean"] = mean(lengths)
+            lengths = mean(len(episode.response_ids) for episode in verified)
+            metrics[f"val-aux/{name}/response_length/mean"] = lengths
     return metrics
 
 
@@ -87,15 +99,14 @@ def compute_scores(
     unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, equation 1). Rows with fewer than k
     episodes do not count for pass@k.
     """
-    rewards = []  # of a problem, the scores of one row each
+    rewards = []  # (problem, the scores of one row)
     right = []
     for group in group_episodes(episodes, "row_id").values():
         problem = name_problem(group[0].row, group[0].row_id)
         rewards.append((problem, [float(e.reward or 0.0) for e in group]))
         right.append((problem, [float(e.is_right) for e in group]))
     scores = {f"acc/mean@{n}": right, f"reward/mean@{n}": rewards}
-    powers_of_2 = {2**exponent for exponent in range(n.bit_length())}
-    for k in sorted(powers_of_2 | {n}):
+    for k in sorted({n, *(2**exponent for exponent in range(n.bit_length()))}):
         rows = [(problem, [compute_pass_at_k(row, k)]) for problem, row in right if len(row) >= k]
         if rows:
             scores[f"acc/pass@{k}"] = rows
@@ -192,20 +203,16 @@ def compute_scores_with_failures(
 
 def warn_about_failures(metrics: Mapping[str, float], say: Callable[[str], None]) -> None:
     """Print a warning for each score that failed episodes change. say: prints a line."""
-    for name, score_with_failures in metrics.items():
-        if not name.endswith(FAILED_AS_0):
+    for name, lower in metrics.items():
+        score = name.replace("val-aux/", "val-core/", 1).removesuffix(FAILED_AS_0)
+        if not name.endswith(FAILED_AS_0) or metrics.get(score) == lower:
             continue
-        score_name = name.replace("val-aux/", "val-core/", 1).removesuffix(FAILED_AS_0)
         reason = ": no response was verified."
-        if score_name in metrics:
-            score = metrics[score_name]
-            reason = f" is {score:.3f} over verified responses, {score_with_failures:.3f} if a "
-            reason += "failed one counts as 0."
-        if score_with_failures != metrics.get(score_name):
-            say(
-                f"WARNING     {score_name}{reason} "
-                'See failures.jsonl of the run. See docs/reference.md, "How an episode fails".'
-            )
+        if score in metrics:
+            reason = f" is {metrics[score]:.3f} over verified responses, {lower:.3f} if a failed "
+            reason += "one counts as 0."
+        hint = 'See failures.jsonl of the run. See docs/reference.md, "How an episode fails".'
+        say(f"WARNING     {score}{reason} {hint}")
 
 
 # --- rollouts of a training step ------------------------------------------------------------------
@@ -234,25 +241,28 @@ def compute_rollout_metrics(
     metrics |= {f"rollout/failed/{status}": float(count) for status, count in failures.items()}
     metrics |= compute_staleness(kept, step)
     if verified:
-        metrics |= compute_endings(verified)
+        endings = Counter(length=0)  # without a 0, Prometheus would keep the last step's fraction
+        endings.update(episode.ended for episode in verified)
+        for reason, count in endings.items():
+            metrics[f"rollout/ended/{reason}_frac"] = count / len(verified)
         metrics["rollout/turns/mean"] = mean(len(episode.turns) for episode in verified)
         metrics["rollout/reward/mean"] = mean(e.reward or 0.0 for e in verified)
         metrics |= compute_measures(verified, "rollout")
-    metrics |= compute_verify_latency(verified)
+    latencies = [e.timings["verify_call"] for e in verified if "verify_call" in e.timings]
+    for percent in (50, 95) if latencies else ():  # seconds that the verifier took
+        metrics[f"verify/latency_s/p{percent}"] = float(np.percentile(latencies, percent))
     for server, server_episodes in sorted(group_episodes(episodes, "server").items()):
         metrics |= compute_server_metrics(server, server_episodes)
-    return metrics | compute_component_means(verified)
+    return metrics
 
 
 def count_zero_variance_groups(episodes: Sequence[Episode]) -> int:
     """Count the groups of two or more episodes whose rewards to train on are all equal."""
-    groups = group_episodes(episodes).values()
-    return sum(len(group) > 1 and is_uniform(group) for group in groups)
-
-
-def is_uniform(group: Sequence[Episode]) -> bool:
-    """Whether the episodes of a group have equal rewards to train on."""
-    return are_equal([e.trained_reward or 0.0 for e in group], group[0].scale.spread)
+    count = 0
+    for group in group_episodes(episodes).values():
+        rewards = [episode.trained_reward or 0.0 for episode in group]
+        count += len(group) > 1 and are_equal(rewards, group[0].scale.spread)
+    return count
 
 
 def compute_staleness(kept: Sequence[Episode], step: int) -> dict[str, float]:
@@ -261,70 +271,37 @@ def compute_staleness(kept: Sequence[Episode], step: int) -> dict[str, float]:
     Example: step 5 updates the weights of step 4, so a token sampled by the weights of step 4 has
     age 0. The mean is over tokens. Tokens of unknown version do not count.
     """
-    ages = []
-    counts = []
+    counts: Counter[int] = Counter()  # {age: tokens}
     for episode in kept:
         for token_count, version in episode.policy_versions:
             if version is not None:
-                ages.append(step - 1 - version)
-                counts.append(token_count)
-    if not ages:
+                counts[step - 1 - version] += token_count
+    if not counts:
         return {}
-    total_age = sum(age * count for age, count in zip(ages, counts, strict=True))
+    total_age = sum(age * count for age, count in counts.items())
     return {
-        "rollout/staleness/mean": total_age / sum(counts),
-        "rollout/staleness/max": float(max(ages)),
+        "rollout/staleness/mean": total_age / counts.total(),
+        "rollout/staleness/max": float(max(counts)),
     }
-
-
-def compute_endings(verified: Sequence[Episode]) -> dict[str, float]:
-    """Compute the fraction of episodes that ended for each reason, and always that of truncation.
-
-    Without a 0, Prometheus would keep the fraction of the last step with a truncated response.
-    """
-    reasons = Counter(length=0)
-    reasons.update(episode.ended for episode in verified)
-    return {
-        f"rollout/ended/{reason}_frac": count / len(verified) for reason, count in reasons.items()
-    }
-
-
-def compute_verify_latency(verified: Sequence[Episode]) -> dict[str, float]:
-    """Compute percentiles of the seconds that the verifier took."""
-    timings = [episode.timings for episode in verified]
-    latencies = [timing["verify_call"] for timing in timings if "verify_call" in timing]
-    if not latencies:
-        return {}
-    return {f"verify/latency_s/p{p}": float(np.percentile(latencies, p)) for p in (50, 95)}
 
 
 def compute_server_metrics(server: str, episodes: Sequence[Episode]) -> dict[str, float]:
-    """Compute the failures, mean reward and mean length of one server's episodes."""
+    """Compute the failures, mean reward, components and length of one server's episodes."""
     verified = select_verified(episodes)
     metrics = {f"rollout/{server}/failed_frac": 1 - len(verified) / len(episodes)}
     if verified:
         lengths = [len(episode.response_ids) for episode in verified]
         metrics[f"reward/{server}/mean"] = mean(e.reward or 0.0 for e in verified)
         metrics[f"rollout/{server}/response_length/mean"] = mean(lengths)
+    for name, value in average(e.reward_components for e in verified).items():
+        metrics[f"reward/{server}/{name}/mean"] = value
     return metrics
-
-
-def compute_component_means(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Compute the mean of each reward component, by server."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for episode in episodes:
-        for name, value in episode.reward_components.items():
-            values[f"reward/{episode.server}/{name}/mean"].append(value)
-    return {name: mean(values[name]) for name in sorted(values)}
 
 
 def compute_measures(verified: Sequence[Episode], prefix: str) -> dict[str, float]:
     """Compute the mean of each measure over the episodes that have it."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for episode in verified:
-        for name, value in episode.measures.items():
-            values[name].append(value)
-    return {f"{prefix}/{name}/mean": mean(values[name]) for name in sorted(values)}
+    means = average(episode.measures for episode in verified)
+    return {f"{prefix}/{name}/mean": value for name, value in means.items()}
 
 
 def update_pass_rates(episodes: Sequence[Episode], before: Mapping[str, float]) -> dict[str, float]:

@@ -4,6 +4,8 @@ A verifier may pay 0 and 1, -1 and 0, or up to 100, and 0.7 + 0.2 + 0.1 is 0.999
 no other module compares a reward with a number. The scale of a verifier is what it pays for the
 ground truth and for a wrong answer in the same form, before the run (kit/run/verifier_trial.py).
 Each episode has it, also in the rollouts files.
+
+Protects: rewards, from comparisons with a fixed number and from rounding errors.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ class RewardScale(NamedTuple):
 
     @property
     def tells_apart(self) -> bool:
-        """Whether a right answer earns more than a wrong one."""
+        """Return whether a right answer earns more than a wrong one."""
         return self.full > self.nothing and not are_equal(self)
 
     @property
     def spread(self) -> float:
-        """The difference between a right and a wrong answer."""
+        """Return the difference between a right and a wrong answer."""
         return self.full - self.nothing
 
     def is_full(self, reward: float) -> bool:
-        """Whether a reward is the full one, or more."""
+        """Return whether a reward is the full one, or more."""
         return reward >= self.full - TOLERANCE * self.spread - DOUBLE * abs(self.full)
 
     def share(self, reward: float) -> float:
@@ -54,7 +56,7 @@ def find_scale(scales: Scales, server: str, source: object) -> RewardScale:
 
 
 def are_equal(rewards: ArrayLike, spread: float = 1.0) -> bool:
-    """Whether rewards differ at most by rounding errors. spread: of their scale."""
+    """Return whether rewards differ at most by rounding errors. spread: of their scale."""
     values = np.asarray(rewards)
     precision = np.finfo(values.dtype).eps if values.dtype.kind == "f" else DOUBLE
     tolerance = compute_tolerance(np.abs(values).max(), spread, float(precision))

@@ -13,6 +13,8 @@ function generated the row, `_episode` holds the row too. A failed episode has a
 reward. If its server described the failure, `failure` has the server's fields, such as
 `failure_reason`, `terminal`, `stage` and `partial_response`. `--replay` needs nothing but such a
 file.
+
+Protects: token ids, log-probs and rewards, which a replay reads bit for bit as they were sampled.
 """
 
 from __future__ import annotations
@@ -98,28 +100,24 @@ def to_record(episode: Episode, task_index: int, rollout_index: int) -> Json:
         "prompt": episode.question,
         "answer": episode.transcript,
         "reward": episode.reward,
+        **{name: getattr(episode, name) for name in SAVED_FIELDS},
+        "content": hash_row(episode.row),  # the row in any file
+        "versions": [tuple(version) for version in episode.policy_versions],
     }
-    summary |= {name: getattr(episode, name) for name in SAVED_FIELDS}
-    summary["content"] = hash_row(episode.row)  # the row in any file
-    summary["versions"] = [tuple(version) for version in episode.policy_versions]
-    if episode.failure:
-        summary["failure"] = episode.failure
     if episode.scale != UNKNOWN:
         summary["scale"] = episode.scale
-    if episode.measures:
-        summary["measures"] = episode.measures
+    for name in ("failure", "measures"):
+        if getattr(episode, name):
+            summary[name] = getattr(episode, name)
     summary["prompt_tokens"] = len(episode.prompt_ids)
     summary["response_tokens"] = len(episode.response_ids)
-
-    result: Json = {
-        "response": gym_client.make_response(add_token_fields(episode)),
-        "reward": episode.reward,
-    }
-    if episode.reward_components or "reward_components" in episode.row:
-        result["reward_components"] = episode.reward_components
-    result |= episode.verify_result
     record: Json = {"_episode": None}  # the first key of a line; a row's field of that name is lost
-    record |= replace_images_by_hash(episode.row) | result
+    record |= replace_images_by_hash(episode.row)
+    record["response"] = gym_client.make_response(add_token_fields(episode))
+    record["reward"] = episode.reward
+    if episode.reward_components or "reward_components" in episode.row:
+        record["reward_components"] = episode.reward_components
+    record |= episode.verify_result
     record |= {"_ng_task_index": task_index, "_ng_rollout_index": rollout_index}
     record["_episode"] = summary
     return record
@@ -197,21 +195,16 @@ def write_record(out: IO[bytes], record: Json) -> None:
     null for NaN and infinity. Such a record is written by json, with escapes where UTF-8 has no
     such character.
     """
+    output = record.get("response", {}).get("output", ())
+    sums = [float(item[LOG_PROBS].sum()) for item in output if LOG_PROBS in item]
     try:
-        if not has_finite_numbers(record):
+        if not math.isfinite(sum(sums, record.get("reward") or 0.0)):
             raise TypeError("not finite")
         line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:
         text = json.dumps(record, ensure_ascii=False, default=shortest_floats)
         line = text.encode(errors="backslashreplace")
     out.write(line + b"\n")
-
-
-def has_finite_numbers(record: Json) -> bool:
-    """Whether the reward and all log-probs of a record are finite."""
-    output = record.get("response", {}).get("output", ())
-    sums = [float(item[LOG_PROBS].sum()) for item in output if LOG_PROBS in item]
-    return math.isfinite(sum(sums, record.get("reward") or 0.0))
 
 
 def shortest_floats(numbers: Iterable[np.float32]) -> list[float]:
@@ -255,7 +248,7 @@ def load_replay(path: Path, tasks: Sequence[Task]) -> list[list[Episode]]:
     """
     if not path.is_file():
         raise ConfigError(f"--replay {path}: no such file. Name one of runs/<name>/rollouts.")
-    by_content = {hash_row(task.row): task for task in tasks}
+    by_content = {task.digest or hash_row(task.row): task for task in tasks}
     batches: dict[str, list[Episode]] = {}
     for number, record in read_records(path):
         saved = record["_episode"]

@@ -10,19 +10,19 @@ becomes another number:
 - A Decimal is text with all of its digits, such as "1.10".
 - Dates and times are ISO 8601 text. A UUID is text.
 - Bytes are text if they are UTF-8, otherwise base64.
+
+Protects: rows, from values that a format or a reader would change without an error.
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import csv
 import glob
-import io
 import itertools
 import json
+import re
 import time
-import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -41,7 +41,7 @@ PARQUET_FORMATS = (".parquet", ".pq")
 ARROW_FORMATS = (*PARQUET_FORMATS, ".arrow", ".feather")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}  # between the cells of a line
 FORMATS = (".jsonl", ".json", ".ndjson", *SEPARATORS, *ARROW_FORMATS)
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".zip")
+COMPRESSIONS = (".gz", ".bz2", ".xz")
 KNOWN = f"{', '.join(FORMATS)}; text may be compressed: {', '.join(COMPRESSIONS)}"
 FORM_OF_ROWS = "Write one JSON object in each line, or a list of them in a .json file."
 # what Hugging Face's datasets writes next to rows
@@ -50,6 +50,7 @@ MAX_CELL_CHARS = 2**31 - 1
 BATCH_ROWS = 32  # a row with images may have several MB
 FIRST_REPORT_S = 5.0  # a file that loads faster is loaded silently
 REPORT_S = 30.0
+HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # JSON's escape of one, which is no UTF-8 if alone
 Item = TypeVar("Item")
 
 
@@ -122,10 +123,10 @@ def find_format(name: str) -> str:
     ('.csv', '', '')
     """
     path = Path(name.lower())
-    is_compressed = path.suffix in COMPRESSIONS
-    suffix = Path(path.stem).suffix if is_compressed else path.suffix
-    is_known = suffix in FORMATS and not (is_compressed and suffix in ARROW_FORMATS)
-    return suffix if is_known else ""
+    if path.suffix not in COMPRESSIONS:
+        return path.suffix if path.suffix in FORMATS else ""
+    suffix = Path(path.stem).suffix
+    return suffix if suffix in FORMATS and suffix not in ARROW_FORMATS else ""
 
 
 def report_progress(
@@ -175,10 +176,10 @@ def read_text(path: Path) -> Iterator[object]:
     Raises OSError and ValueError.
     """
     kind = find_format(path.name)
-    if kind in SEPARATORS:
-        yield from read_cells(path, SEPARATORS[kind])
-        return
-    with open_text(path) as file:
+    with open_text(path, newline="" if kind in SEPARATORS else None) as file:
+        if kind in SEPARATORS:
+            yield from read_cells(file, SEPARATORS[kind])
+            return
         is_list = kind == ".json" and file.read(4096).lstrip().startswith("[")
     with open_text(path) as file:
         yield from json.load(file) if is_list else file
@@ -189,29 +190,22 @@ def open_text(path: Path, newline: str | None = None) -> TextIO:
 
     newline: as of `open`. Raises OSError and ValueError.
     """
-    if path.suffix.lower() == ".zip" and len(zipfile.ZipFile(path).namelist()) != 1:
-        raise ValueError("the archive must have one file; unpack it")
-    if path.suffix.lower() == ".zst":
-        import pyarrow  # takes a second
-
-        stream: Any = pyarrow.input_stream(str(path), compression="zstd")
-    else:
-        stream = fsspec.open(str(path), compression="infer").open()
-    return io.TextIOWrapper(stream, encoding="utf-8-sig", newline=newline)
+    options = {"compression": "infer", "encoding": "utf-8-sig", "newline": newline}
+    file: TextIO = fsspec.open(str(path), "rt", **options).open()
+    return file
 
 
-def read_cells(path: Path, separator: str) -> Iterator[dict[str, str]]:
+def read_cells(file: TextIO, separator: str) -> Iterator[dict[str, str]]:
     """Yield the rows of a CSV or TSV file, with each cell as text. Skips blank lines.
 
     Raises OSError and ValueError.
     """
     csv.field_size_limit(MAX_CELL_CHARS)
-    with open_text(path, newline="") as file:
-        reader = csv.DictReader(file, delimiter=separator, strict=True)
-        for row in reader:
-            if len(row) != len(reader.fieldnames or ()) or None in row.values():
-                raise ValueError(f"line {reader.line_num}: it has other cells than line 1")
-            yield row
+    reader = csv.DictReader(file, delimiter=separator, strict=True)
+    for row in reader:
+        if len(row) != len(reader.fieldnames or ()) or None in row.values():
+            raise ValueError(f"line {reader.line_num}: it has other cells than line 1")
+        yield row
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -226,9 +220,9 @@ def parse_object(raw: object, row_id: str) -> Json:
     try:
         text = raw if isinstance(raw, str) else json.dumps(raw, default=to_plain_value)
         row = env.load_json(text)
-        # its escapes may be no UTF-8, and its numbers out of range
-        json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, TypeError) as error:
+        if HALF_PAIR.search(text):
+            json.dumps(row, ensure_ascii=False).encode()
+    except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{row_id}: not JSON ({error}). {FORM_OF_ROWS}") from None
     if not isinstance(row, dict):
         raise DataError(f"{row_id}: the row is a {type(row).__name__}. {FORM_OF_ROWS}")
@@ -243,9 +237,10 @@ def to_plain_value(value: Any) -> object:  # of any library
     import pandas
 
     if isinstance(value, bytes | bytearray):
-        with contextlib.suppress(UnicodeDecodeError):
+        try:
             return value.decode()
-        return base64.b64encode(value).decode()
+        except UnicodeDecodeError:
+            return base64.b64encode(value).decode()
     if hasattr(value, "tolist") and "64[" not in str(value.dtype):  # of NumPy, pandas or torch
         return value.tolist()
     if pandas.isna(value):
@@ -260,11 +255,8 @@ def to_plain_value(value: Any) -> object:  # of any library
 # --- Parquet and Arrow ----------------------------------------------------------------------------
 
 
-def read_table(path: Path) -> Iterator[object]:
-    """Yield each row of a table: as a dict, or as JSON text if its only column is `row`.
-
-    Raises ValueError and Arrow's errors.
-    """
+def read_table(path: Path) -> Iterator[dict[str, object]]:
+    """Yield each row of a table of Parquet or Arrow. Raises ValueError and Arrow's errors."""
     import pyarrow  # takes a second, which JSON lines need not wait for
     from pyarrow import feather, ipc, parquet
 
@@ -281,15 +273,11 @@ def read_table(path: Path) -> Iterator[object]:
             table = ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
         schema = table.schema
         batches = table.to_batches(BATCH_ROWS)
-    columns = {column.name: column.type for column in schema}
-    json_columns = [name for name, kind in columns.items() if isinstance(kind, pyarrow.JsonType)]
-    for name in columns.keys() - json_columns:
-        if "arrow.json" in str(columns[name]):
-            raise ValueError(f"{name} has the type JSON inside it. Write JSON lines instead")
+    json_columns = [column.name for column in schema if isinstance(column.type, pyarrow.JsonType)]
+    for column in schema:
+        if "arrow.json" in str(column.type) and column.name not in json_columns:
+            raise ValueError(f"{column.name} has the type JSON inside it. Write JSON lines instead")
     for batch in batches:
-        if schema.names == ["row"]:
-            yield from batch.column(0).to_pylist()
-            continue
         for row in batch.to_pylist(maps_as_pydicts="strict"):
             values = {name: json.loads(row[name]) for name in json_columns if row[name] is not None}
             yield row | values

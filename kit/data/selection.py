@@ -1,4 +1,7 @@
-"""Select the episodes to train on, group by group."""
+"""Select the episodes to train on, group by group.
+
+Protects: advantages, from failed episodes and incomplete groups.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def group_episodes(episodes: Sequence[Episode], by: str = "group_id") -> dict[st
 
 
 def has_equal_values(values: Sequence[float]) -> bool:
-    """Whether the values of a group differ at most by rounding errors: it has no variance."""
+    """Return whether the values of a group differ at most by rounding errors: no variance."""
     return are_equal(values)
 
 
@@ -72,9 +75,9 @@ def take_groups(episodes: Sequence[Episode], count: int) -> list[Episode]:
 
 
 def check_failures(episodes: Sequence[Episode], max_failed_frac: float) -> None:
-    """Raise RunError if too many episodes failed.
+    """Check that few enough episodes failed, so that the others represent the task.
 
-    The verified episodes are then not representative of the task.
+    Raises RunError.
     """
     failed = [episode for episode in episodes if episode.status != "ok"]
     if len(failed) <= max_failed_frac * len(episodes):

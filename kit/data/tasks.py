@@ -1,6 +1,8 @@
 """Make the tasks of a recipe: read its rows, find the server of each row, encode the prompts.
 
-files -> read_rows (verl_rows.py) -> env.render_row -> env.encode_messages -> tasks -> batches
+files -> read_rows (verl_rows.py) -> env.render_row -> ChatTemplate.encode_prompt -> tasks
+
+Protects: rewards, from a row that goes to another server, and shares, from rows that are dropped.
 """
 
 from __future__ import annotations
@@ -10,16 +12,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import env
 from env import DataError, Json, Task
 from kit.chat.template import ChatTemplate
 from kit.data import fields
-from kit.data.fingerprint import name_row
+from kit.data.fingerprint import digest_row, name_row
 from kit.data.row_files import find_files, ignore, report_progress
 from kit.data.verl_rows import TASK_ID, read_rows
-from kit.recipe.entries import Entry
+
+if TYPE_CHECKING:
+    from kit.recipe.entries import Entry
 
 
 class LoadedTasks(NamedTuple):
@@ -40,11 +44,10 @@ def find_entry_files(
     entry_names: set[str] = set()
     file_names: set[str] = set()
     for entry in entries:
-        if entry.function:
-            continue
-        found = find_files(entry.file, report)
-        files = {make_unique(str(Path(file)), file_names): file for file in found}
-        yield entry._replace(file=make_unique(entry.file, entry_names)), files
+        if not entry.function:
+            found = find_files(entry.file, report)
+            files = {make_unique(str(Path(file)), file_names): file for file in found}
+            yield entry._replace(file=make_unique(entry.file, entry_names)), files
 
 
 def make_unique(name: str, used: set[str]) -> str:
@@ -84,7 +87,13 @@ class TaskLoader:
             readers = [read_rows(path, self.prompt_key, name) for name, path in files.items()]
             rows = report_progress(chain.from_iterable(readers), entry.file, self.report)
             tasks, dropped = self.make_tasks(rows, entry, copies)
-            self.report_copies(tasks, entry.file)
+            repeated = len(tasks) - len({id(task.messages) for task in tasks})
+            if repeated:
+                self.report(
+                    f"{entry.file}: {repeated:,} of {len(tasks):,} rows have the prompt and the "
+                    "answer of an earlier row, and each copy counts. To use each row once, remove "
+                    "the copies from the file."
+                )
             loaded.tasks.extend(tasks)
             loaded.dropped.extend(dropped)
         return loaded
@@ -107,40 +116,40 @@ class TaskLoader:
             if server is None:
                 skipped += 1
                 continue
-            key = name_row(row, copies)
-            place = (row_id.rpartition("/")[0], key.partition("-")[0])
+            digests = digest_row(row)
+            key = name_row(digests.problem, copies)
+            names = {"row_id": row_id, "server": server, "key": key, "digest": digests.row}
+            place = (row_id.rpartition("/")[0], digests.problem)
             if place in first:
-                task = replace(first[place], row_id=row_id, row=row, server=server, key=key)
+                task = replace(first[place], row=row, **names)
             else:
-                task = replace(self.make_task(row, row_id, server, entry), key=key)
+                task = self.make_task(row, entry, names)
             unused.update(fields.list_unused(fields.walk_row(row)))
             if task.template_arguments:
                 unused.update(self.template.list_unused(task.template_arguments))
             if len(task.prompt_ids) > self.max_prompt_length:
                 dropped.append(f"{row_id} ({len(task.prompt_ids)} tokens)")
-                continue
-            first.setdefault(place, task)
-            tasks.append(task)
-        new = {f: count for f, count in unused.items() if (entry.file, f) not in self.reported}
-        self.reported.update((entry.file, f) for f in new)
-        if new:
-            self.report(fields.describe_unused(new, entry.file))
+            else:
+                first.setdefault(place, task)
+                tasks.append(task)
         if skipped:
             dropped.append(f"{entry.file}: {skipped} rows of other servers")
+        self.report_unused(unused, entry.file)
         return LoadedTasks(tasks, dropped)
 
-    def report_copies(self, tasks: Sequence[Task], name: str) -> None:
-        """Report how many rows of an entry repeat earlier rows, if any do."""
-        copies = len(tasks) - len({id(task.messages) for task in tasks})
-        if copies:
-            self.report(
-                f"{name}: {copies:,} of {len(tasks):,} rows have the prompt and the answer of "
-                "an earlier row, and each copy counts. To use each row once, remove the copies "
-                "from the file."
-            )
+    def report_unused(self, counts: Mapping[str, int], name: str) -> None:
+        """Report the fields of an entry that are not used, each once. counts: of their rows."""
+        new = {key: count for key, count in counts.items() if (name, key) not in self.reported}
+        self.reported.update((name, key) for key in new)
+        if new:
+            self.report(fields.describe_unused(new, name))
 
-    def make_task(self, row: Json, row_id: str, server: str, entry: Entry) -> Task:
-        """Make a task. It has no ids if the environment writes the prompt. Raises DataError."""
+    def make_task(self, row: Json, entry: Entry, names: Mapping[str, str]) -> Task:
+        """Make a task. It has no ids if the environment writes the prompt. Raises DataError.
+
+        names: its row_id, server, key and digest.
+        """
+        row_id = names["row_id"]
         messages, tools = env.render_row(row, row_id)
         env.check_end(messages, row_id)
         arguments = env.read_template_arguments(row, row_id)
@@ -148,24 +157,21 @@ class TaskLoader:
         images = template.processor.read_images(messages, row_id)
         ids = template.encode_prompt(messages, tools, row_id, images=images) if messages else []
         return Task(
-            row_id,
-            row,
-            server,
-            messages,
-            ids,
-            tools,
-            entry.file,
-            entry.weight,
+            row=row,
+            messages=messages,
+            prompt_ids=ids,
+            tools=tools,
+            file=entry.file,
+            weight=entry.weight,
             template_arguments=arguments,
             images=images,
+            **names,
         )
 
     def find_server(self, row: Json, row_id: str, name: str) -> str | None:
         """Find the server of a row, or None if only_servers does not have it. Raises DataError."""
-        if name in self.custom_verifiers:
-            server: str | None = name
-        else:
-            server = match_server(row, self.aliases, name)
+        is_custom = name in self.custom_verifiers
+        server = name if is_custom else match_server(row, self.aliases, name)
         if self.only_servers is not None:
             return server if server in self.only_servers else None
         if server is None:

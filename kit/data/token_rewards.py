@@ -6,6 +6,8 @@ them, however small they are. The functions here remove both causes, so that an 
 special case.
 
 Shapes: B episodes, R response tokens. index [B] names the group of each episode.
+
+Protects: advantages, from rewards on masked tokens and from rounding errors.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ COMPARES_RETURNS = (
 
 
 def carry_rewards(rewards: Tensor, mask: Tensor, turn: Tensor | None = None) -> Tensor:
-    """Move the rewards of masked tokens to the last trained token before them -> [B, R].
+    """Return [B, R] with the rewards of masked tokens at the last trained token before them.
 
     If there is none before them, they move to the first trained token. The total of an episode
     stays the same. The rewards of an episode without trained tokens stay where they are.
@@ -62,7 +64,7 @@ def carry_rewards(rewards: Tensor, mask: Tensor, turn: Tensor | None = None) -> 
 def level_equal_rewards(
     rewards: Tensor, index: Sequence[str], estimator: str, gamma: float
 ) -> Tensor:
-    """Replace the rewards of groups whose rewards are all equal, where this is exact -> [B, R].
+    """Return [B, R] without the rewards of groups whose rewards are all equal, if this is exact.
 
     The mean of equal float32 numbers has a rounding error: GRPO makes an advantage of 0.056 of
     three rewards of 0.9. Without their common value, such a group has an advantage of exactly 0,
@@ -100,7 +102,7 @@ def level_groups(rewards: Tensor, index: Sequence[str], value: float) -> Tensor:
 
 
 def sum_rewards(rewards: Tensor, index: Sequence[str]) -> Tensor:
-    """Sum the rewards of each episode -> float64 [B].
+    """Return the sum of the rewards of each episode, float64 [B].
 
     Totals of a group that differ at most by rounding errors become the same number.
     """

@@ -1,12 +1,14 @@
-"""Read Gym rows from files that hold Gym's rows, Gym's materialized tasks or verl's rows.
+"""Convert rows of Gym, verl or TRL to Gym rows: the one form that a run uses.
 
 A row of verl (RLHFDataset) has `prompt`, `data_source`, `reward_model` and `extra_info`. It becomes
 a Gym row: its prompt is the `input`, and all other keys stay at the top level, unchanged. So a
 verifier finds verl's fields, and `to_verl` (`python env.py to-verl`) gives the same row back. Only
-`images` move into the prompt, to the places of `<image>`.
+`images` move into the prompt, to the places of `<image>`, and `tools` to the prompt's parameters.
 
 A materialized task of Gym 0.7 is {"task_id": {"taskset", "task_id"}, "task_input": row}. It becomes
 this row, with its identifiers under TASK_ID. The verifier's fields may be in the row's `task_data`.
+
+Protects: prompts and rewards, from fields of a row that would be ignored or read in two ways.
 """
 
 from __future__ import annotations
@@ -23,14 +25,9 @@ from kit.data.row_files import parse_object, read_raw_rows
 
 GYM_ROW = "gym_row"  # key of extra_info: `to_verl` saves the Gym row there, as JSON
 TASK_ID = "_ng_task_id"  # key of a row: {taskset, task_id} of the materialized task
-OBJECTS = (  # fields of a Gym row or of a task that are objects; some tables hold them as JSON text
-    "responses_create_params",
-    "task_input",
-    "task_data",
-    "task_id",
-    "agent_ref",
-    TASK_ID,
-)
+PARAMS = "responses_create_params"
+# fields of a Gym row or of a task that are objects; some tables hold them as JSON text
+OBJECTS = (PARAMS, "task_input", "task_data", "task_id", "agent_ref", TASK_ID)
 VERL_OBJECTS = ("reward_model", "extra_info")  # fields of a row of verl that are objects
 IMAGE_MARK = "<image>"
 
@@ -45,27 +42,26 @@ def read_rows(path: str, prompt_key: str = "prompt", name: str = "") -> Iterator
 
 
 def parse_row(raw: object, row_id: str, prompt_key: str = "prompt") -> Json:
-    """Convert JSON text or a dict, of Gym or verl, to a Gym row.
+    """Convert JSON text or a dict, of Gym, verl or TRL, to a Gym row.
 
     Raises DataError, and UnsupportedRowError for a valid row that the kit cannot use.
     """
     row = parse_object(raw, row_id)
-    if row.get("task_input") is not None or row.get("responses_create_params") is not None:
+    if row.get("task_input") is not None or row.get(PARAMS) is not None:
         row = parse_objects(row, row_id, OBJECTS)
     if isinstance(row.get("task_id"), dict) and row.get("task_input") is not None:
         row = parse_objects(flatten_task(row, row_id), row_id, OBJECTS)
     if not isinstance(raw, str):  # of a table, whose objects Arrow fills with nulls
-        prompts = {prompt_key, "responses_create_params", "tools", env.TEMPLATE_ARGUMENTS}
+        prompts = {prompt_key, PARAMS, "tools", env.TEMPLATE_ARGUMENTS}
         row |= {key: env.drop_nulls(row[key]) for key in row.keys() & prompts}
-    is_gym_row = row.get("responses_create_params") not in (None, "")  # "" is a cell of a table
-    if is_gym_row or ("responses_create_params" in row and prompt_key not in row):
-        return check_gym_row(row, row_id)
-    if prompt_key in row:
+    if prompt_key in row and row.get(PARAMS) in (None, ""):  # "" is a cell of a table
         return from_verl(row, row_id, prompt_key)
+    if PARAMS in row:
+        return check_gym_row(row, row_id)
     keys = ", ".join(row) or "no key"
     raise DataError(
-        f"{row_id}: it has {keys}, but neither Gym's responses_create_params nor verl's "
-        f"`{prompt_key}` (data.prompt_key). Add one of them. (`sft` reads chats.) "
+        f"{row_id}: it has {keys}, but neither Gym's {PARAMS} nor verl's `{prompt_key}` "
+        "(data.prompt_key). Add one of them. (`sft` reads chats.) "
         'See docs/guides/data.md, "1. The form of a row".'
     )
 
@@ -103,18 +99,18 @@ def check_gym_row(row: Json, row_id: str) -> Json:
     Lists and objects that are JSON text are parsed, and TRL's column chat_template_kwargs is where
     Gym has it. Raises DataError, and UnsupportedRowError for fields that are refused.
     """
-    params = env.parse_params(row.get("responses_create_params"), row_id)
+    params = env.parse_params(row.get(PARAMS), row_id)
     arguments = env.read_object(row, env.TEMPLATE_ARGUMENTS, row_id)
     if arguments:
         metadata = {env.TEMPLATE_ARGUMENTS: json.dumps(arguments)}
         params["metadata"] = metadata | env.read_object(params, "metadata", row_id)
-    row = {**row, "responses_create_params": params}
+    row = {**row, PARAMS: params}
     fields.check(fields.walk_row(row), row_id)
     return row
 
 
 def from_verl(row: Json, row_id: str, prompt_key: str = "prompt") -> Json:
-    """Convert a row of verl to a Gym row. If `to_verl` made it, this is the original Gym row.
+    """Convert a row of verl or TRL to a Gym row. If `to_verl` made it, this is the first Gym row.
 
     Raises DataError, and UnsupportedRowError for a valid row that the kit cannot use.
 
@@ -123,9 +119,14 @@ def from_verl(row: Json, row_id: str, prompt_key: str = "prompt") -> Json:
     """
     row = parse_objects(row, row_id, VERL_OBJECTS)
     prompt = env.read_prompt(row[prompt_key], row_id, prompt_key)
-    check_verl_row(row, prompt, row_id, prompt_key)
-    extra_info = row.get("extra_info")
-    if isinstance(extra_info, dict) and isinstance(extra_info.get(GYM_ROW), str):
+    if not prompt or not isinstance(prompt, str | list):
+        value = "null" if prompt is None else f"{prompt!r:.40}"
+        raise DataError(f"{row_id}: `{prompt_key}` is {value}. It must be text or chat messages.")
+    extra_info = row.get("extra_info") if isinstance(row.get("extra_info"), dict) else {}
+    fields.check([(fields.PROMPT_ROW, row)], row_id)
+    if row.get("agent_name") != fields.SINGLE_TURN:
+        fields.check([(fields.EXTRA_INFO, extra_info)], row_id)
+    if isinstance(extra_info.get(GYM_ROW), str):
         gym_row = check_gym_row(parse_object(extra_info[GYM_ROW], row_id), row_id)
         if prompt != env.render_row(gym_row, row_id)[0]:
             raise DataError(
@@ -135,28 +136,12 @@ def from_verl(row: Json, row_id: str, prompt_key: str = "prompt") -> Json:
         return gym_row
     images = env.read_json(row.get("images")) or []
     params: Json = {"input": place_images(prompt, images, row_id)}
-    moved = {prompt_key, "responses_create_params"}
-    moved |= {"images"} if images else set()
+    moved = {prompt_key, PARAMS, *(["images"] if images else [])}
     if env.read_json(row.get("tools")):
         moved.add("tools")
         params["tools"] = row["tools"]
-    other_fields = {key: value for key, value in row.items() if key not in moved}
-    return check_gym_row({"responses_create_params": params, **other_fields}, row_id)
-
-
-def check_verl_row(row: Json, prompt: object, row_id: str, prompt_key: str) -> None:
-    """Check that a row of verl has a prompt that one turn answers.
-
-    Raises DataError, UnsupportedRowError.
-    """
-    if not prompt or not isinstance(prompt, str | list):
-        value = "null" if prompt is None else f"{prompt!r:.40}"
-        raise DataError(f"{row_id}: `{prompt_key}` is {value}. It must be text or chat messages.")
-    objects = [(fields.PROMPT_ROW, row)]
-    extra_info = row.get("extra_info")
-    if isinstance(extra_info, dict) and row.get("agent_name") != fields.SINGLE_TURN:
-        objects.append((fields.EXTRA_INFO, extra_info))
-    fields.check(objects, row_id)
+    others = {key: value for key, value in row.items() if key not in moved}
+    return check_gym_row({PARAMS: params, **others}, row_id)
 
 
 # --- images of verl's rows ------------------------------------------------------------------------
@@ -169,11 +154,11 @@ def place_images(prompt: str | list[Json], images: object, row_id: str) -> objec
     """
     if not isinstance(images, list):
         raise DataError(f"{row_id}: images must be a list. Correct it.")
-    if images and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, str):
-        return prompt
-    texts = [m.get("content") for m in prompt if isinstance(m, dict)]
+        if not images:
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    texts = [message.get("content") for message in prompt if isinstance(message, dict)]
     marks = sum(text.count(IMAGE_MARK) for text in texts if isinstance(text, str))
     if images and marks != len(images):
         raise DataError(

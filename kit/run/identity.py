@@ -90,7 +90,7 @@ def make_fingerprint(recipe: Recipe, inputs: RunInputs) -> Fingerprint:
     rows = {}
     for key, tasks in zip(ROW_KEYS, (inputs.train, inputs.validation), strict=True):
         if tasks:
-            rows[key] = [hash_row(task.row) for task in tasks]
+            rows[key] = [task.digest or hash_row(task.row) for task in tasks]
     return Fingerprint(values, {key: one for key, one in contents.items() if one}, rows)
 
 

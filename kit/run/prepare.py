@@ -378,7 +378,8 @@ def load_rows(
         inputs.dropped += loaded.dropped
         tasks[key] = loaded.tasks
         if key == VAL or command == "rollout":
-            tasks[key] += generated_rows.generate_once(settings, listed, key, loader)
+            limit = settings.env.val_max_rows if key == VAL else settings.env.max_rows
+            tasks[key] += generated_rows.generate_once(listed, key, loader, data.seed, limit)
     inputs.train = limit_rows(tasks[TRAIN], settings.env.max_rows)
     inputs.validation = limit_rows(tasks[VAL], settings.env.val_max_rows)
     inputs.source = generated_rows.RowSource(inputs.train, sampler, data.seed, data.shuffle)

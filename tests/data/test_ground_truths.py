@@ -12,7 +12,6 @@ from kit.data import ground_truths
 from kit.data.ground_truths import find_ground_truth, is_empty
 
 MISSING = [None, math.nan, "", " \n\t", {}, {"target": None}]
-NO_ANSWERS = [[], [None], ["", None]]  # an expected answer does not exist
 PROOF = "Suppose that the number five is even. Then half of it is whole, which it is not."
 
 # --- find ----------------------------------------------------------------------------------------
@@ -42,19 +41,11 @@ def test_the_first_place_with_a_value_has_the_ground_truth(values):
     assert found is expected
 
 
-def test_a_row_without_these_fields_has_no_ground_truth():
-    for row in ({}, {"target": "5"}, {"reward_model": None, "extra_info": "5"}):
-        assert find_ground_truth(row) is None
-
-
-@pytest.mark.parametrize("value", MISSING, ids=repr)
-def test_missing_values_are_empty(value):
-    assert is_empty(value)
-
-
-@pytest.mark.parametrize("value", [0, 0.0, False, "0", "nan", [0], {"a": 0}, *NO_ANSWERS], ids=repr)
-def test_other_values_are_not_empty(value):
-    assert not is_empty(value)
+def test_missing_values_are_empty_and_others_are_not():
+    assert find_ground_truth({"reward_model": None, "extra_info": "5"}) is None
+    assert all(is_empty(value) for value in MISSING)
+    others = (0, 0.0, False, "0", "nan", [0], {"a": 0}, [], [None])
+    assert not any(is_empty(value) for value in others)
 
 
 # --- what is read --------------------------------------------------------------------------------

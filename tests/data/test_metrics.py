@@ -50,13 +50,12 @@ def test_pass_at_k_is_the_chance_that_one_of_k_is_right():
     assert compute_validation_metrics(make_verified(rewards), 4).items() > metrics.items()
 
 
-@pytest.mark.parametrize(("n", "expected"), [(1, {1}), (5, {1, 2, 4, 5}), (8, {1, 2, 4, 8})])
-def test_pass_at_k_is_computed_for_powers_of_two_and_for_n(n, expected):
+def test_pass_at_k_is_computed_for_powers_of_two_and_for_n():
     """A row with too few episodes does not count."""
-    metrics = compute_scores(make_verified({0: [1.0] * n, 1: [0.0]}), n, "s")
+    metrics = compute_scores(make_verified({0: [1.0] * 5, 1: [0.0]}), 5, "s")
     ks = {int(name.rpartition("@")[2]) for name in metrics if "core" in name and "pass@" in name}
-    assert ks == expected and metrics["val-core/s/acc/pass@1"] == 0.5
-    assert n == 1 or metrics[f"val-core/s/acc/pass@{n}"] == 1.0
+    assert ks == {1, 2, 4, 5} and metrics["val-core/s/acc/pass@1"] == 0.5
+    assert metrics["val-core/s/acc/pass@5"] == 1.0
 
 
 def test_copies_of_a_problem_are_one_row_of_an_interval():
@@ -99,15 +98,10 @@ def test_a_pass_rate_is_the_mean_of_the_old_rate_and_the_new_one():
     episodes = [make_row_episode("a", reward) for reward in (1.0, 0.0, 2.0, 0.999)]
     episodes += [make_row_episode("b", 1.0), make_row_episode("d", 0.0)]
     episodes += [make_row_episode(row_id, None, "timeout") for row_id in ("a", "c")]
-    # a row without an old rate gets the new rate
     assert update_pass_rates(episodes, {}) == {"a": 0.5, "b": 1.0, "d": 0.0}
     before = {"a": 0.25, "b": 0.5, "d": 0.5, "e": 0.75}
     # the result has no rows without a new response
     assert update_pass_rates(episodes, before) == {"a": 0.375, "b": 0.75, "d": 0.25}
-    assert before == {"a": 0.25, "b": 0.5, "d": 0.5, "e": 0.75}
-    # an episode without a reward does not pass
-    assert update_pass_rates([make_row_episode("a", None)], {"a": 0.5}) == {"a": 0.25}
-    assert update_pass_rates([], before) == {}
 
 
 def test_an_evaluation_also_reports_scores_with_failures():
@@ -149,15 +143,11 @@ def test_an_evaluation_also_reports_scores_with_failures():
         "val-core/u/acc/mean@1: no response was verified",
         "val-core/u/reward/mean@1: no response was verified",
     ]
-    warnings.clear()
-    warn_about_failures(compute_validation_metrics(episodes[:4], 4), warnings.append)
-    assert warnings == []
 
 
 SOURCES = {  # a row -> the name under which it is scored, on the server "score"
     "set_a": {"data_source": "set_a"},
     "openai/gsm8k": {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "7"}},
-    "score": {},
     "score, no text": {"data_source": None},
     "score, of Gym": {"data_source": "set_a", "agent_ref": {"name": "simple_agent"}},
 }
@@ -170,7 +160,6 @@ def test_a_row_of_verl_is_scored_under_its_data_source(name):
     expected = name.partition(",")[0]
     assert name_test_set(SOURCES[name], "score") == expected
     assert read_test_set(f"val-core/{expected}/reward/mean@4") == expected
-    assert read_test_set(f"val-aux/{expected}/acc/mean@4_failed_as_0") == expected
     assert find_metric(f"val-core/{expected}/acc/pass@4")
 
 
@@ -183,7 +172,7 @@ def test_all_metrics_of_a_step():
             "a",
             "1",
             1.0,
-            policy_versions=[(1, 4), (3, 2)],
+            policy_versions=[(1, 4), (3, 2), (9, None)],
             ended="length",
             response_ids=[1, 2, 3, 4],
         ),
@@ -226,32 +215,10 @@ def test_all_metrics_of_a_step():
     )
 
 
-def test_staleness_is_the_age_of_the_sampling_weights_in_steps():
-    """Step 5 trains the weights of step 4, so tokens from those weights are 0 steps old."""
-    fresh = episode("a", "1", 1.0, policy_versions=[(2, 4)])
-    old = episode("a", "1", 0.0, policy_versions=[(6, 1), (9, None)])
-    metrics = compute_rollout_metrics([fresh, old], [fresh, old], step=5)
-    assert metrics["rollout/staleness/mean"] == 18 / 8 and metrics["rollout/staleness/max"] == 3.0
-    assert metrics["rollout/ended/length_frac"] == 0  # it is logged, so that charts show it
-    unknown = episode("a", "1", 0.0, policy_versions=[(9, None)])
-    metrics = compute_rollout_metrics([fresh, unknown], [unknown], step=5)
-    assert not any("staleness" in name for name in metrics)
-
-
 def test_a_step_with_only_failures_has_no_rewards():
     metrics = compute_rollout_metrics([episode("a", "1", None), episode("a", "2", None)], [])
     assert (metrics["rollout/failed_frac"], metrics["rollout/failed/timeout"]) == (1.0, 2.0)
     assert not any("reward" in name or "turns" in name for name in metrics)
-
-
-def test_a_zero_variance_group_has_two_or_more_equal_rewards():
-    def count_uniform(*rewards):
-        episodes = [episode("a", "1", r) for r in rewards]
-        return compute_rollout_metrics(episodes, [])["rollout/zero_variance_groups"]
-
-    assert count_uniform(1.0, 1.0) == count_uniform(0.5, 0.5, None) == 1.0
-    assert count_uniform(1.0) == count_uniform(1.0, None) == 0.0
-    assert count_uniform(1.0, 0.0) == count_uniform(1.0, 1.0, 0.0) == 0.0
 
 
 def test_a_score_is_shown_with_its_interval():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import math
 from types import SimpleNamespace
 
@@ -92,34 +91,33 @@ def test_an_episode_that_is_written_and_read_is_the_same_bit_for_bit(tmp_path):
 
 def test_an_image_in_a_row_is_written_as_its_hash():
     """Other parts are written unchanged, and the row itself is not modified."""
-    parts = [
-        {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+    url = "data:image/png;base64,AAAA"
+    shown, *others = parts = [
+        {"type": "input_image", "image_url": url},
         {"type": "input_text", "text": "what?"},
         {"type": "input_image", "image_url": "https://x/a.png"},
     ]
-    messages = [{"role": "system", "content": "look"}, {"role": "user", "content": parts}]
-    image_row = {"responses_create_params": {"input": messages, "temperature": 1.0}, "answer": "7"}
-    digest = hashlib.sha256(b"data:image/png;base64,AAAA").hexdigest()[:16]
-    expected = json.loads(json.dumps(image_row))
-    expected["responses_create_params"]["input"][1]["content"][0]["image_url"] = f"sha256 {digest}"
-    assert rollout_files.replace_images_by_hash(image_row) == expected
-    assert parts[0]["image_url"].startswith("data:")
-    for plain in (row(), {"question": "x"}, {"responses_create_params": {"input": "say 7"}}):
-        assert rollout_files.replace_images_by_hash(plain) == plain
+    image_row = {**row(), "responses_create_params": {"input": [{"content": parts}]}}
+    written = rollout_files.replace_images_by_hash(image_row)
+    digest = hashlib.sha256(url.encode()).hexdigest()[:16]
+    replaced = {**shown, "image_url": f"sha256 {digest}"}
+    assert written["responses_create_params"]["input"] == [{"content": [replaced, *others]}]
+    assert shown["image_url"] == url
+    assert rollout_files.replace_images_by_hash(row()) == row()
 
 
 def test_32_bit_log_probs_are_written_with_few_digits_and_read_bit_for_bit(tmp_path):
     bits = np.random.default_rng(0).integers(0, 2**32, 2_000, dtype=np.uint32).view(np.float32)
     sampled = [float(p) for p in bits if np.isfinite(p)]
-    ids = list(range(len(sampled)))
-    fields = {
-        "response_ids": ids,
-        "response_mask": [1] * len(ids),
-        "turns": [TurnSpan(0, len(ids), 1)],
-        "log_probs": sampled,
-    }
-    ((again,),) = write_and_load(tmp_path / "step_1.jsonl", episode(**fields))
-    assert again.log_probs == sampled and again.response_ids == ids
+    count = len(sampled)
+    one = episode(
+        response_ids=[7] * count,
+        response_mask=[1] * count,
+        turns=[TurnSpan(0, count, 1)],
+        log_probs=sampled,
+    )
+    ((again,),) = write_and_load(tmp_path / "step_1.jsonl", one)
+    assert again.log_probs == sampled
     (_, record), *_ = rollout_files.read_records(tmp_path / "step_1.jsonl")
     item = next(item for item in record["response"]["output"] if TOKEN_FIELDS[2] in item)
     # numpy prints as few digits as 32 bits need
@@ -135,10 +133,6 @@ def test_a_record_has_the_format_of_gym_and_begins_with_a_summary():
     ]
     assert record["_episode"]["prompt"] == "say 7" and record["_episode"]["prompt_tokens"] == 3
     assert record["_episode"]["response_tokens"] == 4
-    # fields of the row do not replace those of the record
-    other = episode(row={**row(), "_episode": "of the row", "reward": 9.0})
-    other_record = rollout_files.to_record(other, 0, 0)
-    assert other_record["_episode"]["reward"] == other_record["reward"] == 0.1 + 0.2
     assert (record["extracted"], record["question"]) == ("7", "say 7")
     assert (record["_ng_task_index"], record["_ng_rollout_index"]) == (3, 5)
     first, seen, second = record["response"]["output"]
@@ -149,12 +143,13 @@ def test_a_record_has_the_format_of_gym_and_begins_with_a_summary():
 
 
 def test_a_record_has_the_failure_and_the_components_that_a_server_reports():
-    task_row = {**row("say 7"), "reward_components": "a field of the row", "_episode": "another"}
+    fields_of_the_row = {"reward_components": "x", "_episode": "x", "reward": 9.0}
+    task_row = {**row("say 7"), **fields_of_the_row}
     failed = Episode("r", "0/0", "s", [5], row=task_row, failure={"stage": "agent"})
     record = rollout_files.to_record(failed, 0, 0)
     assert next(iter(record)) == "_episode"
     assert record["_episode"]["failure"] == {"stage": "agent"}
-    assert record["reward_components"] == {}
+    assert record["reward_components"] == {} and record["reward"] is None
     plain = rollout_files.to_record(Episode("r", "0/0", "s", [5], row=row("say 7")), 0, 0)
     assert "failure" not in plain["_episode"] and "reward_components" not in plain
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
-import zipfile
 from datetime import datetime
 from decimal import Decimal
 from uuid import UUID
@@ -45,23 +44,10 @@ def write_stream(path) -> None:
         out.write_table(table)
 
 
-def write_zip(path, *contents) -> None:
-    with zipfile.ZipFile(path, "w") as archive:
-        for number, content in enumerate(contents):
-            archive.writestr(f"{number}.jsonl", content)
-
-
-def write_zstd(path, content) -> None:
-    with pyarrow.output_stream(str(path), compression="zstd") as out:
-        out.write(content)
-
-
 WRITERS = {  # {file name: a function that writes ROWS there}
     "rows.ndjson": lambda path: path.write_bytes(b"\xef\xbb\xbf" + LINES),  # a byte order mark
     "rows.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES)),
     "rows.jsonl.xz": lambda path: path.write_bytes(lzma.compress(LINES)),
-    "rows.JSONL.ZIP": lambda path: write_zip(path, LINES),
-    "rows.jsonl.zst": lambda path: write_zstd(path, LINES),
     "rows.json": lambda path: path.write_text(f"\n {json.dumps(ROWS, indent=1)}"),
     "lines.json": lambda path: Dataset.from_list(ROWS).to_json(path),
     "rows.csv.xz": lambda path: pandas.DataFrame(CELLS).to_csv(path, index=False),
@@ -72,7 +58,7 @@ WRITERS = {  # {file name: a function that writes ROWS there}
 }
 
 
-LINE_FILES = [*WRITERS][:5]
+LINE_FILES = [*WRITERS][:3]
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -126,7 +112,6 @@ def test_a_long_cell_and_blank_lines_are_read(tmp_path):
     [
         ('{"responses_create_params": {}}\n{oops\n', "2: not JSON"),
         ('{"responses_create_params": {}, "x": "\\ud800"}\n', "1: not JSON"),
-        ("[1]\n", "1: the row is a list"),
         ('\n\n{"question": "x"}\n', "3: it has question, but neither Gym"),
     ],
 )
@@ -141,12 +126,10 @@ def test_the_error_of_a_malformed_line_names_file_and_line(tmp_path, text, place
     [
         ("a.jsonl", b'{"x": "\xff"}\n', "'utf-8' codec can't decode byte"),
         ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:40], "Compressed file ended"),
-        ("a.jsonl.zst", b"no rows", ""),
         ("a.parquet", b"no rows", ""),
         ("a.arrow", b"no rows", ""),
         ("a.json", b'[{"prompt": "a"} {"prompt": "b"}]', "Expecting ',' delimiter: line 1"),
         ("a.csv", b"a,b\n1,2\n\n3\n", "line 4: it has other cells than line 1"),
-        ("a.csv", b'a,b\n1,"2\n', "unexpected end of data"),
     ],
 )
 def test_a_malformed_file_is_an_error_with_its_reason(tmp_path, name, content, reason):
@@ -154,12 +137,6 @@ def test_a_malformed_file_is_an_error_with_its_reason(tmp_path, name, content, r
     with pytest.raises(env.DataError) as raised:
         list(read_raw_rows(str(tmp_path / name)))
     assert str(raised.value).startswith(f"{tmp_path}/{name}: cannot be read ({reason}")
-
-
-def test_an_archive_of_two_files_is_refused(tmp_path):
-    write_zip(tmp_path / "rows.jsonl.zip", LINES, LINES)
-    with pytest.raises(env.DataError, match="the archive must have one file; unpack it"):
-        list(read_raw_rows(tmp_path / "rows.jsonl.zip"))
 
 
 def test_an_address_is_refused_with_the_way_to_download_it():
@@ -217,21 +194,18 @@ def write_table(rows, path, writer):
         Dataset.from_list(rows).to_parquet(path)
     elif writer == "arrow":
         parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=1)
-    elif writer == "one column":
-        parquet.write_table(pyarrow.table({"row": [json.dumps(row) for row in rows]}), path)
     else:  # JSON text in each column that is no text
-        columns: dict[str, list[str]] = {}
-        for key in rows[0]:
-            values = [row[key] for row in rows]
-            columns[key] = [v if isinstance(v, str) else json.dumps(v) for v in values]
-        parquet.write_table(pyarrow.table(columns), path)
+        texts = [
+            {k: v if isinstance(v, str) else json.dumps(v) for k, v in r.items()} for r in rows
+        ]
+        parquet.write_table(pyarrow.Table.from_pylist(texts), path)
 
 
 def read_table(path) -> list[dict]:
     return [row for _, row in read_rows(str(path))]
 
 
-@pytest.mark.parametrize("writer", ["datasets", "arrow", "JSON text", "one column"])
+@pytest.mark.parametrize("writer", ["datasets", "arrow", "JSON text"])
 def test_a_table_of_gym_rows_has_the_rows_of_json_lines(tmp_path, writer):
     rows = make_gym_rows()
     write_table(rows, tmp_path / "gym.parquet", writer)
@@ -246,15 +220,6 @@ def test_only_the_fields_of_a_verifier_keep_the_nulls_of_a_table(tmp_path):
     write_table(rows, tmp_path / "rows.parquet", "arrow")
     read = [row["metadata"] for row in read_table(tmp_path / "rows.parquet")]
     assert read == [{"words": 3, "letters": None}, {"words": None, "letters": 4}]
-
-    def make_chat(**arguments):
-        call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": arguments}}
-        return [{"role": "assistant", "content": None, "tool_calls": [call]}]
-
-    chats = [make_chat(city="Rome"), make_chat(count=2)]
-    write_table([{"prompt": chat} for chat in chats], tmp_path / "calls.parquet", "arrow")
-    for row, chat in zip(read_table(tmp_path / "calls.parquet"), chats, strict=True):
-        assert row["responses_create_params"]["input"][0]["tool_calls"] == chat[0]["tool_calls"]
 
 
 def test_a_column_of_parquets_type_json_has_values_and_a_nested_one_is_refused(tmp_path):
@@ -272,15 +237,12 @@ def test_a_column_of_parquets_type_json_has_values_and_a_nested_one_is_refused(t
 
 IDENTIFIER = UUID("43d30c5d-737f-4001-99d6-76f54950aa7e")
 VALUES = [  # (value, its Arrow type or None, the value in the row)
-    (float("inf"), pyarrow.float32(), None),
     (Decimal("1.10"), None, "1.10"),
     (datetime(2026, 1, 2), pyarrow.timestamp("ns", "Europe/Rome"), "2026-01-02T01:00:00+01:00"),
     (IDENTIFIER, pyarrow.uuid(), str(IDENTIFIER)),
     ("text: ü".encode(), None, "text: ü"),
     (b"\x89PNG\xff", None, "iVBOR/8="),
-    (2**63, pyarrow.uint64(), 2**63),
     ([(7, ["x"])], pyarrow.map_(pyarrow.int8(), pyarrow.list_(pyarrow.string())), {"7": ["x"]}),
-    ({"a": [{"b": Decimal("0.50")}]}, None, {"a": [{"b": "0.50"}]}),
 ]
 
 

@@ -58,7 +58,6 @@ NAMES = {"math": "math", "math_with_code": "math_with_code", "mcqa": "mcqa", "al
     [
         ({}, ["mcqa"], "mcqa"),
         ({"agent_ref": None}, {"math": "math", "some_agent": "math"}, "math"),  # one server
-        ({"agent_ref": {"name": "mcqa"}}, TWO, "mcqa"),
         ({"agent_ref": {"name": "alias"}}, NAMES, "mcqa"),
         ({"agent_ref": {"name": "math_with_code_y"}}, NAMES, "math_with_code"),
         ({"agent_ref": {"name": "math_with_judge_simple_agent"}}, NAMES, "math"),
@@ -73,16 +72,9 @@ def test_a_row_matches_its_server(fields, aliases, server):
     assert make_loader(aliases).find_server(row(**fields), "x:1", "") == server
 
 
-@pytest.mark.parametrize(
-    ("fields", "aliases", "message"),
-    [
-        ({}, TWO, r"x:1: agent_ref None matches none of gym\.servers \(math, mcqa\)"),
-        ({"agent_ref": {"name": "mcqaplus_agent"}}, ["mcqa"], "agent_ref 'mcqaplus_agent' matches"),
-    ],
-)
-def test_a_row_that_matches_no_server_shows_all_that_it_names(fields, aliases, message):
-    with pytest.raises(env.DataError, match=message):
-        make_loader(aliases).find_server(row(**fields), "x:1", "")
+def test_a_row_that_matches_no_server_shows_all_that_it_names():
+    with pytest.raises(env.DataError, match=r"^x:1: agent_ref 'mcqaplus_agent' matches none"):
+        make_loader(["mcqa"]).find_server(row(agent_ref={"name": "mcqaplus_agent"}), "x:1", "")
 
 
 def test_rows_of_other_servers_are_counted_for_each_file_and_may_have_any_form(tmp_path):
@@ -96,29 +88,6 @@ def test_rows_of_other_servers_are_counted_for_each_file_and_may_have_any_form(t
 
 
 # --- entries --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"path": "a.jsonl", "wieght": 1},
-        {"weight": 1},
-        {"path": "a.jsonl", "weight": 0},
-        {"path": "a.jsonl", "server": "s", "verifier": "v.py:f"},
-    ],
-    ids=str,
-)
-def test_an_invalid_entry_is_an_error(entry):
-    with pytest.raises(ConfigError):
-        parse_entry(entry)
-
-
-def test_an_entry_is_a_path_or_a_function_with_its_settings():
-    assert parse_entry("a.jsonl") == parse_entry({"path": "a.jsonl"}) == Entry("a.jsonl")
-    function = {"function": "t.py:rows", "top": 3}
-    assert parse_entry(function | {"weight": 2, "server": "s"}) == Entry(
-        "t.py:rows", 2, "s", None, function
-    )
 
 
 def test_an_entry_gives_its_rows_a_server_and_a_weight(tmp_path):
@@ -138,11 +107,10 @@ def test_an_entry_gives_its_rows_a_server_and_a_weight(tmp_path):
         load_tasks([{"path": path, "server": "c"}])
 
 
-@pytest.mark.parametrize("spelling", ["rows.jsonl", "*.jsonl"])
-def test_a_file_in_two_entries_keeps_both_weights_and_servers(tmp_path, monkeypatch, spelling):
+def test_a_file_in_two_entries_keeps_both_weights_and_servers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_numbers(tmp_path / "rows.jsonl")
-    second = {"path": spelling, "weight": 3, "server": "b"}
+    second = {"path": "*.jsonl", "weight": 3, "server": "b"}
     loaded = load_tasks([{"path": "rows.jsonl", "weight": 1, "server": "a"}, second])
     assert len({task.row_id for task in loaded}) == len(loaded) == 16
     assert [task.row_id for task in loaded[:8]] == [f"rows.jsonl:{n}" for n in range(1, 9)]
@@ -172,18 +140,14 @@ def shards(tmp_path, monkeypatch):
     ("path", "files"),
     [
         ("data", ["a.jsonl", "b.jsonl"]),
-        ("data/[b-z].jsonl", ["b.jsonl"]),
         (
             "data/**/*.jsonl",
             ["a.jsonl", "b.jsonl", "sub/c.jsonl", "sub/spark.jsonl/part-0.jsonl"],
         ),
         ("data/sub", ["sub/c.jsonl", "sub/spark.jsonl/part-0.jsonl"]),
-        ("data/a.jsonl", ["a.jsonl"]),
     ],
 )
 def test_a_folder_or_pattern_stands_for_its_files_in_sorted_order(shards, path, files):
-    assert find_files(path) == [f"data/{name}" for name in files]
-    assert find_files(str(shards / path)) == [str(shards / "data" / name) for name in files]
     loaded = load_tasks([{"path": path, "weight": 2}])
     expected = [f"data/{name}:{number}" for name in files for number in (1, 2)]
     assert [task.row_id for task in loaded] == expected
@@ -197,19 +161,11 @@ def test_a_path_is_taken_literally_if_its_file_exists(tmp_path, monkeypatch):
     assert find_files(path) == find_files("~/rows[1].jsonl") == [path]
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("data/*.parquet", "data/*.parquet: no file matches this pattern. Correct it."),
-        ("empty", "empty: the folder has no file of rows (.jsonl, .json, .ndjson, .csv, "),
-        ("none.jsonl", "none.jsonl: no such file. Check the path."),
-    ],
-)
-def test_a_path_without_files_is_one_clear_error(shards, workspace, path, message):
-    (shards / "empty").mkdir()
-    with pytest.raises((env.DataError, ConfigError)) as raised:
-        load(workspace, f"env.train_files=['{path}']")
-    assert message in str(raised.value)
+def test_a_pattern_or_a_folder_without_files_is_one_clear_error(tmp_path):
+    with pytest.raises(env.DataError, match=r"no file matches this pattern\. Correct it\."):
+        find_files(f"{tmp_path}/*.parquet")
+    with pytest.raises(env.DataError, match=r"the folder has no file of rows \(\.jsonl, "):
+        find_files(str(tmp_path))
 
 
 # --- tasks ----------------------------------------------------------------------------------------
@@ -259,9 +215,7 @@ def count_limited(limit, **files):
 def test_a_limit_of_rows_is_shared_by_the_files():
     assert count_limited(10, a=(50, 0.8), b=(50, 0.2)) == [8, 2]
     assert count_limited(8, a=(100, None), b=(300, None)) == [2, 6]
-    assert count_limited(8, a=(100, 0.999), b=(300, 0.001)) == [7, 1]
     assert count_limited(50, a=(100, 1), b=(8, 1)) == [42, 8]  # the short file gives all
-    assert count_limited(None, a=(3, None), b=(2, None)) == [3, 2]
     with pytest.raises(env.DataError, match=r"A limit of 1 rows leaves none of b\."):
         count_limited(1, a=(8, 0.5), b=(8, 0.5))
 

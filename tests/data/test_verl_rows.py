@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 
@@ -57,10 +56,7 @@ def test_rows_of_verl_and_gym_train_together(workspace, tmp_path):
     ("invalid_row", "message"),
     [
         (make_row(None), "`prompt` is null. It must be text or chat messages."),
-        (make_row(7), "`prompt` is 7"),
-        (make_row(videos=["x.mp4"]), "verl's videos are not supported"),
         (make_row(extra_info={"gym_row": json.dumps(row("other"))}), "`prompt` differs from that"),
-        ({"question": "2?"}, "it has question, but neither Gym's responses_create_params nor"),
         (7, "the row is a int"),
     ],
 )
@@ -102,10 +98,8 @@ def image_part(url: str) -> dict:
     ("image", "url"),
     [
         ({"bytes": RED, "path": "red.png"}, data_url(RED)),
-        ({"bytes": base64.b64encode(RED).decode()}, data_url(RED)),  # in JSON lines
         ({"bytes": None, "path": "red.png"}, "red.png"),
         ({"image": "file:///tmp/red.png", "max_pixels": None}, "file:///tmp/red.png"),
-        ({"url": "https://x.org/red.png"}, "https://x.org/red.png"),
         ("red.png", "red.png"),
     ],
 )
@@ -120,23 +114,17 @@ def test_an_image_of_verl_is_shown_at_its_place(image, url):
 
 
 def test_a_text_prompt_may_have_images_or_be_about_them():
-    from lab import convert
-
     expected = ask([text_part("See "), image_part("1"), text_part(" or "), image_part("2")])
     assert read_input(make_row("See <image> or <image>", images=["1", "2"])) == expected
     for images in (None, []):
-        verl_row = make_row("What is <image> in HTML?", images=images)
-        assert read_input(verl_row) == "What is <image> in HTML?"
-        assert convert.to_verl(parse_row(verl_row, "x:1"), "x:1") == verl_row
+        assert read_input(make_row("An <image>?", images=images)) == "An <image>?"
 
 
 @pytest.mark.parametrize(
     ("prompt", "images", "message"),
     [
         ("2?", ["1"], "1 images, but the prompt has <image> 0 times"),
-        ("<image>", [7], "an image must be text or an object, not 7"),
         ("<image>", [{"path": None}], "an image has neither bytes nor a path"),
-        ("<image>", [{"url": "1", "detail": "high"}], "`detail` of an image is not supported"),
         ("<image>", [{"image": "1", "max_pixels": 9}], "`max_pixels` of an image is not supp"),
     ],
 )
@@ -180,28 +168,17 @@ CREATE = {"calc_reward": {"create_kwargs": {"ground_truth": "4"}}}
         ({"extra_info": {"tools_kwargs": CREATE}}, "extra_info.tools_kwargs"),
     ],
 )
-def test_a_row_of_verls_tool_agent_is_refused_with_the_way_to_do_it(
-    tmp_path, capsys, fields, reason
-):
-    from lab import convert
-
+def test_a_row_of_verls_tool_agent_is_refused_with_the_way_to_do_it(fields, reason):
     message = f"x:1: {reason}: verl's agent loops and their tools do not run here. Remove this"
     with pytest.raises(env.UnsupportedRowError, match=f"^{re.escape(message)}"):
         parse_row(make_row(**fields), "x:1")
-    path = tmp_path / "tools.parquet"
-    pandas.DataFrame([make_row(**fields), make_row(**fields)]).to_parquet(path)
-    assert convert.check(str(path))
-    output = capsys.readouterr().out
-    assert output.startswith(f"{path}: 0 rows load, 2 refused\n    2 x {reason}: verl's agent")
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"agent_name": "single_turn_agent", "extra_info": {"tools_kwargs": CREATE}},
-        {"extra_info": {"need_tools_kwargs": False, "tools_kwargs": {}}},
-        {"extra_info": {"tools_kwargs": {"calc_reward": None}}},  # as Parquet pads it
-        {"extra_info": "text"},
+        {"extra_info": {"need_tools_kwargs": False, "tools_kwargs": {"calc_reward": None}}},
     ],
     ids=str,
 )

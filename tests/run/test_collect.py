@@ -14,7 +14,7 @@ import pytest
 
 import env
 from kit.data.episode import Episode
-from kit.data.fingerprint import name_row
+from kit.data.fingerprint import hash_problem, name_row
 from kit.data.rollout_files import to_record, write_record
 from kit.engine.sampling import make_rollout_context
 from kit.errors import ConfigError
@@ -157,7 +157,7 @@ def make_tasks(*answers: str) -> list[env.Task]:
     copies: Counter[str] = Counter()
     rows = [row(answer=answer) for answer in answers]
     return [
-        env.Task(f"val.jsonl:{line}", one, "s", [], [], key=name_row(one, copies))
+        env.Task(f"val.jsonl:{line}", one, "s", [], [], key=name_row(hash_problem(one), copies))
         for line, one in enumerate(rows, 1)
     ]
 
