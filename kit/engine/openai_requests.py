@@ -83,8 +83,6 @@ class ChatRequest(BaseModel):
     tool_choice: object = None
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
-    stream: bool | None = None
-    stream_options: Json | None = None
     chat_template_kwargs: Annotated[Json | None, ReadJson] = None
     reasoning_effort: str | None = None
     # The kit's field. A judge that is the policy sends false: its requests are no episode, so only

@@ -4,7 +4,7 @@
 
     openai_requests.py   which requests are supported
     openai_history.py    the prompt of a request, and whether it continues what was sampled before
-    this file            the limits of an episode, the response, its stream, and the HTTP server
+    this file            the limits of an episode, the response, and the HTTP server
 
 Each response has its token ids and log-probs. In the next request, Gym returns them with the
 assistant's message. The next prompt starts with exactly these ids, so that no sampled token is
@@ -20,7 +20,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple
 
 from aiohttp import web
@@ -187,41 +187,6 @@ def make_message(prompt: Prompt, sampled: SampledResponse, response: ParsedRespo
     return message | token_fields
 
 
-# --- streams -------------------------------------------------------------------------------------
-
-
-def make_chunks(completion: Json, include_usage: bool) -> Iterator[Json]:
-    """Yield the chunks of a stream: the whole message, its end, and maybe the usage."""
-    shared = {**completion, "object": "chat.completion.chunk"}
-    usage = shared.pop("usage")
-    if include_usage:
-        shared["usage"] = None
-    (choice,) = completion["choices"]
-    message = choice["message"]
-    calls = [{"index": index, **call} for index, call in enumerate(message["tool_calls"])]
-    beginning = {**choice, "delta": {**message, "tool_calls": calls}, "finish_reason": None}
-    del beginning["message"]
-    yield {**shared, "choices": [beginning]}
-    end = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
-    yield {**shared, "choices": [end]}
-    if include_usage:
-        yield {**shared, "choices": [], "usage": usage}
-
-
-async def send_stream(
-    request: web.Request, completion: Json, include_usage: bool
-) -> web.StreamResponse:
-    """Send a completion as server-sent events. The response has been sampled completely."""
-    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    with contextlib.suppress(ConnectionError):  # the client may leave
-        await stream.prepare(request)
-        for chunk in make_chunks(completion, include_usage):
-            await stream.write(f"data: {json.dumps(chunk)}\n\n".encode())
-        await stream.write(b"data: [DONE]\n\n")
-        await stream.write_eof()
-    return stream
-
-
 # --- the server ----------------------------------------------------------------------------------
 
 
@@ -262,11 +227,7 @@ class Endpoint:
             body = self.parse_body(await request.read())
         except (ValueError, RecursionError, web.RequestPayloadError) as error:
             return to_response(error_reply(400, f"the body is not JSON: {error}. Correct it."))
-        reply = await complete_chat(body, self.context, self.histories)
-        if reply.status != 200 or not body.get("stream"):
-            return to_response(reply)
-        options = body.get("stream_options") or {}
-        return await send_stream(request, reply.body, bool(options.get("include_usage")))
+        return to_response(await complete_chat(body, self.context, self.histories))
 
     def parse_body(self, body: bytes) -> Json:
         """Return the JSON of a request. Raises ValueError before it parses a long one."""
