@@ -35,7 +35,8 @@ MAX_PROBS_DIFF = 0.1
 # With the same weights: the Kullback-Leibler divergence of the trainer from the rollout engine, in
 # nats for each token. In bfloat16 on GPUs, it was at most 0.0044 without a merged adapter, which
 # step 1 has not (docs/gpu_results.md, "vLLM and the trainer").
-MAX_KL = {True: 1e-4, False: 0.05}  # by whether both compute in float32
+MAX_KL = 0.05
+MAX_KL_FLOAT32 = 1e-4  # if both compute in float32
 CHECKED_TENSORS = (  # of verl's DataProto, each [B, R]
     "rollout_log_probs",
     "old_log_probs",
@@ -85,7 +86,7 @@ def raise_if_engines_differ(
         raise NonFiniteStep("the trainer's log-probs are NaN or infinite", batch)
     divergence = float((log_ratio.exp() - 1 - log_ratio).mean())
     dtypes = {recipe.rollout.dtype, recipe.get(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype")}
-    limit = MAX_KL[dtypes <= {"float32", "fp32"}]
+    limit = MAX_KL_FLOAT32 if dtypes <= {"float32", "fp32"} else MAX_KL
     if not divergence <= limit:
         other = f"{ROLLOUT}.name=vllm" if recipe.rollout.name == "hf" else "--config hf"
         raise RunError(
