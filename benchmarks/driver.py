@@ -47,8 +47,8 @@ from kit.chat.processor import TextProcessor
 from kit.chat.template import ChatTemplate
 from kit.data import metrics, rollout_files, selection
 from kit.engine.sampling import RolloutContext, make_rollout_context, repeat_per_group
-from kit.recipe.load import load_config
-from kit.recipe.recipe import Recipe, freeze
+from kit.recipe.load import read_source
+from kit.recipe.recipe import Recipe, build
 from kit.run.cli import silence_libraries
 from kit.run.run import Run
 from tests.helpers.rollouts import make_tokenizer
@@ -126,7 +126,7 @@ def make_recipe(count: int) -> Recipe:
         # Otherwise update_actor fetches the old log-probs from the workers, which are a stub.
         "algorithm.recompute_old_log_probs=true",
     ]
-    return freeze(*load_config(["math"], changes))
+    return build(read_source(["math"], changes))
 
 
 def make_tasks(count: int) -> list[Task]:

@@ -182,7 +182,7 @@ def choose_rows(name: str, files: list[str], folder: Path) -> str:
     """Return the entries of env.train_files for a recipe: a file for each of its servers."""
     from omegaconf import OmegaConf
 
-    from kit.recipe.load import load_config
+    from kit.recipe.load import read_source
 
     if name == "sft":
         return f"{folder}/chat.jsonl"

@@ -8,7 +8,6 @@ Divergence". Observed tokens, and responses that are masked whole, take no part.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
@@ -17,13 +16,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from verl import DataProto
 
 import training
 from kit.data.episode import Episode
-from kit.recipe.load import load_config
-from tests.helpers.recipes import RECIPE, make_partial
+from tests.helpers.recipes import make_partial
 
 
 class Case(NamedTuple):
@@ -57,12 +54,6 @@ def make_case(seed: int) -> Case:
     return Case(batch, log_ratios, [e.response_mask for e in episodes])
 
 
-@functools.cache
-def default_settings() -> Any:
-    """Return the defaults of a recipe, which differ from those of verl's dataclass."""
-    return load_config([str(RECIPE)], [])[0].algorithm.rollout_correction
-
-
 class Corrected(NamedTuple):
     """The result of a correction."""
 
@@ -73,8 +64,7 @@ class Corrected(NamedTuple):
 
 def correct(batch: DataProto, **settings: Any) -> Corrected:
     """Correct a batch as the training loop does."""
-    correction = OmegaConf.merge(default_settings(), settings)
-    recipe = make_partial({"algorithm": {"rollout_correction": correction}})
+    recipe = make_partial({"algorithm": {"rollout_correction": settings}})
     metrics = training.apply_rollout_correction(batch, recipe)
     b = batch.batch
     return Corrected(b.get("rollout_is_weights"), b["response_mask"], metrics)

@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 import gym_client
 from kit.data.ground_truths import find_ground_truth
 from kit.recipe.keys import flatten
-from kit.recipe.load import load_config, read_yaml
+from kit.recipe.load import read_source, read_yaml
 from kit.recipe.schema import ServerStart
 from kit.verify import network
 from tests.helpers.pages import (
@@ -67,7 +66,7 @@ def test_the_reference_page_is_up_to_date():
 def test_the_tutorial_documents_every_key_of_gym_and_start():
     text = (ROOT / "docs" / "tutorial.md").read_text()
     documented = re.findall(r"^\| `(gym\.[\w.]+)` \| `([^`]*)` \|", text, re.MULTILINE)
-    base = OmegaConf.to_container(read_yaml("base"), resolve=False)
+    base = read_yaml("base")
     defaults = {name: value for name, value in flatten(base).items() if name.startswith("gym.")}
     texts = {name: v if isinstance(v, str) else json.dumps(v) for name, v in defaults.items()}
     assert dict(documented) == texts
@@ -218,7 +217,7 @@ def run_yaml_block(text: str, folder: Path, _) -> None:
     path = folder / (name[1] if name else "overlay.yaml")
     path.write_text(text)
     if not name:
-        load_config(["math_cpu", "cpu", str(path)], [])
+        read_source(["math_cpu", "cpu", str(path)], [])
 
 
 def run_bash_block(text: str, folder: Path, monkeypatch) -> None:

@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 
-from kit.recipe.load import load_config
 from kit.run.features import ENTRIES, Feature
 
 CLASSES = [entry for entry in ENTRIES if entry.class_name]

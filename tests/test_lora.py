@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from peft import LoraConfig, TaskType, get_peft_model
 from transformers import AutoModelForCausalLM
 from verl.trainer.config import CheckpointConfig
@@ -19,10 +18,16 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelCo
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from kit.engine.worker_patches import fix_initial_adapter
-from kit.errors import ConfigError
-from kit.recipe.adapters import VERL_ALPHA, check_lora, describe_adapter
+from kit.recipe.adapters import VERL_ALPHA, check_lora, describe_adapter, read_adapter
+from kit.recipe.derive import Facts
+from kit.recipe.keys import MODEL
+from kit.recipe.load import read_source
+from kit.recipe.recipe import Recipe, build
+from kit.recipe.redaction import write_yaml
+from kit.recipe.settings import make_settings
 from kit.run import export
 from tests.helpers.models import make_model
+from tests.helpers.recipes import CPU, RECIPE
 
 IDS = torch.tensor([[5, 9, 2, 30, 7, 7, 1]])
 
@@ -50,29 +55,38 @@ def models(tmp_path_factory) -> dict[str, Path]:
     }
 
 
-def make_recipe(model: Path, *changes: str) -> Any:
-    """Return the sections of a recipe that LoRA uses. changes: of actor_rollout_ref.model."""
-    section = {"path": str(model), "lora_rank": 4, "lora_alpha": 6, "target_modules": "all-linear"}
-    section |= {"exclude_modules": None, "lora_adapter_path": None, "trust_remote_code": False}
-    section |= {"lora": {"merge": True}}
-    recipe = {
-        "actor_rollout_ref": {"model": section, "rollout": {"dtype": "bfloat16"}},
-        "trainer": {"resource_pools": {"ref": None}},
-    }
-    prefix = "actor_rollout_ref.model."
-    return OmegaConf.merge(recipe, OmegaConf.from_dotlist([prefix + change for change in changes]))
+def make_recipe(model: Path, *changes: str, **values: str) -> Recipe:
+    """Make the tiny recipe with LoRA. changes: of actor_rollout_ref.model. values: of the rest."""
+    usual = [f"path={model}", "lora_rank=4", "lora_alpha=6", "lora.merge=true"]
+    arguments = [f"{MODEL}.{change}" for change in [*usual, *changes]]
+    arguments += ["actor_rollout_ref.rollout.dtype=bfloat16"]
+    arguments += [f"{key.replace('__', '.')}={value}" for key, value in values.items()]
+    source = read_source([str(CPU), str(RECIPE)], arguments)
+    settings = make_settings(source, "train")
+    return build(source, facts=Facts(adapter=read_adapter(settings.model)))
 
 
-def check(recipe: Any) -> None:
-    for error in check_lora(recipe):
-        raise error
+def list_problems(model: Path, *changes: str, **values: str) -> list[str]:
+    """List the problems with the adapter of `make_recipe`."""
+    recipe = make_recipe(model, *changes, **values)
+    settings = make_settings(recipe.source, "train")
+    return list(check_lora(settings, recipe.facts.adapter))
 
 
-def make_engine(recipe: Any, **contents: Any) -> FSDPEngine:
+def make_engine(recipe: Recipe, **contents: Any) -> FSDPEngine:
     """Make verl's engine with FSDP2, which keeps gathered weights. contents: of the checkpoint."""
-    settings: Any = OmegaConf.to_container(recipe.actor_rollout_ref.model)
+    model = recipe.model
     engine = FSDPEngine(
-        HFModelConfig(**settings, override_config={"attn_implementation": "eager"}),
+        HFModelConfig(
+            path=model.path,
+            lora_rank=model.lora_rank,
+            lora_alpha=int(model.lora_alpha),
+            target_modules=model.target_modules,
+            exclude_modules=model.exclude_modules,  # type: ignore[arg-type]
+            lora_adapter_path=model.lora_adapter_path,
+            lora={"merge": True},
+            override_config={"attn_implementation": "eager"},
+        ),
         FSDPEngineConfig(
             strategy="fsdp2",
             use_torch_compile=False,
@@ -83,7 +97,7 @@ def make_engine(recipe: Any, **contents: Any) -> FSDPEngine:
         CheckpointConfig(**contents),
     )
     engine.initialize()
-    if recipe.actor_rollout_ref.model.lora_adapter_path:
+    if recipe.model.lora_adapter_path:
         worker: Any = SimpleNamespace(engine=engine)
         fix_initial_adapter(worker)
     else:
@@ -105,10 +119,10 @@ def compute_logits(model: torch.nn.Module) -> torch.Tensor:
         return model.eval()(IDS).logits.float()  # [1, 7, V]
 
 
-def export_checkpoint(engine: FSDPEngine, recipe: Any, folder: Path) -> torch.nn.Module:
+def export_checkpoint(engine: FSDPEngine, recipe: Recipe, folder: Path) -> torch.nn.Module:
     """Save the engine's weights, and export them as a run does."""
     engine.save_checkpoint(str(folder / "global_step_1" / "actor"))
-    OmegaConf.save(recipe, folder / "global_step_1" / "config.yaml")
+    (folder / "global_step_1" / "config.yaml").write_text(write_yaml(recipe.redacted()))
     export.merge(folder / "global_step_1", folder / "export")
     return AutoModelForCausalLM.from_pretrained(folder / "export", dtype="auto")
 
@@ -125,10 +139,7 @@ def export_checkpoint(engine: FSDPEngine, recipe: Any, folder: Path) -> torch.nn
     ],
 )
 def test_target_modules_outside_of_the_layers_are_refused(models, targets, error):
-    problems = [
-        str(problem)
-        for problem in check_lora(make_recipe(models["tied"], f"target_modules={targets}"))
-    ]
+    problems = list_problems(models["tied"], f"target_modules={targets}")
     assert len(problems) == bool(error) and re.search(error, "".join(problems))
 
 
@@ -136,7 +147,7 @@ def test_target_modules_outside_of_the_layers_are_refused(models, targets, error
     ("kind", "changes"),
     [
         ("tied", ["target_modules=all-linear"]),
-        ("untied", [r"target_modules='.*\.layers\.0\..*(q|up)_proj'"]),
+        ("untied", [r"target_modules=.*\.layers\.0\..*(q|up)_proj"]),
         ("untied", ["exclude_modules=[v_proj,gate_proj]", "lora_alpha=1"]),
     ],
     ids=str,
@@ -157,7 +168,7 @@ def test_the_trained_policy_is_the_one_that_is_sampled_and_exported(
     for name, weight in sent.items():
         assert torch.equal(weights[name], weight.to(torch.bfloat16)), name
     assert set(weights) - set(sent) <= {"lm_head.weight"}
-    recipe.actor_rollout_ref.rollout.dtype = "float32"
+    recipe = make_recipe(models[kind], *changes, actor_rollout_ref__rollout__dtype="float32")
     exported = export_checkpoint(engine, recipe, tmp_path / "fp32")
     assert torch.allclose(compute_logits(exported), trained, atol=1e-5)
 
@@ -189,7 +200,7 @@ def test_the_reference_is_the_policy_that_the_run_starts_from(models, tmp_path):
     """Also after a resume. Then the trained weights are others, and the reference is the same."""
     path = write_adapter(models["tied"], tmp_path / "sft", lora_dropout=0.5)
     recipe = make_recipe(models["tied"], f"lora_adapter_path={path}")
-    check(recipe)
+    assert not list_problems(models["tied"], f"lora_adapter_path={path}")
     first = make_engine(recipe)
     initial = compute_logits(first.module)
     base = AutoModelForCausalLM.from_pretrained(models["tied"], dtype=torch.float32)
@@ -221,23 +232,22 @@ def test_the_recipe_takes_the_settings_of_the_adapter(models, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     path = write_adapter(models["tied"], tmp_path / "sft")
     changes = ["lora_adapter_path=sft", "lora_rank=0", f"lora_alpha={alpha}"]
+    assert not list_problems(models["tied"], *changes)
     recipe = make_recipe(models["tied"], *changes)
-    check(recipe)
-    model = recipe.actor_rollout_ref.model
+    model = recipe.model
     assert (model.lora_rank, model.lora_alpha) == (4, 6)
-    assert list(model.target_modules) == ["q_proj", "v_proj"]
+    assert model.target_modules == ["q_proj", "v_proj"]
     assert model.lora_adapter_path == str(path)  # workers run in other folders
-    (line,) = describe_adapter(model)
+    (line,) = describe_adapter(model, recipe.facts.adapter)
     assert line.endswith(f"rank 4, alpha 6, trained on {models['tied']}")
 
 
 def test_all_contradictions_of_recipe_and_adapter_are_in_one_error(models, tmp_path):
     path = write_adapter(models["tied"], tmp_path / "sft")
     changes = ["lora_rank=8", "lora_alpha=5", "target_modules=[q_proj]", "exclude_modules=[x]"]
-    recipe = make_recipe(models["tied"], f"lora_adapter_path={path}", *changes)
-    (problem,) = check_lora(recipe)
+    (problem,) = list_problems(models["tied"], f"lora_adapter_path={path}", *changes)
     for change in changes:
-        assert f"Remove actor_rollout_ref.model.{change.partition('=')[0]}." in str(problem)
+        assert f"Remove actor_rollout_ref.model.{change.partition('=')[0]}." in problem
 
 
 @pytest.mark.parametrize(
@@ -246,38 +256,37 @@ def test_all_contradictions_of_recipe_and_adapter_are_in_one_error(models, tmp_p
 def test_an_adapter_with_features_that_would_be_lost_is_refused(models, tmp_path, field, value):
     path = write_adapter(models["tied"], tmp_path / "sft")
     edit_config(path, **{field: value})
-    with pytest.raises(ConfigError, match=f"it has {field}="):
-        check(make_recipe(models["tied"], f"lora_adapter_path={path}"))
+    (problem,) = list_problems(models["tied"], f"lora_adapter_path={path}")
+    assert f"it has {field}=" in problem
 
 
 def test_an_adapter_is_not_added_twice(models, tmp_path):
     """An export has the merged weights."""
     path = write_adapter(models["tied"], tmp_path / "export" / "lora_adapter")
     shutil.copytree(models["tied"], tmp_path / "export", dirs_exist_ok=True)
-    with pytest.raises(ConfigError, match="is merged into"):
-        check(make_recipe(tmp_path / "export", f"lora_adapter_path={path}"))
+    problems = list_problems(tmp_path / "export", f"lora_adapter_path={path}")
+    assert "is merged into" in problems[0]
 
 
 def test_a_separate_reference_has_no_adapter(models, tmp_path):
     path = write_adapter(models["tied"], tmp_path / "sft")
-    recipe = make_recipe(models["tied"], f"lora_adapter_path={path}")
-    recipe.trainer.resource_pools.ref = 1
-    with pytest.raises(ConfigError, match="the separate reference would be the model without"):
-        check(recipe)
+    pools = {"trainer__resource_pools__ref": "1"}
+    (problem,) = list_problems(models["tied"], f"lora_adapter_path={path}", **pools)
+    assert "the separate reference would be the model without" in problem
 
 
 def test_training_continues_from_the_adapter_of_an_export(models, tmp_path):
     """The second run starts at the weights at which the first one ended, for trainer and engine."""
-    recipe = make_recipe(models["tied"], r"exclude_modules='.*layers\.1.*'", "lora_alpha=5")
-    recipe.actor_rollout_ref.rollout.dtype = "float32"
-    check(recipe)
+    changes = [r"exclude_modules=.*layers\.1.*", "lora_alpha=5"]
+    assert not list_problems(models["tied"], *changes)
+    recipe = make_recipe(models["tied"], *changes, actor_rollout_ref__rollout__dtype="float32")
     first = make_engine(recipe)
     trained = compute_logits(first.module)
     exported = export_checkpoint(first, recipe, tmp_path)
     path = tmp_path / "export" / "lora_adapter"
-    second = make_recipe(models["tied"], f"lora_adapter_path={path}", "lora_rank=0")
-    second.actor_rollout_ref.model.lora_alpha = VERL_ALPHA
-    check(second)
+    changes = [f"lora_adapter_path={path}", "lora_rank=0", f"lora_alpha={VERL_ALPHA}"]
+    assert not list_problems(models["tied"], *changes)
+    second = make_recipe(models["tied"], *changes)
     engine = make_engine(second)
     assert torch.equal(compute_logits(engine.module), trained)
     weights = exported.state_dict()
@@ -288,9 +297,9 @@ def test_training_continues_from_the_adapter_of_an_export(models, tmp_path):
 def test_a_run_without_a_trainer_samples_from_the_merged_adapter(models, tmp_path):
     path = write_adapter(models["untied"], tmp_path / "sft")
     recipe = make_recipe(models["untied"], f"lora_adapter_path={path}")
-    check(recipe)
+    assert not list_problems(models["untied"], f"lora_adapter_path={path}")
     trained = compute_logits(make_engine(recipe).module)
-    model = recipe.actor_rollout_ref.model
+    model = recipe.model
     export.write_merged(model.path, str(path), "float32", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     assert torch.allclose(compute_logits(merged), trained, atol=1e-5)

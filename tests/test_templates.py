@@ -11,13 +11,13 @@ from collections import Counter
 import numpy as np
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 import env
 import training
 from kit.data.episode import TurnSpan
 from kit.errors import UserFunctionError
-from kit.recipe.load import load_config
+from kit.recipe.keys import merge_nested
+from kit.recipe.load import read_source
 from templates import filters, samplers
 from templates.reward import compute_score
 from templates.rewards import components, lower_partial, overlong, weighted
@@ -229,7 +229,7 @@ def test_each_docstring_shows_a_valid_recipe_line(path):
     text = path.read_text()
     docstring = ast.get_docstring(ast.parse(text))
     (line,) = re.findall(r"^    (\w.*)$", docstring, re.MULTILINE)
-    OmegaConf.merge(load_config([str(CPU)], [])[0], yaml.safe_load(line))
+    merge_nested(read_source([str(CPU)], []).values, yaml.safe_load(line))
     references = re.findall(r"(templates/[\w./]+)(?::(\w+))?", line)
     assert references and all(ROOT / file in (path, path.parent) for file, _ in references)
     names = [name for _, name in references if name]

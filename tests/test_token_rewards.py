@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from verl.trainer.ppo import core_algos
 
 import algorithm
@@ -22,12 +21,11 @@ import training
 from kit.data import token_rewards
 from kit.data.episode import Episode, TurnSpan
 from kit.errors import RunError, SkippedStep
-from kit.recipe.recipe import freeze
 from kit.recipe.user_functions import ADVANTAGE, load_function
-from tests.helpers.cases import make_case, tiny_recipe
+from tests.helpers.cases import make_case
 from tests.helpers.recipes import make_partial
 from tests.helpers.trainer import make_plan
-from tests.helpers.workers import ACTOR, changed
+from tests.helpers.workers import ACTOR
 
 VERL = [estimator.value for estimator in core_algos.AdvantageEstimator]
 # distill and spin read log-probs instead of rewards
@@ -61,9 +59,7 @@ def make_episode(group: str, reward: float, mask: list[int], **fields: Any) -> E
 @functools.cache
 def make_settings(name: str, changes: tuple[tuple[str, Any], ...]) -> Any:
     """Return a recipe with only the algorithm, as training.compute_advantages reads it."""
-    algorithm_settings = OmegaConf.merge(tiny_recipe().algorithm, GDPO, dict(changes))
-    algorithm_settings.adv_estimator = name
-    return make_partial({"algorithm": algorithm_settings})
+    return make_partial({"algorithm": {**GDPO, **dict(changes), "adv_estimator": name}})
 
 
 def compute(episodes: list[Episode], name: str, **changes: Any) -> torch.Tensor:
@@ -221,7 +217,7 @@ LOSSES = sorted(
 
 @pytest.fixture(scope="module")
 def recipe():
-    return freeze(tiny_recipe(), tiny_recipe())
+    return make_partial()
 
 
 def make_batch(advantages: list[list[float]]) -> Any:
@@ -233,7 +229,7 @@ def make_batch(advantages: list[list[float]]) -> Any:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_without_advantages_no_loss_of_verl_has_a_gradient(recipe, loss):
     settings = {"policy_loss.loss_mode": loss, "policy_loss.dro_beta": 0.3}
-    recipe = changed(recipe, *[f"{ACTOR}.{key}={value}" for key, value in settings.items()])
+    recipe = recipe.change(*[f"{ACTOR}.{key}={value}" for key, value in settings.items()])
     assert not training.loss_has_other_terms(recipe)
 
 
@@ -250,7 +246,7 @@ def test_a_kl_or_entropy_term_or_one_of_a_custom_loss_has_a_gradient(recipe, mon
         return (log_prob.square() - advantages * log_prob).mean(), {}
 
     monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "mine.py:loss", with_regularizer)
-    recipe = changed(recipe, *[f"{ACTOR}.{change}" for change in changes])
+    recipe = recipe.change(*[f"{ACTOR}.{change}" for change in changes])
     assert training.loss_has_other_terms(recipe)
 
 
@@ -331,4 +327,4 @@ def test_an_episode_without_a_component_of_gdpo_is_a_clear_error():
 def test_a_verifier_may_not_return_the_component_of_the_reward_model():
     episode = make_episode("a", 1.0, [1], reward_components={"reward_model": 1.0})
     with pytest.raises(RunError, match="reward component reward_model"):
-        training.add_reward_model_scores(None, [episode], None, tiny_recipe())
+        training.add_reward_model_scores(None, [episode], None, make_partial())

@@ -32,7 +32,7 @@ import algorithm
 import training
 from kit.data.episode import Episode, TurnSpan
 from kit.data.selection import select_trainable, take_groups
-from kit.recipe.load import load_config
+from kit.recipe.load import read_source
 from kit.recipe.recipe import Recipe
 from kit.recipe.user_functions import register_in_verl
 from kit.run import prepare
@@ -43,7 +43,7 @@ from tests.helpers.cases import MODES
 from tests.helpers.plain_torch import Data, compute_log_probs
 from tests.helpers.recipes import CPU, RECIPE, ROOT, tiny
 from tests.helpers.stack import kill_workers, with_values
-from tests.helpers.workers import ACTOR, changed
+from tests.helpers.workers import ACTOR
 
 LOSS = 1e-6
 GRADIENT = 1e-6
@@ -63,7 +63,7 @@ def load_recipe(workspace, *changes, overlays=()):
         f"actor_rollout_ref.model.path={workspace / 'untied'}",
         "data.max_response_length=24",
     )
-    return prepare.prepare(*load_config([str(CPU), str(RECIPE), *overlays], [*arguments, *changes]))
+    return prepare.prepare(read_source([str(CPU), str(RECIPE), *overlays], [*arguments, *changes]))
 
 
 def start_actor(recipe) -> training.Workers:
@@ -188,7 +188,7 @@ def run_verl_step(episodes, workers, recipe):
         batch = batch.union(trainer._compute_values(batch))
     keys = ("adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo")
     settings = {key: recipe.algorithm[key] for key in keys}
-    batch = compute_advantage(batch, config=recipe.algorithm, **settings)
+    batch = compute_advantage(batch, config=recipe.for_verl("algorithm"), **settings)
     metrics = {}
     if workers.critic:
         metrics |= reduce_metrics(trainer._update_critic(batch).meta_info["metrics"])
@@ -378,7 +378,7 @@ def checkpoints(worker_variants, tmp_path_factory) -> tuple[str, str]:
     workers, recipe = worker_variants["one rank"]
     initial, moved = (str(tmp_path_factory.mktemp(name)) for name in ("initial", "moved"))
     workers.actor.save_checkpoint(initial, None, 0, None)
-    set_loss_settings(workers, OmegaConf.to_container(recipe.actor, resolve=True))
+    set_loss_settings(workers, OmegaConf.to_container(recipe.for_verl(ACTOR)))
     batch = training.build_batch(make_episodes(seed=5), 1, 1.0)
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     batch.batch["advantages"] = 0.3 * batch.batch["response_mask"]
@@ -501,7 +501,7 @@ def worker_variants(stack, workspace):
     variants = {"one rank": [], "two ranks": ["trainer.n_gpus_per_node=2"], "padded": padded}
     recipes = [load_recipe(workspace, *SGD, *changes).recipe for changes in variants.values()]
     # grpo needs it
-    with_reference = [changed(recipe, f"{ACTOR}.use_kl_loss=true") for recipe in recipes]
+    with_reference = [recipe.change(f"{ACTOR}.use_kl_loss=true") for recipe in recipes]
     with ThreadPoolExecutor() as pool:  # they import their modules concurrently
         workers = list(pool.map(start_actor, with_reference))
     started = dict(zip(variants, zip(workers, recipes, strict=True), strict=True))
@@ -520,11 +520,11 @@ class Update(NamedTuple):
 
 def run_split_update(workers, recipe, mode, tokens, episodes, folder) -> Update:
     """Run an update with micro-batches of `tokens` tokens, and then restore the weights."""
-    recipe = changed(recipe, f"{ACTOR}.loss_agg_mode={mode}")
+    recipe = recipe.change(f"{ACTOR}.loss_agg_mode={mode}")
     if mode == "seq-mean-token-sum-norm":  # as kit/run/prepare.py
         length = recipe.data.max_response_length
-        recipe = changed(recipe, f"{ACTOR}.loss_scale_factor={length}")
-    settings = OmegaConf.to_container(recipe.actor, resolve=True)
+        recipe = recipe.change(f"{ACTOR}.loss_scale_factor={length}")
+    settings = OmegaConf.to_container(recipe.for_verl(ACTOR))
     set_loss_settings(workers, settings)
     batch = training.build_batch(episodes, 1, 1.0)
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]

@@ -223,7 +223,7 @@ def test_a_limit_of_rows_is_shared_by_the_files():
 def test_epochs_become_steps_as_in_verl(workspace):
     """8 rows are two batches of 3, since verl drops an incomplete batch."""
     changes = ["trainer.total_training_steps=null", "trainer.total_epochs=3"]
-    recipe, inputs = load(workspace, "data.train_batch_size=3", *changes)
+    recipe, inputs, _ = load(workspace, "data.train_batch_size=3", *changes)
     assert recipe.trainer.total_training_steps == recipe.actor.optim.total_training_steps == 6
     assert "training    6 steps = 2.25 epochs" in summary.summarize(recipe, inputs)
     with pytest.raises(ConfigError, match=r"trainer\.total_epochs=0"):

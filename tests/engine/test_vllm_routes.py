@@ -11,8 +11,8 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from kit.recipe.keys import to_plain
-from kit.recipe.load import load_config
+from kit.recipe.keys import select_nested
+from kit.recipe.load import read_source
 
 KEY = "judge-key"
 ORIGIN = {"Origin": "https://example.com"}
@@ -47,8 +47,8 @@ def parse_policy_arguments():
     from vllm.entrypoints.cli import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    config, _ = load_config([], [])
-    settings = to_plain(config.actor_rollout_ref.rollout.engine_kwargs.vllm)
+    source = read_source([], [])
+    settings = select_nested(source.resolved, "actor_rollout_ref.rollout.engine_kwargs.vllm")
     parser = FlexibleArgumentParser()
     subparsers = parser.add_subparsers(required=False, dest="subparser")
     for command in serve.cmd_init():

@@ -16,7 +16,7 @@ from kit.chat import responses as chat
 from kit.chat import tool_calls
 from kit.errors import ConfigError
 from kit.recipe.keys import diff
-from kit.recipe.load import load_config
+from kit.recipe.load import read_source
 from kit.run import prepare, summary
 from tests.helpers.models import make_mixture
 from tests.helpers.recipes import GYM_PYTHON, command, metrics_of, run, tiny
@@ -78,7 +78,7 @@ def summarize(workspace, *overrides: str, changes: Sequence[str] = ()) -> str:
         for kind in ("train", "val")
     ]
     keys = [*tiny(workspace, model, *SMALL), *rows, gym, "data.max_response_length=1024", *changes]
-    recipe, inputs = prepare.prepare(*load_config(["math", *overrides], keys))
+    recipe, inputs, _ = prepare.prepare(read_source(["math", *overrides], keys))
     assert diff(recipe.verl, recipe.defaults)
     return summary.summarize(recipe, inputs)
 

@@ -25,7 +25,7 @@ from kit.data.tasks import TaskLoader
 from kit.engine import openai_server
 from kit.errors import ConfigError
 from kit.recipe.entries import Entry
-from kit.recipe.load import load_config
+from kit.recipe.load import read_source
 from kit.recipe.model_files import load_model_files
 from kit.run import prepare, summary
 from tests.helpers.http import served
@@ -254,7 +254,7 @@ def test_a_recipe_for_qwen2_5_vl_is_checked_and_its_batch_built(workspace, qwen)
     (clicks,) = [path for path in gym_examples() if path.match("circle_click/*/example.jsonl")]
     changes = [f"actor_rollout_ref.model.path={qwen}", f"env.train_files=[{clicks}]"]
     changes += [f"gym.servers.circle_click.start.python={ROOT / '.venv-gym' / 'bin' / 'python'}"]
-    recipe, inputs = prepare.prepare(*load_config(["circle_click"], changes))
+    recipe, inputs, _ = prepare.prepare(read_source(["circle_click"], changes))
     assert "8 cuda, 8 vLLM replicas" in summary.summarize(recipe, inputs)
     assert recipe.rollout.limit_images == 1
     layers = recipe.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
@@ -274,7 +274,7 @@ def test_a_recipe_for_qwen2_5_vl_is_checked_and_its_batch_built(workspace, qwen)
     tensors = batch.non_tensor_batch["multi_modal_inputs"]
     assert tensors[0] is tensors[1] and tensors[0]["image_grid_thw"].tolist() == [[1, 70, 70]]
     with pytest.raises(ConfigError, match="a CPU, on which verl"):
-        prepare.prepare(*load_config(["circle_click", "cpu"], changes))
+        prepare.prepare(read_source(["circle_click", "cpu"], changes))
 
 
 def test_sft_of_a_model_that_reads_images_is_refused(workspace, vision_model):

@@ -20,7 +20,6 @@ from extras.judges.judge_processes import reserve_gpus, vllm_process_spec
 from extras.judges.judge_proxy import JudgeProxy
 from extras.judges.judge_settings import build_judges, find_problems
 from gym_client import Gym, GymError, message_response
-from kit.recipe.load import load_config
 from kit.recipe.redaction import redacted
 from kit.verify import servers as gym_servers
 from tests.helpers.http import JUDGE_CONFIG, StubJudge, completion

@@ -23,7 +23,6 @@ from transformers import (
 from extras import preflight
 from extras.preflight import attention, gpus, memory, node
 from extras.preflight.memory import GIB
-from kit.recipe.load import load_config
 from tests.helpers import nodes
 from tests.helpers.nodes import make_recipe, qwen
 from tests.helpers.recipes import ROOT

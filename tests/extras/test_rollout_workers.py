@@ -43,7 +43,7 @@ def both(stack) -> Iterator[BothServers]:
     """BothServers over the session's vLLM. The server `gone` does not run."""
     name = "trainer.experiment_name=rollout_workers"
     changes = [*TWO_WORKERS, "gym.outage_budget_s=5", name]
-    recipe, inputs = load(stack.workspace, *SESSION, *changes)
+    recipe, inputs, _ = load(stack.workspace, *SESSION, *changes)
     session = stack.servers
     context = make_rollout_context(recipe, session.context.client, inputs, 60.0)
     urls = session.gym.gym.urls | {"gone": f"http://127.0.0.1:{find_free_port('127.0.0.1')}"}

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from kit.errors import RunError
-from kit.recipe.load import load_config
-from kit.recipe.recipe import freeze
+from kit.recipe.load import read_source
+from kit.recipe.recipe import build
 from kit.run.run import Run
 
 
@@ -27,7 +27,7 @@ def test_a_tracker_that_refuses_to_start_is_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tracking, "Tracking", refuse)
     changes = ["trainer.logger=[wandb]", "trainer.experiment_name=tracked"]
-    recipe = freeze(*load_config([], changes))
+    recipe = build(read_source([], changes))
     message = r"trainer\.logger=\['wandb'\]: a tracker did not start: no answer from the server"
     with pytest.raises(RunError, match=message), Run(recipe):
         pass
@@ -43,7 +43,7 @@ def test_each_command_has_its_own_id_and_a_resumed_run_appends(
     folder = Path("runs/tracked")
     ids = []
     for command, step in (("train", 0), ("evaluate", 0), ("train", 3)):
-        recipe = freeze(*load_config([], changes), command)
+        recipe = build(read_source([], changes), command)
         checkpoint = folder / f"checkpoints/global_step_{step}" if step else None
         run = Run(recipe, checkpoint)
         run.folder.mkdir(parents=True, exist_ok=True)

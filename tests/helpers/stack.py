@@ -82,7 +82,7 @@ class Stack:
         from kit.run.run import Run
         from lab.report.metric_docs import find_metric
 
-        recipe, inputs = load(
+        recipe, inputs, _ = load(
             self.workspace, f"trainer.experiment_name={name}", *SESSION, *changes, overlays=overlays
         )
         user_functions.register_in_verl(
@@ -116,7 +116,7 @@ def with_verifiers(stack: Stack, *changes: str):
     from kit.verify.python_verifiers.pool import make_pools
     from kit.verify.verifiers import VerifierRouter
 
-    recipe, inputs = load(stack.workspace, *SESSION, *changes)
+    recipe, inputs, _ = load(stack.workspace, *SESSION, *changes)
     pools = make_pools(recipe, inputs.verifiers.specs, stack.workspace)
     gym = VerifierRouter(stack.servers.gym.gym, pools)
     try:
@@ -137,7 +137,7 @@ def session(workspace: Path, *changes: str) -> Iterator[Stack]:
     # With this, the actor also holds a reference. Recipes with a KL term need one.
     reference = "actor_rollout_ref.actor.use_kl_loss=true"
     name = "trainer.experiment_name=session"
-    recipe, inputs = load(workspace, *SESSION, *changes, reference, name)
+    recipe, inputs, _ = load(workspace, *SESSION, *changes, reference, name)
     with Run(recipe) as run, contextlib.ExitStack() as exits:
         workers, servers = launch.start(run, inputs, exits)
         assert workers and servers

@@ -194,7 +194,7 @@ def make_recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def make_plan(workspace, *changes, resume_from=None) -> cli.Plan:
     """Return the plan of the tiny recipe with changes."""
-    recipe, inputs = load(workspace, *changes)
+    recipe, inputs, _ = load(workspace, *changes)
     return cli.Plan(recipe, inputs, resume_from, None, [])
 
 

@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 
 from kit.data.metrics import ALL_TOKENS
 from kit.errors import ConfigError
-from kit.recipe.load import load_config
 from kit.recipe.redaction import redacted
 from lab import price
 from lab.run_folder import RunFolder

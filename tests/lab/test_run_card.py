@@ -11,8 +11,7 @@ from huggingface_hub import ModelCard
 from omegaconf import OmegaConf
 
 from kit.data.metrics import HIGH, LOW
-from kit.recipe.load import load_config
-from kit.recipe.recipe import Recipe, freeze
+from kit.recipe.recipe import Recipe
 from kit.recipe.redaction import redacted
 from lab import run_card
 from lab.run_folder import RunFolder

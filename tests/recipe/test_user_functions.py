@@ -95,7 +95,7 @@ def test_an_invalid_function_is_an_error_before_anything_starts(
 def test_custom_functions_are_called_with_their_settings(workspace, tmp_path, monkeypatch):
     (tmp_path / "good.py").write_text(GOOD)
     monkeypatch.chdir(tmp_path)
-    recipe, inputs = load(
+    recipe, inputs, _ = load(
         workspace,
         "env.reward={function: good.py:shorter, per_token: 0.5}",
         "env.filters=[good.py:none, templates/filters.py:drop_uniform]",

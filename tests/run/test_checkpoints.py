@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
 
+from env import Json
 from kit.errors import ConfigError, RunError
+from kit.recipe.keys import merge_nested, set_nested
 from kit.run import checkpoints, identity
 from kit.run.run import Run
 from tests.helpers.recipes import load, make_partial, row, write_rows
@@ -40,7 +41,7 @@ class Group:
         Path(path, "fsdp_config.json").write_text("{}")
 
 
-def make_config(folder: Path, **trainer) -> DictConfig:
+def make_config(folder: Path, **trainer) -> Json:
     """Make a configuration that saves to a folder. trainer: keys of its section `trainer`."""
     settings = {
         "default_local_dir": str(folder),
@@ -61,9 +62,7 @@ def make_config(folder: Path, **trainer) -> DictConfig:
         "trainer": settings | trainer,
         "actor_rollout_ref": {"actor": actor, "model": model},
     }
-    return OmegaConf.create(
-        {**sections, "algorithm": {"adv_estimator": "grpo"}, "model_engine": "dp"}
-    )
+    return {**sections, "algorithm": {"adv_estimator": "grpo"}}
 
 
 def save(folder: Path, step: int, group=None, **trainer) -> Path:
@@ -79,7 +78,7 @@ def find_resume_point(folder: Path, **trainer) -> tuple[Path | None, list[str]]:
     return checkpoints.find_resume_point(make_partial(make_config(folder, **trainer)))
 
 
-def check(checkpoint: Path, config: DictConfig, command="train", arguments=()) -> list[str]:
+def check(checkpoint: Path, config: Json, command="train", arguments=()) -> list[str]:
     """Check that a recipe can resume from a checkpoint, and return lines to print."""
     return checkpoints.check(checkpoint, make_partial(config, command, arguments))
 
@@ -237,19 +236,19 @@ def test_a_file_that_contains_code_is_not_loaded(tmp_path):
 def test_changed_keys_are_notes_or_errors(tmp_path):
     checkpoint = save(tmp_path, 1)
     config = make_config(tmp_path)
-    config.trainer.total_training_steps = 200
+    config["trainer"]["total_training_steps"] = 200
     allowed = f"Changed since {checkpoint}: trainer.total_training_steps 100 -> 200"
     assert check(checkpoint, config) == [allowed]
     with pytest.raises(RunError, match="is of `train`, not of `sft`"):
         check(checkpoint, config, "sft")
     with pytest.raises(RunError, match="a critic, which that run did not have"):
-        changed = OmegaConf.merge(config, {"algorithm": {"adv_estimator": "gae"}})
+        changed = config | {"algorithm": {"adv_estimator": "gae"}}
         check(checkpoint, changed, arguments=["values"])
     # the same number of ranks, on two nodes
-    spread = OmegaConf.merge(config, {"trainer": {"n_gpus_per_node": 1, "nnodes": 2}})
+    spread = merge_nested(config, {"trainer": {"n_gpus_per_node": 1, "nnodes": 2}})
     change = "trainer.n_gpus_per_node 2 -> 1, trainer.nnodes 1 -> 2"
     assert change in check(checkpoint, spread)[0]
-    config.trainer.n_gpus_per_node = 4
+    config["trainer"]["n_gpus_per_node"] = 4
     with pytest.raises(RunError, match="n_gpus_per_node 2 -> 4"):
         check(checkpoint, config)
 
@@ -258,10 +257,10 @@ def test_settings_in_the_saved_optimizer_must_not_change(tmp_path):
     key = "actor_rollout_ref.actor"
     checkpoint = save(tmp_path, 1)
     config = make_config(tmp_path)
-    OmegaConf.update(config, f"{key}.optim.lr", [0.5, 0.6], force_add=True)
+    set_nested(config, f"{key}.optim.lr", 0.5)
     with pytest.raises(RunError, match=rf"{key}\.optim\.lr .*the saved optimizer"):
         check(checkpoint, config)
-    OmegaConf.update(config, f"{key}.checkpoint.load_contents", ["model"], force_add=True)
+    set_nested(config, f"{key}.checkpoint.load_contents", ["model"])
     assert f"{key}.optim.lr" in check(checkpoint, config)[0]
 
 
@@ -283,7 +282,7 @@ def start(workspace) -> tuple:
     """Plan a run of the rows and the reward, and return (recipe, fingerprint)."""
     contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,extra]"
     changes = ["env.train_files=[rows.jsonl]", "env.reward=rw.py:f", contents]
-    recipe, inputs = load(workspace, *changes)
+    recipe, inputs, _ = load(workspace, *changes)
     return recipe, identity.make_fingerprint(recipe, inputs)
 
 

@@ -18,8 +18,8 @@ from kit.data.fingerprint import hash_problem, name_row
 from kit.data.rollout_files import to_record, write_record
 from kit.engine.sampling import make_rollout_context
 from kit.errors import ConfigError
-from kit.recipe.load import load_config
-from kit.recipe.recipe import freeze
+from kit.recipe.load import read_source
+from kit.recipe.recipe import build
 from kit.run import collect, identity
 from kit.run.launch import Started
 from kit.run.run import Run
@@ -43,7 +43,7 @@ def collect_rollouts(stack, monkeypatch, *changes, command="rollout"):
     """Run a command over the session's servers, and return the lines of its file and the run."""
     import inference
 
-    recipe, inputs = load(stack.workspace, *SESSION, *CHANGES, *changes, command=command)
+    recipe, inputs, _ = load(stack.workspace, *SESSION, *CHANGES, *changes, command=command)
     session = stack.servers
     context = make_rollout_context(recipe, session.context.client, inputs, 60.0)
     servers = inference.Servers(recipe, session.manager, None, context, session.gym, session.loop)
@@ -125,7 +125,7 @@ def test_a_file_with_episodes_of_another_policy_or_verifier_is_an_error(tmp_path
 
     def check(*changes, has_episodes=True):
         arguments = ["actor_rollout_ref.model.path=a", "env.verifier=ver.py:compute_score"]
-        recipe = freeze(*load_config([str(CPU), str(RECIPE)], [*arguments, *changes]))
+        recipe = build(read_source([str(CPU), str(RECIPE)], [*arguments, *changes]))
         run = identity.make_fingerprint(recipe, inputs)
         settings = collect.describe_settings(recipe, run, True)
         collect.check_settings(path, settings, has_episodes)

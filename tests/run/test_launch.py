@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +22,10 @@ def test_the_pythonpath_of_the_user_reaches_every_process(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["first", str(ROOT), "second"]))
-    recipe, _ = load(workspace)
+    recipe = load(workspace).recipe
     expected = os.pathsep.join([str(ROOT), "first", "second"])
     assert (
-        recipe.ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH
+        recipe.ray_kwargs.ray_init["runtime_env"]["env_vars"]["PYTHONPATH"]
         == os.environ["PYTHONPATH"]
         == expected
     )
@@ -50,11 +49,11 @@ def test_a_python_with_an_odd_path_is_quoted_for_ray(
     monkeypatch.setattr(fork_server.Preload, "_server", server)
     monkeypatch.setattr(fork_server.ForkServer, "stop", lambda _: None)
     monkeypatch.setattr("shutil.copy", lambda *_: None)
-    recipe, inputs = load(workspace, "ray_kwargs.ray_init._temp_dir=/tmp/mine")
+    recipe, inputs, _ = load(workspace, "ray_kwargs.ray_init._temp_dir=/tmp/mine")
     run = SimpleNamespace(recipe=recipe, stages=SimpleNamespace(monitor=None), folder=tmp_path)
     with contextlib.ExitStack() as stack, pytest.raises(RunError, match="the end of"):
         starting = launch.Launch(run, inputs, stack, None)  # type: ignore[arg-type]
-        fork_server.Preload(recipe.verl, "train").before_ray(starting)
+        fork_server.Preload(recipe).before_ray(starting)
         launch.start_ray(starting)
     assert shlex.split(settings[0]["runtime_env"]["py_executable"]) == [python]
     assert settings[0]["_temp_dir"] == "/tmp/mine made private"
@@ -83,6 +82,8 @@ def test_missing_resources_are_an_error(
         *(["actor_rollout_ref.rollout.checkpoint_engine.backend=gloo"] if has_servers else []),
     ]
     overlays = ["separate"] if has_servers else []
-    recipe = replace(load(workspace, *changes, overlays=overlays).recipe, command=command)
+    recipe = load(workspace, *changes, overlays=overlays).recipe.model_copy(
+        update={"command": command}
+    )
     problem = launch.find_missing_resources(recipe, {"GPU": gpus, "CPU": cpus})
     assert re.match(expected, problem), problem

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 import gym_client
 import training
@@ -16,8 +15,9 @@ from kit.data.episode import Episode, append_tokens
 from kit.data.fingerprint import Fingerprint
 from kit.data.rollout_files import to_record, write_record
 from kit.errors import ConfigError, RunError
+from kit.recipe.redaction import write_yaml
 from kit.run import checkpoints, identity, replay
-from tests.helpers.recipes import load
+from tests.helpers.recipes import load, make_partial
 
 SIZES = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
 
@@ -75,8 +75,8 @@ def test_a_replay_starts_from_the_step_before_its_first(tmp_path):
     saved = {step: write_checkpoint(tmp_path, step) for step in (1, 2, 3)}
     touch(tmp_path, "step_3.jsonl", "step_4.jsonl")
     recording = replay.find_recording(f"{tmp_path}/rollouts/step_*.jsonl")
-    trainer = {"experiment_name": "again", "default_local_dir": "runs/again/checkpoints"}
-    trainer["resume_mode"] = "auto"
+    values = {"experiment_name": "again", "default_local_dir": "runs/again/checkpoints"}
+    trainer = make_partial({"trainer": values}).trainer
     checkpoint, changes = replay.prepare(trainer, recording)
     assert checkpoint == saved[2]
     assert changes == [
@@ -86,7 +86,9 @@ def test_a_replay_starts_from_the_step_before_its_first(tmp_path):
         "env.val_files=[]",
         "env.shadow_verifier=null",
     ]
-    named = trainer | {"resume_mode": "resume_path", "resume_from_path": str(saved[3])}
+    named = trainer.model_copy(
+        update={"resume_mode": "resume_path", "resume_from_path": str(saved[3])}
+    )
     with pytest.raises(ConfigError, match=r"weights after step 2, but .* of another step"):
         replay.prepare(named, recording)
     shutil.rmtree(saved[2])
@@ -101,11 +103,11 @@ def test_a_replay_starts_from_the_step_before_its_first(tmp_path):
 
 
 def write_recipe(folder: Path, recipe) -> None:
-    OmegaConf.save(recipe.redacted(), folder / "config.yaml")
+    (folder / "config.yaml").write_text(write_yaml(recipe.redacted()))
 
 
 def test_a_recording_of_another_model_or_one_that_was_cut_is_refused(workspace, tmp_path):
-    recipe, inputs = load(workspace, *SIZES)
+    recipe, inputs, _ = load(workspace, *SIZES)
     write_step(tmp_path, 1, inputs)
     recording = replay.find_recording(f"{tmp_path}/rollouts/step_1.jsonl")
     assert len(replay.load(recording, recipe, inputs).tasks) == len(inputs.train)
@@ -122,7 +124,7 @@ def test_a_recording_of_another_model_or_one_that_was_cut_is_refused(workspace, 
 
 
 def test_only_keys_that_change_the_update_make_a_replay_off_policy(workspace, tmp_path):
-    recipe, inputs = load(workspace, *SIZES)
+    recipe, inputs, _ = load(workspace, *SIZES)
     path = write_step(tmp_path, 1, inputs)
     recording = replay.Recording({1: path})
     missing = [f"{tmp_path}/config.yaml is missing"]
@@ -139,11 +141,11 @@ def test_only_keys_that_change_the_update_make_a_replay_off_policy(workspace, tm
 def test_replaced_weights_make_a_replay_off_policy(workspace, tmp_path):
     key = "actor_rollout_ref.model.path"
     file = "model"
-    recipe, inputs = load(workspace, *SIZES)
+    recipe, inputs, _ = load(workspace, *SIZES)
     recording = replay.Recording({1: write_step(tmp_path, 1, inputs)})
     write_recipe(tmp_path, recipe)
     values = identity.read_run(tmp_path).values | {key: file}
-    OmegaConf.save(OmegaConf.create(values), tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(write_yaml(values))
     path = tmp_path / "config.fingerprint.json"
     identity.write_fingerprint(path, Fingerprint({}, {key: "before"}))
     for digest, changes in (("before", []), ("after", [f"the content of {key}={file}"])):

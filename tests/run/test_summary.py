@@ -7,13 +7,12 @@ import pytest
 from kit.recipe.neutral_sampling import requires_same_probs
 from kit.run import summary
 from tests.helpers.recipes import load
-from tests.helpers.workers import changed
 
 
 def test_the_summary_warns_of_a_server_that_runs_the_models_code(workspace):
-    recipe, inputs = load(workspace)
+    recipe, inputs, _ = load(workspace)
     assert "SANDBOX" not in summary.summarize(recipe, inputs)
-    recipe = changed(recipe, "gym.servers.reasoning_gym.start.server=code_gen")
+    recipe = recipe.change("gym.servers.reasoning_gym.start.server=code_gen")
     text = summary.summarize(recipe, inputs)
     warning = "reasoning_gym RUNS THE MODEL'S CODE on this machine, as your user, WITHOUT A SANDBOX"
     assert f"WARNING     {warning}" in text
@@ -26,10 +25,10 @@ def test_the_summary_warns_of_a_parameter_that_changes_only_the_engines_probabil
     workspace, change
 ):
     """The same parameters turn off the check of these probabilities. The temperature is not one."""
-    recipe, inputs = load(workspace, "actor_rollout_ref.rollout.temperature=0.9")
+    recipe, inputs, _ = load(workspace, "actor_rollout_ref.rollout.temperature=0.9")
     assert requires_same_probs(recipe)
     assert "the rollout engine's log-probs" not in summary.summarize(recipe, inputs)
-    recipe = changed(recipe, f"actor_rollout_ref.rollout.{change}")
+    recipe = recipe.change(f"actor_rollout_ref.rollout.{change}")
     assert not requires_same_probs(recipe)
     lines = summary.summarize(recipe, inputs).splitlines()
     [line] = [line for line in lines if "the rollout engine's log-probs are of" in line]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
-from omegaconf import OmegaConf
 
 import training
 from kit.errors import UserFunctionError
-from kit.recipe.recipe import freeze
 from kit.recipe.user_functions import ADVANTAGE
 from kit.run import trial
 from tests.helpers.recipes import load
@@ -25,10 +24,8 @@ def make_inputs(tiny):
     """A function that loads the tiny recipe with {key: value} changes -> (recipe, data)."""
 
     def make(changes):
-        config = tiny.recipe.for_verl()
-        for key, value in changes.items():
-            OmegaConf.update(config, key, value, merge=False)
-        return tiny._replace(recipe=freeze(config, tiny.recipe.defaults))
+        arguments = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+        return tiny._replace(recipe=tiny.recipe.change(*arguments))
 
     return make
 

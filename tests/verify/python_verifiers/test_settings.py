@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from env import Task
 from kit.errors import ConfigError, UserFunctionError
-from kit.recipe.load import load_config
+from kit.recipe.load import read_source
 from kit.recipe.schema import EnvSection
 from kit.run import prepare, summary, verifier_trial
 from kit.verify.python_verifiers.settings import find_unused_servers, read_verifiers
@@ -80,11 +80,11 @@ def test_a_recipe_with_a_verifier_needs_no_server(workspace, tmp_path, monkeypat
     del recipe["gym"]
     OmegaConf.save(recipe, tmp_path / "alone.yaml")
     changes = [change for change in tiny(workspace) if not change.startswith("gym.")]
-    config, defaults = load_config([str(tmp_path / "alone.yaml"), str(CPU)], changes)
+    source = read_source([str(tmp_path / "alone.yaml"), str(CPU)], changes)
     with pytest.raises(ConfigError, match=r"gym\.servers is not set"):
-        prepare.prepare(config, defaults)
-    config.env.verifier = f"{tmp_path}/my.py:compute_score"
-    recipe, inputs = prepare.prepare(config, defaults)
+        prepare.prepare(source)
+    source = source.override([f"env.verifier={tmp_path}/my.py:compute_score"])
+    recipe, inputs, _ = prepare.prepare(source)
     assert {task.server for task in [*inputs.train, *inputs.validation]} == {"compute_score"}
     text = summary.summarize(recipe, inputs)
     assert "servers     compute_score (16 rows)" in text
