@@ -170,16 +170,15 @@ def download_gsm8k(split: str) -> Iterable[Mapping[str, str]]:
         ) from None
 
 
-INCREMENT_PARAMETERS = {
-    "type": "object",
-    "properties": {"count": {"type": "integer"}},
-    "required": ["count"],
-}
 INCREMENT_TOOL = {
     "type": "function",
     "name": "increment_counter",
     "description": "Add a number to the counter.",
-    "parameters": INCREMENT_PARAMETERS,
+    "parameters": {
+        "type": "object",
+        "properties": {"count": {"type": "integer"}},
+        "required": ["count"],
+    },
     "strict": True,
 }
 INCREMENT_EXAMPLE = [  # before the question: a small model copies what it sees
@@ -445,15 +444,14 @@ def render_message(item: Json, row_id: str) -> Json:
         return {"role": "user", "content": render_user_parts(content, row_id)}
     if "content" not in item:
         raise DataError(f"{row_id}: a message of role {role!r} has no `content`. Add it.")
+    if role not in ("user", "system", "developer"):
+        raise DataError(
+            f"{row_id}: a message has the role {role!r}. Use user, system, developer, assistant or "
+            "tool."
+        )
     text = "".join(read_texts(content, row_id))
-    if role == "user":
-        return {"role": "user", "content": text}
-    if role in ("system", "developer"):  # no chat template has OpenAI's developer role
-        return {"role": "system", "content": text}
-    raise DataError(
-        f"{row_id}: a message has the role {role!r}. Use user, system, developer, assistant or "
-        "tool."
-    )
+    # no chat template has OpenAI's developer role
+    return {"role": "user" if role == "user" else "system", "content": text}
 
 
 def render_user_parts(content: Sequence[object], row_id: str) -> str | list[dict[str, str]]:
@@ -759,9 +757,8 @@ def take_from_stream(
     for epoch in range(start // len(rows), (stop - 1) // len(rows) + 1):
         if shuffle:
             order = shuffle_rows(rows, np.random.default_rng([seed, epoch, stream]))
-        epoch_start = epoch * len(rows)
-        indices = order[max(start - epoch_start, 0) : stop - epoch_start]
-        batch += [rows[index] for index in indices]
+        before = epoch * len(rows)
+        batch += [rows[index] for index in order[max(start - before, 0) : stop - before]]
     return batch
 
 

@@ -112,8 +112,8 @@ def start_separate_workers(stack: Stack, recipes: list[str], changes: list[str])
     """Start the workers that a recipe needs, in addition to the session's."""
     from kit.run.workers import start_workers
 
-    config, _ = load(stack.workspace, *SESSION, *changes, overlays=recipes)
-    workers = start_workers(config)
+    recipe = load(stack.workspace, *SESSION, *changes, overlays=recipes).recipe
+    workers = start_workers(recipe)
     try:
         workers.actor.init_model()
         yield workers

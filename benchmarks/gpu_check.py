@@ -35,6 +35,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import yaml
 from measure import ROOT, gpus, machine, read_metrics, run, stages
@@ -180,18 +181,17 @@ def list_recipes() -> dict[str, list[str]]:
 
 def choose_rows(name: str, files: list[str], folder: Path) -> str:
     """Return the entries of env.train_files for a recipe: a file for each of its servers."""
-    from omegaconf import OmegaConf
-
     from kit.recipe.load import read_source
+    from kit.recipe.settings import make_settings
 
     if name == "sft":
         return f"{folder}/chat.jsonl"
-    config, _ = load_config(files, [])
-    verifier = OmegaConf.select(config, "env.verifier")
+    settings = make_settings(read_source(files, []), "train")
+    verifier = settings.env.verifier
     if verifier:
         return f"{folder}/{'verl' if verifier == 'verl' else 'gym'}.jsonl"
     path = f"{folder}/gym.jsonl"
-    return ",".join(f"{{path: {path}, server: {server}}}" for server in config.gym.servers)
+    return ",".join(f"{{path: {path}, server: {server}}}" for server in settings.gym.servers)
 
 
 def make_changes(name: str, files: list[str], folder: Path, count: int) -> list[str]:
@@ -256,8 +256,8 @@ def check_recipe(name: str, files: list[str], folder: Path, count: int) -> str:
     try:
         planned = cli.plan(files, make_changes(name, files, folder, count), command)
         cli.describe_plan(planned, is_dry_run=True)
-        if planned.recipe.actor_rollout_ref.rollout.name == "vllm" and command == "train":
-            parse_engine_arguments(planned.recipe.verl)
+        if planned.recipe.rollout.name == "vllm" and command == "train":
+            parse_engine_arguments(planned.recipe.for_verl())
     except (Exception, SystemExit) as error:
         return f": {type(error).__name__}: {str(error).strip()[:500]}"
     return ""
@@ -278,11 +278,13 @@ def check_recipes(count: int) -> dict[str, bool]:
     write_recipe_rows(folder)
     is_installed = attention.is_installed
 
+    def has_flash_attention(package: str) -> bool:
+        return package == "flash_attn" or is_installed(package)
+
     reasons = {}
     for name, files in list_recipes().items():
-        attention.is_installed = lambda package: package == "flash_attn" or is_installed(package)
-        reasons[name] = check_recipe(name, files, folder, count)
-        attention.is_installed = is_installed
+        with mock.patch.object(attention, "is_installed", has_flash_attention):
+            reasons[name] = check_recipe(name, files, folder, count)
         if name in WITHOUT_FLASH_ATTENTION and not is_installed("flash_attn"):
             reasons[f"{name} without flash-attn"] = check_recipe(name, files, folder, count)
     shutil.rmtree(folder)

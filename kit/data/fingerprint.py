@@ -28,6 +28,7 @@ from kit.recipe.keys import ROOT
 from kit.recipe.python_files import KIT_FILES
 from kit.recipe.user_functions import is_user_function
 
+ENCODER = json.JSONEncoder(sort_keys=True, default=str)
 PROMPT = "responses_create_params"
 ROUTES = ("agent_ref", "task_source")  # fields of a row that name its server
 # of the folder of a model or a server
@@ -51,7 +52,7 @@ def hash_json(value: object) -> str:
 
 def write_json(value: object) -> str:
     """Write plain data as JSON in which equal values have one text."""
-    return json.dumps(value, sort_keys=True, default=str)
+    return ENCODER.encode(value)
 
 
 def hash_text(text: str) -> str:

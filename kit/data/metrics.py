@@ -253,7 +253,7 @@ def compute_rollout_metrics(
         metrics[f"verify/latency_s/p{percent}"] = float(np.percentile(latencies, percent))
     for server, server_episodes in sorted(group_episodes(episodes, "server").items()):
         metrics |= compute_server_metrics(server, server_episodes)
-    return metrics
+    return metrics | compute_component_means(verified)
 
 
 def count_zero_variance_groups(episodes: Sequence[Episode]) -> int:
@@ -286,16 +286,23 @@ def compute_staleness(kept: Sequence[Episode], step: int) -> dict[str, float]:
 
 
 def compute_server_metrics(server: str, episodes: Sequence[Episode]) -> dict[str, float]:
-    """Compute the failures, mean reward, components and length of one server's episodes."""
+    """Compute the failures, mean reward and mean length of one server's episodes."""
     verified = select_verified(episodes)
     metrics = {f"rollout/{server}/failed_frac": 1 - len(verified) / len(episodes)}
     if verified:
         lengths = [len(episode.response_ids) for episode in verified]
         metrics[f"reward/{server}/mean"] = mean(e.reward or 0.0 for e in verified)
         metrics[f"rollout/{server}/response_length/mean"] = mean(lengths)
-    for name, value in average(e.reward_components for e in verified).items():
-        metrics[f"reward/{server}/{name}/mean"] = value
     return metrics
+
+
+def compute_component_means(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Compute the mean of each reward component, by server."""
+    means = {}
+    for server, members in sorted(group_episodes(episodes, "server").items()):
+        for name, value in average(e.reward_components for e in members).items():
+            means[f"reward/{server}/{name}/mean"] = value
+    return means
 
 
 def compute_measures(verified: Sequence[Episode], prefix: str) -> dict[str, float]:

@@ -118,12 +118,9 @@ class TaskLoader:
                 continue
             digests = digest_row(row)
             key = name_row(digests.problem, copies)
-            names = {"row_id": row_id, "server": server, "key": key, "digest": digests.row}
             place = (row_id.rpartition("/")[0], digests.problem)
-            if place in first:
-                task = replace(first[place], row=row, **names)
-            else:
-                task = self.make_task(row, entry, names)
+            task = first.get(place) or self.make_task(row, row_id, entry)
+            task = replace(task, row_id=row_id, row=row, server=server, key=key, digest=digests.row)
             unused.update(fields.list_unused(fields.walk_row(row)))
             if task.template_arguments:
                 unused.update(self.template.list_unused(task.template_arguments))
@@ -144,12 +141,11 @@ class TaskLoader:
         if new:
             self.report(fields.describe_unused(new, name))
 
-    def make_task(self, row: Json, entry: Entry, names: Mapping[str, str]) -> Task:
-        """Make a task. It has no ids if the environment writes the prompt. Raises DataError.
+    def make_task(self, row: Json, row_id: str, entry: Entry) -> Task:
+        """Make a task, without its server. It has no ids if the environment writes the prompt.
 
-        names: its row_id, server, key and digest.
+        Raises DataError.
         """
-        row_id = names["row_id"]
         messages, tools = env.render_row(row, row_id)
         env.check_end(messages, row_id)
         arguments = env.read_template_arguments(row, row_id)
@@ -157,15 +153,16 @@ class TaskLoader:
         images = template.processor.read_images(messages, row_id)
         ids = template.encode_prompt(messages, tools, row_id, images=images) if messages else []
         return Task(
-            row=row,
-            messages=messages,
-            prompt_ids=ids,
-            tools=tools,
-            file=entry.file,
-            weight=entry.weight,
+            row_id,
+            row,
+            "",
+            messages,
+            ids,
+            tools,
+            entry.file,
+            entry.weight,
             template_arguments=arguments,
             images=images,
-            **names,
         )
 
     def find_server(self, row: Json, row_id: str, name: str) -> str | None:

@@ -122,7 +122,8 @@ def from_verl(row: Json, row_id: str, prompt_key: str = "prompt") -> Json:
     if not prompt or not isinstance(prompt, str | list):
         value = "null" if prompt is None else f"{prompt!r:.40}"
         raise DataError(f"{row_id}: `{prompt_key}` is {value}. It must be text or chat messages.")
-    extra_info = row.get("extra_info") if isinstance(row.get("extra_info"), dict) else {}
+    given = row.get("extra_info")
+    extra_info: Json = given if isinstance(given, dict) else {}
     fields.check([(fields.PROMPT_ROW, row)], row_id)
     if row.get("agent_name") != fields.SINGLE_TURN:
         fields.check([(fields.EXTRA_INFO, extra_info)], row_id)

@@ -66,21 +66,15 @@ def test_a_function_generates_the_rows_of_each_batch(folder):
     recipe, data = load(folder, "env.train_files=[{function: my_tasks.py:rows, top: 5}]")
     first = draw_batch(data, 1)
     assert [task.row_id for task in first] == [f"my_tasks.py:rows#1.{k}" for k in range(8)]
-    assert (
-        [task.row for task in first] == [task.row for task in data.generated]
-        and first[0].prompt_ids
-        and data.train == []
-    )
+    assert [task.row for task in first] == [task.row for task in data.generated]
+    assert first[0].prompt_ids and data.train == []
     texts = [task.messages[0]["content"] for task in draw_batch(data, 2)]
     generator = random.Random("1 2")  # the function's own generator for seed 1 and batch 2
     assert texts == [f"say {generator.randrange(5)} of 0" for _ in range(8)]
     # the function counts the batches whose mean pass rate is over a half: batches 1 and 2
-    pass_rates = {
-        "my_tasks.py:rows#1.0": 1.0,
-        "my_tasks.py:rows#1.1": 0.5,
-        "a.jsonl:3": 0.0,
-        "my_tasks.py:rows#2.1": 1.0,
-    }
+    rates = {"1.0": 1.0, "1.1": 0.5, "2.1": 1.0}
+    pass_rates = {f"my_tasks.py:rows#{name}": rate for name, rate in rates.items()}
+    pass_rates["a.jsonl:3"] = 0.0
     third = draw_batch(data, 3, pass_rates=pass_rates)
     assert {task.messages[0]["content"][-1] for task in third} == {"2"}
     text = summary.summarize(recipe, data)

@@ -12,14 +12,14 @@ from kit.errors import RunError
 from tests.data.test_metrics import episode
 
 
+def make_groups(*rewards):
+    """Make the episodes of groups 1, 2, ... from the rewards of each group."""
+    groups = enumerate(rewards, 1)
+    return [episode("s", str(group), reward) for group, some in groups for reward in some]
+
+
 def test_failed_episodes_and_groups_that_become_too_small_are_dropped():
-    episodes = [
-        episode("s", "1", 1.0),
-        episode("s", "1", None),
-        episode("s", "2", 0.0),
-        episode("s", "2", 1.0),
-    ]
-    episodes += [episode("s", "3", 1.0), episode("s", "3", 0.0), episode("s", "3", 0.5)]
+    episodes = make_groups([1.0, None], [0.0, 1.0], [1.0, 0.0, 0.5])
     assert select_trainable(episodes) == (episodes[2:], {})
     assert select_trainable(episodes, 1) == ([episodes[0], *episodes[2:]], {})
     assert select_trainable(episodes, 3) == (episodes[4:], {})
@@ -47,13 +47,7 @@ def test_each_filter_gets_the_result_of_the_one_before_in_complete_groups():
         seen.append([e.group_id for e in some])
         return some
 
-    episodes = [
-        episode("s", "1", 1.0),
-        episode("s", "1", None),
-        episode("s", "2", 0.0),
-        episode("s", "2", 1.0),
-    ]
-    episodes += [episode("s", "3", 1.0), episode("s", "3", 1.0)]
+    episodes = make_groups([1.0, None], [0.0, 1.0], [1.0, 1.0])
     kept, dropped = select_trainable(episodes, 2, [watch, keep_right, watch])
     # group 2 had one episode left, so it was dropped before the next filter
     assert seen == [["2", "2", "3", "3"], ["3", "3"]]
@@ -61,12 +55,9 @@ def test_each_filter_gets_the_result_of_the_one_before_in_complete_groups():
 
 
 def test_each_filter_reports_how_many_unmasked_episodes_it_dropped():
-    episodes = [
-        episode("s", "1", 1.0, ended="length"),
-        episode("s", "1", 0.0),
-        episode("s", "1", 1.0),
-    ]
-    episodes += [episode("s", "2", 1.0, response_mask=[0, 0]), episode("s", "2", 0.0)]
+    episodes = make_groups([1.0, 0.0, 1.0], [1.0, 0.0])
+    episodes[0].ended = "length"
+    episodes[3].response_mask = [0, 0]
     kept, dropped = select_trainable(episodes, 2, [mask_truncated, keep_right])
     # Group 1 keeps its masked episode. Group 2 has only a masked episode left, which is dropped.
     assert dropped == {"mask_truncated": 1, "keep_right": 2}

@@ -15,8 +15,8 @@ import pytest
 from kit.chat import responses as chat
 from kit.chat import tool_calls
 from kit.errors import ConfigError
-from kit.recipe.keys import diff
 from kit.recipe.load import read_source
+from kit.recipe.recipe import find_changes
 from kit.run import prepare, summary
 from tests.helpers.models import make_mixture
 from tests.helpers.recipes import GYM_PYTHON, command, metrics_of, run, tiny
@@ -79,7 +79,7 @@ def summarize(workspace, *overrides: str, changes: Sequence[str] = ()) -> str:
     ]
     keys = [*tiny(workspace, model, *SMALL), *rows, gym, "data.max_response_length=1024", *changes]
     recipe, inputs, _ = prepare.prepare(read_source(["math", *overrides], keys))
-    assert diff(recipe.verl, recipe.defaults)
+    assert find_changes(recipe)
     return summary.summarize(recipe, inputs)
 
 

@@ -20,7 +20,7 @@ from tests.helpers.stack import AGREE, SESSION
 @contextlib.contextmanager
 def second_engine(stack, *changes, overlays=()):
     """Yield the manager of a second vLLM in the session, with the initial weights of the model."""
-    recipe, _ = load(stack.workspace, *SESSION, *changes, overlays=overlays)
+    recipe = load(stack.workspace, *SESSION, *changes, overlays=overlays).recipe
     manager = stack.servers.loop.run(inference.start_standalone_servers(recipe, start_rank=1))
     try:
         yield manager

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kit import features
+from kit.run import features
 from tests.helpers.recipes import CLEAN_ENV, ROOT, row, write_rows
 
 FEATURES = sorted(
@@ -216,7 +216,7 @@ def test_a_deleted_feature_that_is_not_in_that_list_has_its_own_error(
 
 def test_every_feature_that_a_recipe_turns_on_is_tested():
     """The other features are commands, or every run uses them if they exist."""
-    needed = {entry.module for entry in features.ENTRIES if not entry.is_optional}
+    needed = {entry.module for entry in features.ENTRIES if not entry.may_be_missing}
     needed |= {"extras.images", "extras.sft"}
     tested = {f"extras.{name.removesuffix('.py')}" for name in CHANGES}
     assert needed - tested == {"kit.cpu.fork_server"}  # the last test deletes it

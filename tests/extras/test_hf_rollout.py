@@ -41,7 +41,7 @@ def trainer_with_servers(stack, name, workers, manager, *changes):
 def hf(stack):
     """A separate actor with a transformers server: (workers, manager)."""
     importlib.import_module("extras.hf_rollout")
-    recipe, _ = load(stack.workspace, *SESSION, overlays=["hf"])
+    recipe = load(stack.workspace, *SESSION, overlays=["hf"]).recipe
     workers = start_workers(recipe)
     manager = stack.servers.loop.run(inference.start_servers(recipe, workers.actor))
     yield workers, manager

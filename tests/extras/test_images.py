@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 import env
 import training
@@ -27,6 +26,7 @@ from kit.errors import ConfigError
 from kit.recipe.entries import Entry
 from kit.recipe.load import read_source
 from kit.recipe.model_files import load_model_files
+from kit.recipe.settings import make_settings
 from kit.run import prepare, summary
 from tests.helpers.http import served
 from tests.helpers.models import (
@@ -42,6 +42,7 @@ from tests.helpers.recipes import (
     ROOT,
     command,
     gym_examples,
+    make_partial,
     metrics_of,
     row,
     run,
@@ -53,12 +54,10 @@ from tests.helpers.rollouts import context_of
 
 def load_image_processor(model: Path) -> ImageProcessor:
     """The processor of a model. It may fetch images from this machine."""
-    keys = {"path": str(model), "trust_remote_code": False, "custom_chat_template": None}
-    config = OmegaConf.create(
-        {"actor_rollout_ref": {"model": keys}, "env": {"image_hosts": ["127.0.0.1"]}}
-    )
-    files = load_model_files(config)
-    processor = make_processor(config, files.hf_config, files.tokenizer)
+    policy = {"model": {"path": str(model)}}
+    recipe = make_partial({"actor_rollout_ref": policy, "env": {"image_hosts": ["127.0.0.1"]}})
+    files = load_model_files(recipe)
+    processor = make_processor(recipe, files.hf_config, files.tokenizer)
     assert processor
     return processor
 
@@ -114,7 +113,7 @@ def test_an_unreadable_image_is_an_error_that_names_the_row(processor, workspace
 def load_task(processor, row, where) -> env.Task:
     """Make the task of a row."""
     template = ChatTemplate(processor, {processor.tokenizer.eos_token_id})
-    return TaskLoader(template, {"s": "s"}, 999).make_task(row, where, "s", Entry("rows.jsonl"))
+    return TaskLoader(template, {"s": "s"}, 999).make_task(row, where, Entry("rows.jsonl"))
 
 
 def test_a_model_of_text_reads_no_images(processor):
@@ -203,18 +202,18 @@ def test_options_that_do_not_work_with_images_are_refused(processor):
     task = env.Task("", {}, "s", [], [1], images=[env.TaskImage("x", 1)])
     agent = "gym.servers={s: {start: {agent: simple_agent}}}"
     lora = "actor_rollout_ref.model.lora_rank=8"
-    config, _ = load_config([], ["actor_rollout_ref.rollout.name=hf", lora, agent])
+    source = read_source([], ["actor_rollout_ref.rollout.name=hf", lora, agent])
     with pytest.raises(
         ConfigError, match=r"do not work with .*rollout\.name=hf; .*lora_rank; an agent server"
     ):
-        processor.check(config, [task], "evaluate")
-    config, _ = load_config([], [])
-    processor.check(config, [task], "evaluate")
-    assert config.actor_rollout_ref.rollout.limit_images == 1
+        processor.derive(make_settings(source, "evaluate"), [task])
+    settings = make_settings(read_source([], []), "evaluate")
+    changes = processor.derive(settings, [task])
+    assert changes == {"actor_rollout_ref.rollout.limit_images": 1}
     drafts = "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={method: ngram}"
-    config, _ = load_config([], [drafts])
+    settings = make_settings(read_source([], [drafts]), "evaluate")
     with pytest.raises(ConfigError, match="speculative_config: vLLM cannot ban tokens with it"):
-        processor.check(config, [], "evaluate")
+        processor.derive(settings, [])
 
 
 @pytest.fixture(scope="module")
@@ -284,9 +283,9 @@ def test_sft_of_a_model_that_reads_images_is_refused(workspace, vision_model):
         "env.val_files=[]",
         f"actor_rollout_ref.model.path={vision_model}",
     ]
-    config, defaults = load_config([str(CPU), str(RECIPE), "sft"], tiny(workspace, *changes))
+    source = read_source([str(CPU), str(RECIPE), "sft"], tiny(workspace, *changes))
     with pytest.raises(ConfigError, match="`sft` does not support models that read images"):
-        sft.prepare(config, defaults)
+        sft.prepare(source)
 
 
 @pytest.mark.soak

@@ -20,7 +20,9 @@ from extras.judges.judge_processes import reserve_gpus, vllm_process_spec
 from extras.judges.judge_proxy import JudgeProxy
 from extras.judges.judge_settings import build_judges, find_problems
 from gym_client import Gym, GymError, message_response
-from kit.recipe.redaction import redacted
+from kit.recipe.load import read_source
+from kit.recipe.recipe import build
+from kit.recipe.settings import Settings, make_settings
 from kit.verify import servers as gym_servers
 from tests.helpers.http import JUDGE_CONFIG, StubJudge, completion
 from tests.helpers.models import ACTIONS, make_model
@@ -63,10 +65,10 @@ def test_an_invalid_value_of_a_judge_is_one_error_that_names_its_key(spec, probl
     assert problem in message and "sk-1" not in message
 
 
-def check_judges(config) -> list[str]:
+def check_judges(settings: Settings) -> list[str]:
     """Return the problems that the features of judges find in a recipe."""
-    features = (ServerJudges(config, "train"), Judges(config, "train"))
-    return [*features[0].check_recipe(config), *features[1].check_recipe(config)]
+    features = (ServerJudges(settings), Judges(settings))
+    return [problem for feature in features for problem in feature.check_settings(settings)]
 
 
 @pytest.mark.parametrize(
@@ -81,10 +83,9 @@ def check_judges(config) -> list[str]:
 )
 def test_the_judges_of_a_server_are_checked_before_it_starts(start, judges, problems):
     servers = {"physics_judge": {"start": {"python": str(GYM_PYTHON), **start}}}
-    settings = {"servers": servers, "judges": judges}
-    overrides = [f"gym.{key}={json.dumps(value)}" for key, value in settings.items()]
-    config, _ = load_config([], overrides)
-    errors = check_judges(config)
+    sections = {"servers": servers, "judges": judges}
+    overrides = [f"gym.{key}={json.dumps(value)}" for key, value in sections.items()]
+    errors = check_judges(make_settings(read_source([], overrides), "train"))
     assert len(errors) == len(problems), errors
     for problem, error in zip(problems, errors, strict=True):
         assert re.search(problem, error), errors
@@ -114,9 +115,9 @@ def test_a_key_is_neither_written_nor_given_to_servers(monkeypatch, tmp_path):
     assert "sk-very-secret" not in repr(built)
     (process,) = JudgeProxy(built).process_specs(tmp_path)
     assert "sk-very-secret" not in repr(process)
-    config, _ = load_config([], [f"gym.judges={{judge_model: {json.dumps(spec)}}}"])
-    assert config.gym.judges.judge_model.api_key_env == "JUDGE_KEY"
-    assert "sk-very-secret" not in str(redacted(config))
+    recipe = build(read_source([], [f"gym.judges={{judge_model: {json.dumps(spec)}}}"]))
+    assert recipe.gym.judges["judge_model"]["api_key_env"] == "JUDGE_KEY"
+    assert "sk-very-secret" not in str(recipe.redacted())
 
 
 # --- the proxy -----------------------------------------------------------------------------------

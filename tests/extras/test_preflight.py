@@ -23,6 +23,9 @@ from transformers import (
 from extras import preflight
 from extras.preflight import attention, gpus, memory, node
 from extras.preflight.memory import GIB
+from kit.recipe.load import read_source
+from kit.recipe.recipe import Recipe
+from kit.recipe.settings import make_settings
 from tests.helpers import nodes
 from tests.helpers.nodes import make_recipe, qwen
 from tests.helpers.recipes import ROOT
@@ -209,7 +212,7 @@ def test_a_stage_far_over_the_gpus_memory_is_refused(
     device = memory.Device(int(needed / factor), note)
     monkeypatch.setattr(memory, "find_device", lambda _: device)
     hf_config = SimpleNamespace(get_text_config=lambda: model, model_type="qwen2")
-    found = preflight.Preflight(recipe.verl, command).check_model(recipe, hf_config)
+    found = preflight.Preflight(recipe).check_model(recipe, hf_config)
     problems = [problem for problem in found if "update needs" in problem]
     assert len(problems) == is_refused
     assert all("trainer.allow_memory_over_estimate=true" in problem for problem in problems)
@@ -255,26 +258,24 @@ def test_little_disk_and_shared_memory_are_warnings_with_a_fix(monkeypatch, tmp_
 ATTENTION = "actor_rollout_ref.model.override_config"
 
 
-def get_attention(config) -> str | None:
-    return config.actor_rollout_ref.model.override_config.get("attn_implementation")
+def get_attention(recipe: Recipe) -> str | None:
+    return recipe.model.override_config.get("attn_implementation")
 
 
-def list_modules(config) -> list[str]:
+def list_modules(recipe: Recipe) -> list[str]:
     """List the modules that verl imports in each process."""
-    variables = config.ray_kwargs.ray_init.runtime_env.env_vars
-    return variables.VERL_USE_EXTERNAL_MODULES.split(",")
+    variables = recipe.ray_kwargs.ray_init["runtime_env"]["env_vars"]
+    return variables["VERL_USE_EXTERNAL_MODULES"].split(",")
 
 
 def test_torch_replaces_flash_attn_for_all_models(smi, no_packages):
     smi(gpus=1)
-    config = make_recipe(
-        "1.5B", "algorithm.adv_estimator=gae", "reward.reward_model.enable=true"
-    ).verl
-    models = (config.actor_rollout_ref.model, config.critic.model)
-    assert [model.override_config.attn_implementation for model in models] == ["torch_varlen"] * 2
-    assert list_modules(config) == ["kit.engine.verl_patches", "extras.without_flash_attn"]
-    assert not list(attention.check_model(config, qwen("1.5B"), "train"))
-    (line,) = attention.describe(config, "train")
+    recipe = make_recipe("1.5B", "algorithm.adv_estimator=gae", "reward.reward_model.enable=true")
+    chosen = [m.override_config["attn_implementation"] for m in (recipe.model, recipe.critic.model)]
+    assert chosen == ["torch_varlen"] * 2
+    assert list_modules(recipe) == ["kit.engine.verl_patches", "extras.without_flash_attn"]
+    assert not list(attention.check_model(recipe, qwen("1.5B")))
+    (line,) = attention.describe(recipe)
     assert line.startswith("attention   torch_varlen: flash-attn is not installed")
 
 
@@ -283,7 +284,7 @@ def test_a_window_that_is_shorter_than_an_episode_needs_sdpa(smi, no_packages, w
     """Torch's kernel would ignore it, and the rows of the trial of models are shorter."""
     smi(gpus=1)
     model = MistralConfig(sliding_window=window)
-    assert get_attention(make_recipe(model).verl) == name
+    assert get_attention(make_recipe(model)) == name
 
 
 @pytest.mark.parametrize(
@@ -299,21 +300,21 @@ def test_what_verl_computes_only_with_flash_attn_is_one_error(
 ):
     smi(gpus=2)
     ulysses = f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={size}"
-    config, _ = load_config(["math"], ["trainer.n_gpus_per_node=2", ulysses])
-    (problem,) = attention.check_model(config, model, "train")
+    source = read_source(["math"], ["trainer.n_gpus_per_node=2", ulysses])
+    (problem,) = attention.check_model(make_settings(source, "train"), model)
     assert needed in problem
-    assert not list(attention.check_model(config, model, "rollout"))
+    assert not list(attention.check_model(make_settings(source, "rollout"), model))
 
 
 def test_another_node_may_have_flash_attn(no_packages, monkeypatch, tmp_path):
     """A dry run on a machine without GPUs changes no attention and refuses nothing."""
     monkeypatch.setenv("PATH", str(tmp_path))
     ulysses = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
-    config = make_recipe("1.5B", "algorithm.adv_estimator=gae", ulysses).verl
-    assert get_attention(config) is None
-    assert not list(attention.check_model(config, qwen("1.5B"), "train"))
-    assert list_modules(config) == ["kit.engine.verl_patches"]
-    named = make_recipe("1.5B", f"+{ATTENTION}.attn_implementation=torch_varlen").verl
+    recipe = make_recipe("1.5B", "algorithm.adv_estimator=gae", ulysses)
+    assert get_attention(recipe) is None
+    assert not list(attention.check_model(recipe, qwen("1.5B")))
+    assert list_modules(recipe) == ["kit.engine.verl_patches"]
+    named = make_recipe("1.5B", f"+{ATTENTION}.attn_implementation=torch_varlen")
     assert "extras.without_flash_attn" in list_modules(named)
 
 
@@ -322,10 +323,10 @@ def test_flash_attn_is_used_if_it_is_installed(smi, monkeypatch, package):
     """If transformers downloads the kernel, log-probs still need a substitute."""
     smi(gpus=1)
     monkeypatch.setattr(attention, "is_installed", lambda name: name == package)
-    config = make_recipe("1.5B", "algorithm.adv_estimator=gae").verl
-    assert get_attention(config) is None
-    assert not list(attention.check_model(config, qwen("1.5B"), "train"))
-    is_loaded = "extras.without_flash_attn" in list_modules(config)
+    recipe = make_recipe("1.5B", "algorithm.adv_estimator=gae")
+    assert get_attention(recipe) is None
+    assert not list(attention.check_model(recipe, qwen("1.5B")))
+    is_loaded = "extras.without_flash_attn" in list_modules(recipe)
     assert is_loaded == (package == "kernels")
 
 

@@ -47,7 +47,7 @@ def both(stack) -> Iterator[BothServers]:
     session = stack.servers
     context = make_rollout_context(recipe, session.context.client, inputs, 60.0)
     urls = session.gym.gym.urls | {"gone": f"http://127.0.0.1:{find_free_port('127.0.0.1')}"}
-    workers = RolloutWorkers(recipe, context, urls, inputs, stack.workspace)
+    workers = RolloutWorkers(recipe, context, urls, inputs, stack.workspace, ())
     arguments = (recipe, session.manager, None, context, session.gym, session.loop)
     without_workers = inference.Servers(*arguments)
     with_workers = inference.Servers(*arguments, workers)
@@ -90,12 +90,12 @@ def test_an_error_of_a_worker_that_ends_the_run_keeps_its_type(both):
 
 def test_workers_share_the_limits_of_the_recipe(workspace):
     changes = ["gym.concurrency={a: 10, b: auto, default: 3}", "env.verifier_pool.processes=3"]
-    recipe, _ = load(workspace, *changes, "actor_rollout_ref.rollout.max_num_seqs=6")
+    limit = "actor_rollout_ref.rollout.max_num_seqs=6"
+    recipe = load(workspace, *changes, limit).recipe
     part = split_limits(recipe, 4)
     assert part.gym.concurrency == {"a": 3, "b": "auto", "default": 1}
     assert (part.env.verifier_pool.processes, part.rollout.max_num_seqs) == (1, 2)
     assert recipe.gym.concurrency["a"] == 10
-    whole = split_limits(recipe, 1)
-    assert whole.verl == recipe.for_verl() and whole.sections == recipe.sections
-    recipe, _ = load(workspace, "gym.concurrency=8")
+    assert split_limits(recipe, 1).resolved == recipe.resolved
+    recipe = load(workspace, "gym.concurrency=8").recipe
     assert split_limits(recipe, 4).gym.concurrency == {"default": 2}

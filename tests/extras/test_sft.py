@@ -11,6 +11,7 @@ import env
 from extras import sft
 from kit.chat.processor import TextProcessor
 from kit.chat.template import ChatTemplate
+from kit.recipe.load import read_source
 from kit.run.launch import Started
 from kit.run.run import Run
 from tests.helpers.recipes import CPU, RECIPE, metrics_of, tiny, write_chats, write_rows
@@ -116,9 +117,8 @@ def test_the_command_learns_and_exports_the_model(stack, monkeypatch, capsys):
     """It trains the shared actor."""
     changes = [*write_chats(stack.workspace), "trainer.experiment_name=sft"]
     changes += ["trainer.total_training_steps=20", "trainer.save_freq=10"]
-    recipe, inputs, _ = sft.prepare(
-        *load_config([str(CPU), str(RECIPE), "sft"], tiny(stack.workspace, *SESSION, *changes))
-    )
+    arguments = tiny(stack.workspace, *SESSION, *changes)
+    recipe, inputs, _ = sft.prepare(read_source([str(CPU), str(RECIPE), "sft"], arguments))
     stack.workers.actor.load_checkpoint(str(stack.fresh))
     monkeypatch.setattr("kit.run.launch.start", lambda *_, **__: Started(stack.workers, None))
     with Run(recipe) as run:

@@ -7,7 +7,6 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-from omegaconf import OmegaConf
 
 import gym_client
 import inference
@@ -17,10 +16,9 @@ from kit.chat.parsed_response import ParsedResponse
 from kit.data.episode import Episode, TurnSpan
 from kit.data.metrics import compute_rollout_metrics, compute_validation_metrics
 from kit.errors import RunError
-from kit.recipe.load import base_configs
 from kit.verify.python_verifiers.pool import make_pools
 from kit.verify.verifiers import VerifierRouter
-from tests.helpers.verifiers import make_recipe
+from tests.helpers.recipes import make_partial
 
 SOURCE = """
 def hackable(data_source, solution_str, ground_truth, extra_info):
@@ -49,12 +47,11 @@ def measure(tmp_path, monkeypatch):
     (tmp_path / "my.py").write_text(SOURCE)
 
     def run(shadow, *turns):
-        recipe = make_recipe("my.py:hackable")
-        config = base_configs()[1]
-        feature = make_shadow(f"my.py:{shadow}", config)
-        assert list(feature.check_recipe(config)) == []
-        recipe = dataclasses.replace(recipe, features=(feature,))
-        router = VerifierRouter(gym_client.Gym({}), make_pools(recipe, {}, tmp_path))
+        recipe = make_partial({"env": {"shadow_verifier": f"my.py:{shadow}"}})
+        feature = ShadowVerifier(recipe)
+        assert list(feature.check_settings(recipe)) == []
+        pools = make_pools(recipe, feature.verifiers(), tmp_path)
+        router = VerifierRouter(gym_client.Gym({}), pools)
         episode = make_episode(*turns)
 
         async def run_feature():
@@ -65,12 +62,6 @@ def measure(tmp_path, monkeypatch):
         return episode
 
     return run
-
-
-def make_shadow(value, config):
-    """Return the feature of a recipe with this env.shadow_verifier."""
-    config = OmegaConf.merge(config, {"env": {"shadow_verifier": value}})
-    return ShadowVerifier(config, "train")
 
 
 def make_episode(*turns, reward=1.0):
@@ -137,9 +128,8 @@ class Session:
 def test_only_verified_episodes_are_measured(monkeypatch, status, calls):
     measured = []
 
-    class Feature:
-        async def after_episode(self, episode, gym):
-            measured.append((episode.status, gym))
+    async def after_episode(episode, gym):
+        measured.append((episode.status, gym))
 
     async def run_episode(request, sampling, context, gym):
         return dataclasses.replace(make_episode("7"), status=status)
@@ -147,16 +137,16 @@ def test_only_verified_episodes_are_measured(monkeypatch, status, calls):
     monkeypatch.setattr(inference, "run_episode", run_episode)
     task = Task("rows.jsonl:1", ROW, "s", [], [])
     request = (task, SimpleNamespace())
-    context = SimpleNamespace(features=[Feature()])
+    context = SimpleNamespace(after_episode=[after_episode])
     asyncio.run(inference.run_with_retries(request, {}, context, "gym"))
     assert measured == [("ok", "gym")] * calls
 
 
 def test_a_gym_server_is_named_by_its_name():
-    config = OmegaConf.merge(
-        base_configs()[1], {"gym": {"servers": {"judge": {"url": "http://x"}}}}
+    servers = {"judge": {"url": "http://x"}}
+    feature = ShadowVerifier(
+        make_partial({"env": {"shadow_verifier": "judge"}, "gym": {"servers": servers}})
     )
-    feature = make_shadow("judge", config)
     assert (feature.name, feature.spec, feature.verifiers()) == ("judge", None, {})
     session = Session("verify")
     episode = make_episode("77")
@@ -170,8 +160,9 @@ def test_a_gym_server_is_named_by_its_name():
 
 def test_a_bad_value_is_one_line_with_the_key(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = base_configs()[1]
-    (problem,) = make_shadow("judge", config).check_recipe(config)
+    settings = make_partial({"env": {"shadow_verifier": "judge"}})
+    (problem,) = ShadowVerifier(settings).check_settings(settings)
     assert problem.startswith("env.shadow_verifier=judge is not a Python verifier. Name ")
-    (problem,) = make_shadow("nowhere.py:f", config).check_recipe(config)
+    settings = make_partial({"env": {"shadow_verifier": "nowhere.py:f"}})
+    (problem,) = ShadowVerifier(settings).check_settings(settings)
     assert "no file nowhere.py" in problem and "\n" not in problem

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from kit.data.metrics import ALL_TOKENS
 from kit.errors import ConfigError
-from kit.recipe.redaction import redacted
+from kit.recipe.load import read_source
+from kit.recipe.recipe import build
+from kit.recipe.redaction import write_yaml
 from lab import price
 from lab.run_folder import RunFolder
 
@@ -29,8 +30,8 @@ def step(number: int, seconds: float, **others: float) -> dict[str, float]:
 def plant(folder: Path, lines: list[dict[str, float]], *changes: str) -> Path:
     """Write a run with these lines of metrics.jsonl."""
     folder.mkdir(parents=True)
-    config, _ = load_config(["math_cpu", "cpu"], ["trainer.total_training_steps=20", *changes])
-    OmegaConf.save(redacted(config), folder / "config.yaml")
+    source = read_source(["math_cpu", "cpu"], ["trainer.total_training_steps=20", *changes])
+    (folder / "config.yaml").write_text(write_yaml(build(source).redacted()))
     text = "".join(json.dumps({"time": 1.7e9, **line}) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text)
     return folder

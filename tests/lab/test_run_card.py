@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from omegaconf import OmegaConf
 
 from kit.data.metrics import HIGH, LOW
-from kit.recipe.recipe import Recipe
-from kit.recipe.redaction import redacted
+from kit.recipe.load import read_source
+from kit.recipe.recipe import Recipe, build
+from kit.recipe.redaction import write_yaml
 from lab import run_card
 from lab.run_folder import RunFolder
 from tests.helpers.recipes import CPU, RECIPE, tiny, write_task
@@ -35,7 +35,8 @@ def plant(folder: Path, *changes: str, command: str = "train") -> Recipe:
     """Write the files of a run with 5 steps, and return its recipe."""
     (folder / "runs" / "tiny" / "export").mkdir(parents=True)
     write_task(folder)
-    config, defaults = load_config([str(CPU), str(RECIPE)], tiny(folder, *changes))
+    source = read_source([str(CPU), str(RECIPE)], tiny(folder, *changes))
+    recipe = build(source, command)
     run = folder / "runs" / "tiny"
     lines = []
     for step in range(6):
@@ -50,8 +51,8 @@ def plant(folder: Path, *changes: str, command: str = "train") -> Recipe:
         lines.append(json.dumps(line) + "\n")
     (run / "metrics.jsonl").write_text("".join(lines))
     (run / "export" / "step.txt").write_text("5\n")
-    OmegaConf.save(redacted(config), run / "config.yaml")
-    return freeze(config, defaults, command)
+    (run / "config.yaml").write_text(write_yaml(recipe.redacted()))
+    return recipe
 
 
 def compose(folder: Path, *changes: str) -> str:
@@ -118,10 +119,8 @@ def test_no_secret_and_no_path_of_the_machine_is_in_the_card(tmp_path, monkeypat
 def test_texts_of_the_user_are_not_markdown(tmp_path):
     text = compose(tmp_path)
     recipe = plant(tmp_path / "other")
-    config = OmegaConf.create(OmegaConf.to_container(recipe.verl))
-    config.trainer.experiment_name = "a|b <img src=x> [c](d)"
-    config.env.sampler = "```\n# heading"
-    other = run_card.compose(recipe.with_config(config), RunFolder(tmp_path / "runs/tiny"))
+    changes = ["trainer.experiment_name=a|b <img src=x> [c](d)", "data.prompt_key=```\n# heading"]
+    other = run_card.compose(recipe.change(*changes), RunFolder(tmp_path / "runs/tiny"))
     assert r"# a\|b &lt;img src=x> \[c\](d)" in other
     assert "````yaml" in other and "````yaml" not in text
 
@@ -141,11 +140,12 @@ def test_an_export_of_an_export_names_the_first_model_and_its_license(tmp_path):
 def test_the_run_writes_the_card_into_its_export_and_an_error_does_not_end_it(
     tmp_path, capsys, monkeypatch
 ):
+    from kit.run.features import make_features
     from kit.run.run import Run
 
     recipe = plant(tmp_path)
     (tmp_path / "runs/tiny/logs").mkdir()
-    files = Run(recipe).files
+    files = Run(recipe, features=make_features(recipe)).files
     files.checkpoint = tmp_path / "runs/tiny/checkpoints/global_step_1"
     monkeypatch.setattr("kit.run.export.export", lambda *_: None)
     files.export()

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
 
 from kit.data.fingerprint import Fingerprint
 from kit.errors import ConfigError
-from kit.recipe.keys import ROOT, flatten
-from kit.recipe.redaction import redacted
+from kit.recipe.keys import ROOT, flatten, merge_nested
+from kit.recipe.recipe_text import parse_argument
+from kit.recipe.redaction import write_yaml
 from kit.run import identity
 from lab.evidence import sweep
 from tests.lab.evidence import test_compare
@@ -40,11 +40,12 @@ RECIPE = ["--config", "math_cpu", "--config", "cpu", "trainer.total_training_ste
 
 def make_plan(files, words, is_dry_run=True) -> Any:
     """Make the plan of a run with these words."""
-    trainer = {"experiment_name": "sums", "total_training_steps": 12}
-    verl = OmegaConf.merge({"trainer": trainer}, OmegaConf.from_dotlist(list(words)))
-    recipe = SimpleNamespace(trainer=verl.trainer, verl=verl)
-    assert isinstance(verl, DictConfig)
-    fingerprint = Fingerprint(flatten(redacted(verl)), {"env.reward": "1"}, {"k": ["r"]})
+    values: dict[str, Any] = {"trainer": {"experiment_name": "sums"}}
+    for word in words:
+        values = merge_nested(values, parse_argument(word, {}))
+    trainer = SimpleNamespace(**values["trainer"])
+    recipe = SimpleNamespace(trainer=trainer, last_step=12, redacted=lambda: values)
+    fingerprint = Fingerprint(flatten(values), {"env.reward": "1"}, {"k": ["r"]})
     rows = SimpleNamespace(validation=["a row"])
     return SimpleNamespace(recipe=recipe, inputs=rows, fingerprint=fingerprint)
 
@@ -101,7 +102,8 @@ def test_a_run_of_another_recipe_function_or_rows_is_refused(place):
         ([], {"env.reward": "2"}, {"k": ["r"]}, "another recipe: env.reward. Set"),
         ([], {"env.reward": "1"}, {"k": ["s"]}, r"k has other rows: 1 added, 1 removed"),
     ):
-        OmegaConf.save(make_plan((), [*words, *change]).recipe.verl, folder / "config.yaml")
+        recipe = make_plan((), [*words, *change]).recipe
+        (folder / "config.yaml").write_text(write_yaml(recipe.redacted()))
         fingerprint = Fingerprint({}, contents, rows)
         identity.write_fingerprint(folder / "config.fingerprint.json", fingerprint)
         with pytest.raises(ConfigError, match=problem) if problem else nullcontext():

@@ -14,6 +14,7 @@ import pytest
 import gym_client
 from kit.data.episode import Episode, append_tokens
 from kit.data.rollout_files import to_record
+from kit.run.features import make_features
 from kit.run.run import Run
 from lab.report import diagnosis, episode_view, report_page
 from lab.run_folder import RunFolder
@@ -64,7 +65,8 @@ def test_the_page_of_two_runs_lists_the_keys_that_differ(tmp_path, model):
 
 def test_a_run_ends_with_its_first_finding(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run = Run(make_recipe("verl"))
+    recipe = make_recipe("verl")
+    run = Run(recipe, features=make_features(recipe))
     run.folder.mkdir(parents=True)
     find_problems(run.folder, {"rollout/ended/length_frac": [1.0] * STEPS})  # it writes the run
     run.files.write_report()
@@ -72,7 +74,7 @@ def test_a_run_ends_with_its_first_finding(tmp_path, monkeypatch, capsys):
     found, next_step, report = capsys.readouterr().out.splitlines()
     assert found.startswith("Found: 100% of the responses are truncated at ")
     assert next_step.startswith("Next: raise data.max_response_length")
-    assert report == "Report: runs/run/report.html"
+    assert report == "Report: runs/tiny/report.html"
 
 
 # --- episodes ------------------------------------------------------------------------------------

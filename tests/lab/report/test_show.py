@@ -44,7 +44,7 @@ def test_steps_are_lines_with_a_progress_bar_at_a_terminal(
     )
     monkeypatch.setattr(console, "console", terminal)
     name = f"trainer.experiment_name=shown{interactive}"
-    recipe, _ = load(workspace, name, "trainer.total_training_steps=40")
+    recipe = load(workspace, name, "trainer.total_training_steps=40").recipe
     with Run(recipe) as training:
         now = 0.0
         bar = training.display.bar
