@@ -11,10 +11,10 @@ makes another recipe (`change`), in which everything that follows is computed ag
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
-from pydantic import ConfigDict
+from pydantic_core import core_schema
 
 from env import Json
 from kit.recipe.derive import Facts, derive
@@ -25,19 +25,25 @@ from kit.recipe.settings import Settings, make_settings
 from kit.recipe.user_functions import RecipeFunctions, load_recipe_functions
 
 
+class Unchecked:
+    """An annotation of a field whose value pydantic takes as it is."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, *_: object) -> core_schema.CoreSchema:
+        return core_schema.any_schema()
+
+
 class Recipe(Settings):
     """A recipe that passed its checks, with every value that follows from it.
 
     source: as it was written. nested: all values with ${...}. resolved: all values.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    source: Source
+    source: Annotated[Source, Unchecked]
     nested: Json
     resolved: Json
-    functions: RecipeFunctions
-    facts: Facts
+    functions: Annotated[RecipeFunctions, Unchecked]
+    facts: Annotated[Facts, Unchecked]
 
     @property
     def last_step(self) -> int:
