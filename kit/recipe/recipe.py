@@ -18,7 +18,7 @@ from pydantic_core import core_schema
 
 from env import Json
 from kit.recipe.derive import Facts, derive
-from kit.recipe.keys import flatten, merge_nested, select_nested, set_nested
+from kit.recipe.keys import flatten, is_below, merge_nested, select_nested, set_nested
 from kit.recipe.load import Source, resolve
 from kit.recipe.redaction import redact
 from kit.recipe.settings import Settings, make_settings
@@ -105,15 +105,14 @@ def find_changes(recipe: Recipe) -> dict[str, tuple[object, object]]:
     """
     leaves = flatten(recipe.redacted())
     defaults = flatten(recipe.source.defaults)
+    references = [key for key, default in defaults.items() if "${" in str(default)]
     usual = merge_nested(recipe.resolved, {})
-    for key, default in defaults.items():
-        if isinstance(default, str) and "${" in default:
-            set_nested(usual, key, default)
+    for key in references:
+        set_nested(usual, key, defaults[key])
     resolved = flatten(resolve(usual))
     changes: dict[str, tuple[object, object]] = {}
     for key, value in leaves.items():
-        is_reference = isinstance(defaults.get(key), str) and "${" in str(defaults[key])
-        default = resolved.get(key) if is_reference or key not in defaults else defaults[key]
+        default = resolved.get(key) if is_below(key, *references) else defaults.get(key)
         if value != default:
             changes[key] = (value, default)
     return changes

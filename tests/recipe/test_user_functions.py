@@ -60,7 +60,8 @@ def make_recipe(tiny_recipe):
     """A function that makes the tiny recipe with {key: value} changes."""
 
     def make(changes) -> Recipe:
-        arguments = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+        texts = {key: v if isinstance(v, str) else json.dumps(v) for key, v in changes.items()}
+        arguments = [f"{key}={text}" for key, text in texts.items()]
         return tiny_recipe.recipe.change(*arguments)
 
     return make

@@ -24,7 +24,8 @@ def make_inputs(tiny):
     """A function that loads the tiny recipe with {key: value} changes -> (recipe, data)."""
 
     def make(changes):
-        arguments = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+        texts = {key: v if isinstance(v, str) else json.dumps(v) for key, v in changes.items()}
+        arguments = [f"{key}={text}" for key, text in texts.items()]
         return tiny._replace(recipe=tiny.recipe.change(*arguments))
 
     return make
