@@ -86,7 +86,8 @@ def check_sglang(settings: Settings) -> Iterator[str]:
     defaults = read_defaults(settings.model_engine).base.resolved
     for name in UNREAD_BY_SGLANG:
         key = f"{ROLLOUT}.{name}"
-        if settings.get(key) != select_nested(defaults, key):
+        is_set = name in rollout.model_fields_set
+        if is_set and settings.get(key) != select_nested(defaults, key):
             yield f"{key} is not read with {ROLLOUT}.name=sglang. Remove it."
 
 

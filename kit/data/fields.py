@@ -97,7 +97,7 @@ TOOL = Fields("tools.", "type strict name description parameters")
 PART = Fields("messages.content.", "type text image image_url bytes path annotations logprobs")
 REQUEST = Fields(
     "",
-    "model messages tools max_tokens max_completion_tokens logprobs user "
+    "model messages tools max_tokens max_completion_tokens logprobs stream stream_options user "
     "return_tokens_as_token_ids return_token_ids chat_template_kwargs reasoning_effort metadata "
     "for_training",
     {
@@ -106,7 +106,6 @@ REQUEST = Fields(
         "response_format": NOT_SUPPORTED + "The policy's text is not constrained. Use text.",
         "stop": NOT_SUPPORTED + "A response ends with a stop token of the model. Remove stop.",
         "top_logprobs": NOT_SUPPORTED + "Only sampled tokens have a log-prob. Use 0.",
-        "stream": NOT_SUPPORTED + "Use false, or call Gym's model server, which streams.",
         "functions": REPLACED,
         "function_call": REPLACED,
     },

@@ -83,6 +83,10 @@ class ChatRequest(BaseModel):
     tool_choice: object = None
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
+    logprobs: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: Json | None = None
     chat_template_kwargs: Annotated[Json | None, ReadJson] = None
     reasoning_effort: str | None = None
     # The kit's field. A judge that is the policy sends false: its requests are no episode, so only
@@ -98,7 +102,8 @@ class ChatRequest(BaseModel):
     @property
     def max_length(self) -> int | None:
         """Return the limit of the response, in tokens."""
-        return self.max_completion_tokens or self.max_tokens
+        limits = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
+        return min(limits, default=None)
 
 
 def read_request(body: object) -> ChatRequest:

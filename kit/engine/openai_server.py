@@ -4,7 +4,7 @@
 
     openai_requests.py   which requests are supported
     openai_history.py    the prompt of a request, and whether it continues what was sampled before
-    this file            the limits of an episode, the response, and the HTTP server
+    this file            the limits of an episode, the response, its stream, and the HTTP server
 
 Each response has its token ids and log-probs. In the next request, Gym returns them with the
 assistant's message. The next prompt starts with exactly these ids, so that no sampled token is
@@ -20,17 +20,20 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiohttp import web
 
 from gym_client import GymError, Json
 from kit.chat.parsed_response import ParsedResponse
-from kit.data.episode import LOG_PROBS, PROMPT_IDS, SAMPLED_IDS
+from kit.data.episode import LOG_PROBS, PROMPT_IDS, SAMPLED_IDS, TOKEN_FIELDS
 from kit.engine.openai_history import Histories, Prompt, parse_offered
 from kit.engine.openai_requests import CONTEXT_CODE, ChatRequest, RequestError, read_request
 from kit.engine.sampling import RolloutContext, SampledResponse, sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_BODY_BYTES = 2**28
 # A request has the text of its conversation, and the ids up to each of its turns.
@@ -104,7 +107,7 @@ async def complete_chat(
         return error_reply(400, "the JSON of the request has too many levels. Remove some.")
     except GymError as error:
         return error_reply(422, str(error), code=error.reason, kind="server_error")
-    return Reply(200, make_completion(prompt, sampled, response, context.stop_ids))
+    return Reply(200, make_completion(request, prompt, sampled, response, context))
 
 
 def find_room(prompt: Prompt, request: ChatRequest, context: RolloutContext) -> int:
@@ -137,19 +140,27 @@ def find_room(prompt: Prompt, request: ChatRequest, context: RolloutContext) -> 
 
 
 def make_completion(
-    prompt: Prompt, sampled: SampledResponse, response: ParsedResponse, stop_ids: set[int]
+    request: ChatRequest,
+    prompt: Prompt,
+    sampled: SampledResponse,
+    response: ParsedResponse,
+    context: RolloutContext,
 ) -> Json:
     """Return a chat completion of OpenAI's API, with Gym's fields for token ids and log-probs."""
-    if sampled.ids[-1] not in stop_ids:
+    if sampled.ids[-1] not in context.stop_ids:
         finish_reason = "length"
     elif response.calls:
         finish_reason = "tool_calls"
     else:
         finish_reason = "stop"
+    log_probs = None
+    # Gym's model server sets both fields, but reads the log-probs of the message.
+    if request.logprobs and not request.return_tokens_as_token_ids:
+        log_probs = {"content": list_log_probs(sampled, context.tokenizer), "refusal": None}
     choice = {
         "index": 0,
         "finish_reason": finish_reason,
-        "logprobs": None,  # the message has those of the sampled tokens
+        "logprobs": log_probs,
         "message": make_message(prompt, sampled, response),
     }
     return {
@@ -185,6 +196,62 @@ def make_message(prompt: Prompt, sampled: SampledResponse, response: ParsedRespo
         LOG_PROBS: sampled.log_probs,
     }
     return message | token_fields
+
+
+def list_log_probs(sampled: SampledResponse, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
+    """Return the log-probs of a response in the form of OpenAI's API."""
+    entries = []
+    for token_id, log_prob in zip(sampled.ids, sampled.log_probs, strict=True):
+        token = str(tokenizer.decode([token_id]))
+        entry = {"token": token, "logprob": log_prob, "bytes": list(token.encode())}
+        entries.append({**entry, "top_logprobs": []})
+    return entries
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+def make_chunks(completion: Json, include_usage: bool) -> Iterator[Json]:
+    """Yield the chunks of a stream that has the contents of a completion.
+
+    The first chunk has the token ids.
+    """
+    choice = completion["choices"][0]
+    message = choice["message"]
+    deltas = [{key: message[key] for key in ("role", *TOKEN_FIELDS)}]
+    deltas += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
+    for index, call in enumerate(message["tool_calls"]):
+        deltas.append({"tool_calls": [{"index": index, **call}]})
+    deltas.append({})
+    shared = {**completion, "object": "chat.completion.chunk"}
+    usage = shared.pop("usage")
+    if include_usage:
+        shared["usage"] = None
+    for number, delta in enumerate(deltas):
+        is_last = number == len(deltas) - 1
+        part = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": choice["logprobs"] if number == 0 else None,
+            "finish_reason": choice["finish_reason"] if is_last else None,
+        }
+        yield {**shared, "choices": [part]}
+    if include_usage:
+        yield {**shared, "choices": [], "usage": usage}
+
+
+async def send_stream(
+    request: web.Request, completion: Json, include_usage: bool
+) -> web.StreamResponse:
+    """Send a completion as server-sent events. The response has been sampled completely."""
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    with contextlib.suppress(ConnectionError):  # the client may leave
+        await stream.prepare(request)
+        for chunk in make_chunks(completion, include_usage):
+            await stream.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await stream.write(b"data: [DONE]\n\n")
+        await stream.write_eof()
+    return stream
 
 
 # --- the server ----------------------------------------------------------------------------------
@@ -227,7 +294,11 @@ class Endpoint:
             body = self.parse_body(await request.read())
         except (ValueError, RecursionError, web.RequestPayloadError) as error:
             return to_response(error_reply(400, f"the body is not JSON: {error}. Correct it."))
-        return to_response(await complete_chat(body, self.context, self.histories))
+        reply = await complete_chat(body, self.context, self.histories)
+        if reply.status != 200 or not body.get("stream"):
+            return to_response(reply)
+        options = body.get("stream_options") or {}
+        return await send_stream(request, reply.body, bool(options.get("include_usage")))
 
     def parse_body(self, body: bytes) -> Json:
         """Return the JSON of a request. Raises ValueError before it parses a long one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from fractions import Fraction
 
 from lab.probe import truths
@@ -18,6 +19,13 @@ NAME = re.compile(r"[A-Z][a-z]+( [A-Za-z][a-z]+)*")  # no formula, no code
 LIST = re.compile(r"(?P<start>\\?[\[({]|)(?P<items>[^\[\](){}]+)(?P<end>\\?[\])}]|)")
 WORD = re.compile(r"[^\W\d_]{3,}( [^\W\d_]+)*")
 COMPUTED = re.compile(r"\d *[-+*/^] *\d|comput|calculat|evaluate|solve|value of", re.IGNORECASE)
+VARIABLE = re.compile(r"\b(?:for|find|of|is) \$?([b-hj-z])\$?(?![a-z'])")
+UNORDERED = re.compile(r"\b(set|solutions|roots|all (the )?[a-z]+|any order)\b", re.IGNORECASE)
+ORDERED = re.compile(
+    r"\b(order(s|ed)?|sort(ed)?|(as|des)cending|sequence|rank(ed|ing)?|steps?|coordinates?|point|"
+    r"pair|tuple|permutation|first|then|reversed?|vector)\b",
+    re.IGNORECASE,
+)
 APPROXIMATE = re.compile(
     r"approx|about|roughly|estimat|within|round|nearest|decimal place|significant|toleran|±|%",
     re.IGNORECASE,
@@ -82,6 +90,10 @@ def write_list(text: str, items: Sequence[str]) -> str:
 def rewrite_answer(truth: str, prompt: str, choices: Mapping[str, str]) -> dict[str, str]:
     """Return other ways to write an answer, each as right as the answer itself: {kind: text}."""
     texts = rewrite_number(truth, prompt)
+    items = split_list(truth)
+    is_set = truth.startswith(("{", "\\{")) or UNORDERED.search(prompt)
+    if items and is_set and not ORDERED.search(prompt):
+        texts["items in another order"] = write_list(truth, items[::-1])
     if choices.get(truth, truth) != truth:
         texts["in parentheses"] = f"({truth})"
         texts["with the text of the choice"] = f"{truth}. {choices[truth]}"
@@ -96,6 +108,9 @@ def rewrite_number(truth: str, prompt: str) -> dict[str, str]:
     if value is None:
         return {}
     texts = {"in dollar signs": f"${truth}$"}
+    variable = VARIABLE.search(prompt)
+    if variable and "=" in prompt:
+        texts["as an equation"] = f"{variable[1]} = {truth}"
     if WHOLE.fullmatch(truth):
         if COMPUTED.search(prompt):
             texts["with a zero after the point"] = f"{truth}.0"
@@ -107,6 +122,8 @@ def rewrite_number(truth: str, prompt: str) -> dict[str, str]:
         sign = "-" if value < 0 else ""
         parts = f"{{{abs(value.numerator)}}}{{{value.denominator}}}"
         texts["as a LaTeX fraction"] = f"{sign}\\frac{parts}"
+    if "/" in truth and 10_000 % value.denominator == 0:
+        texts["as a decimal number"] = f"{Decimal(value.numerator) / value.denominator:f}"
     return texts
 
 
@@ -117,12 +134,12 @@ def make_near_misses(truth: str, prompt: str, answers: Sequence[str]) -> dict[st
     """Return wrong answers near a right one: {kind: text}. answers: all right ones."""
     if len(truth) > MAX_CHARACTERS or "\n" in truth:
         return {}
-    misses = list_candidates(truth)
+    misses = list_candidates(truth, prompt)
     right = [truth, *answers]
     return {kind: text for kind, text in misses.items() if is_wrong(text, prompt, right)}
 
 
-def list_candidates(truth: str) -> dict[str, str]:
+def list_candidates(truth: str, prompt: str) -> dict[str, str]:
     """Return near misses, some of which may be right: {kind: text}."""
     texts = {}
     value = read_number(truth)
@@ -143,11 +160,13 @@ def list_candidates(truth: str) -> dict[str, str]:
     if items:
         texts["an item less"] = write_list(truth, items[:-1])
         texts["an item more"] = write_list(truth, [*items, "999"])
+        if ORDERED.search(prompt):
+            texts["items in another order"] = write_list(truth, [*items[1:], items[0]])
     return texts
 
 
 def is_wrong(text: str, prompt: str, answers: Sequence[str]) -> bool:
-    """Return whether a near miss is no right answer, also if about the value is accepted."""
+    """Whether a near miss is no right answer, also for a prompt that accepts about the value."""
     if not text.strip() or any(truths.is_same_answer(text, each) for each in answers):
         return False
     value = read_number(text)

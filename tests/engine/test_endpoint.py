@@ -126,7 +126,6 @@ ANSWER = {"role": "assistant", "content": None}
         ({"messages": [{**ANSWER, "generation_token_ids": [-1]}]}, "messages"),
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"n": 3}, "n"),
-        ({"stream": True}, "stream"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ],
@@ -167,7 +166,7 @@ MESSAGES = st.fixed_dictionaries(
     optional=dict.fromkeys(["tool_call_id", "tool_calls", "reasoning_content"], JSON)
     | dict.fromkeys(TOKEN_FIELDS, st.lists(st.integers(0, 2**31 - 1), max_size=4) | JSON),
 )
-OPTIONS = ["tools", "n", "stop", "max_tokens", "chat_template_kwargs"]
+OPTIONS = ["tools", "n", "stop", "max_tokens", "stream_options", "chat_template_kwargs"]
 BODIES = st.fixed_dictionaries(
     {"messages": st.lists(MESSAGES | JSON, max_size=4) | JSON},
     optional=dict.fromkeys(OPTIONS, JSON),
@@ -428,11 +427,14 @@ async def serving(context):
 
 
 def chat(context, **options):
-    """Send one request with the openai package."""
+    """Send one request with the openai package. Returns the completion, or a stream's chunks."""
 
     async def request():
         async with serving(context) as client:
-            return await client.chat.completions.create(model="policy", messages=[USER], **options)
+            result = await client.chat.completions.create(
+                model="policy", messages=[USER], **options
+            )
+            return [chunk async for chunk in result] if options.get("stream") else result
 
     return asyncio.run(request())
 
@@ -449,6 +451,24 @@ def test_the_openai_package_reads_a_response_with_a_thought_and_calls():
     usage = completion.usage
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert usage.completion_tokens == len(choice.message.generation_log_probs)
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
+def test_a_stream_has_the_contents_of_the_response(options):
+    context = make_context(THINKS + call('{"q": 3}'))
+    chunks = chat(context, tools=TOOLS, stream=True, **options)
+    usages = [chunk.usage for chunk in chunks if chunk.usage]
+    assert len(usages) == len(options)
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    deltas = [choice.delta for choice in choices]
+    assert deltas[0].role == "assistant" and deltas[0].generation_token_ids
+    assert "".join(delta.content or "" for delta in deltas).strip() == "I look."
+    assert any(getattr(delta, "reasoning_content", None) for delta in deltas)
+    calls = [each for delta in deltas for each in delta.tool_calls or []]
+    found = [(each.index, each.function.arguments) for each in calls]
+    assert found == [(0, '{"q": 2}'), (1, '{"q": 3}')]
+    reasons = [choice.finish_reason for choice in choices]
+    assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
 
 
 async def fetch(context, method, path, key=KEY, **options):
@@ -505,7 +525,15 @@ def test_a_failure_of_the_engine_is_an_error_in_json(error, status, code):
         raise error
 
     context.client.generate = fail
-    options = {"json": {"messages": [USER]}}
+    options = {"json": {"messages": [USER], "stream": True}}
     found, text = asyncio.run(fetch(context, "POST", "/v1/chat/completions", **options))
     body = json.loads(text)["error"]
     assert (found, body["code"]) == (status, code) and str(error) in body["message"]
+
+
+def test_log_probs_are_sent_if_the_request_asks_for_them():
+    entries = chat(make_context("é!"), logprobs=True).choices[0].logprobs.content
+    assert [entry.logprob for entry in entries] == [-0.5, -1.5, -2.5, -3.5]
+    assert [entry.token for entry in entries][2:] == ["!", "<|im_end|>"]
+    gym = {"return_tokens_as_token_ids": True}  # it reads the log-probs of the message
+    assert chat(make_context(), logprobs=True, extra_body=gym).choices[0].logprobs is None

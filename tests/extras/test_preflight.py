@@ -32,6 +32,7 @@ from tests.helpers.recipes import ROOT
 
 TINY = {"vocab_size": 40, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
 FOLDER = ROOT / "extras" / "preflight"
+SUBSTITUTE = attention.SUBSTITUTE_MODULE
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def smi(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_packages(monkeypatch):
-    monkeypatch.setattr(attention, "is_installed", lambda _: False)
+    monkeypatch.setattr(attention, "is_installed", lambda name: name == SUBSTITUTE)
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -273,7 +274,7 @@ def test_torch_replaces_flash_attn_for_all_models(smi, no_packages):
     recipe = make_recipe("1.5B", "algorithm.adv_estimator=gae", "reward.reward_model.enable=true")
     chosen = [m.override_config["attn_implementation"] for m in (recipe.model, recipe.critic.model)]
     assert chosen == ["torch_varlen"] * 2
-    assert list_modules(recipe) == ["kit.engine.verl_patches", "extras.without_flash_attn"]
+    assert list_modules(recipe) == ["kit.engine.verl_patches", SUBSTITUTE]
     assert not list(attention.check_model(recipe, qwen("1.5B")))
     (line,) = attention.describe(recipe)
     assert line.startswith("attention   torch_varlen: flash-attn is not installed")
@@ -315,18 +316,18 @@ def test_another_node_may_have_flash_attn(no_packages, monkeypatch, tmp_path):
     assert not list(attention.check_model(recipe, qwen("1.5B")))
     assert list_modules(recipe) == ["kit.engine.verl_patches"]
     named = make_recipe("1.5B", f"+{ATTENTION}.attn_implementation=torch_varlen")
-    assert "extras.without_flash_attn" in list_modules(named)
+    assert SUBSTITUTE in list_modules(named)
 
 
 @pytest.mark.parametrize("package", ["flash_attn", "kernels"])
 def test_flash_attn_is_used_if_it_is_installed(smi, monkeypatch, package):
     """If transformers downloads the kernel, log-probs still need a substitute."""
     smi(gpus=1)
-    monkeypatch.setattr(attention, "is_installed", lambda name: name == package)
+    monkeypatch.setattr(attention, "is_installed", lambda name: name in (package, SUBSTITUTE))
     recipe = make_recipe("1.5B", "algorithm.adv_estimator=gae")
     assert get_attention(recipe) is None
     assert not list(attention.check_model(recipe, qwen("1.5B")))
-    is_loaded = "extras.without_flash_attn" in list_modules(recipe)
+    is_loaded = SUBSTITUTE in list_modules(recipe)
     assert is_loaded == (package == "kernels")
 
 

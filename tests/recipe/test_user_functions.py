@@ -14,6 +14,7 @@ from kit.data.episode import Episode
 from kit.data.selection import select_trainable
 from kit.errors import RunError, UserFunctionError
 from kit.recipe import user_functions
+from kit.recipe.keys import TEACHER
 from kit.recipe.recipe import Recipe
 from kit.recipe.user_functions import ADVANTAGE, LOSS_MODE
 from kit.run import trial
@@ -143,7 +144,7 @@ def test_verls_filter_groups_comes_after_the_filters_of_the_recipe(
 
 
 def test_the_recipe_decides_which_models_are_needed(make_recipe):
-    teacher = {user_functions.TEACHER: "models/t"}
+    teacher = {TEACHER: "models/t"}
     assert make_recipe(teacher).teacher == ""
     assert make_recipe({**teacher, "distillation.enabled": True}).teacher == "models/t"
     assert not make_recipe({}).has_reference

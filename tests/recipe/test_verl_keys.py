@@ -10,7 +10,7 @@ import yaml
 
 from kit.errors import ConfigError
 from kit.recipe.keys import KEYS, flatten, is_below, is_kit_key, is_used, merge_nested, set_nested
-from kit.recipe.load import check_value, read_defaults, read_source
+from kit.recipe.load import check_value, describe_unquoted, read_defaults, read_source
 from kit.recipe.recipe import find_changes
 from kit.recipe.schema import find_problems
 from tests.helpers.recipes import make_partial
@@ -58,7 +58,11 @@ def change_value(key: str, value: Any) -> Any:
     for new in likely + candidates:
         values = merge_nested(read_defaults().base.resolved, {})
         set_nested(values, key, new)
-        if new != value and not list(find_problems(values)) and not check_value(key, new, value):
+        if (
+            new != value
+            and not list(find_problems(values))
+            and not (check_value(key, new, value) or describe_unquoted(key, new))
+        ):
             return new
     raise AssertionError(key)
 

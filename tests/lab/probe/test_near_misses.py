@@ -124,7 +124,7 @@ def test_holes_near_other_truths_are_found(accepts, rows):
 
 
 def read_answer(text, truth):
-    """Accept the same number or word, however a person would write it."""
+    """An honest verifier: the same number or word, however a person would write it."""
     text = text.strip().rstrip(".").strip("$").rpartition("step by step.\n\n")[2]
     if not truth[-1].isdigit():
         return text.lower() == truth.lower()
@@ -139,6 +139,15 @@ def test_an_honest_verifier_has_no_finding(rows):
     in_box = any("boxed" in prompt for prompt in rows)
     verify = strict(read_answer) if in_box else read_answer
     assert not find(verify, rows, WRONG, RIGHT)
+
+
+def test_a_verifier_of_expressions_has_no_finding():
+    math = pytest.importorskip("extras.math_answers")
+
+    def verify(text, truth):
+        return math.verify_math("", text, truth, {})["score"]
+
+    assert not find(verify, SUMS, WRONG, RIGHT)
 
 
 # --- the prompt, and other scales ----------------------------------------------------------------

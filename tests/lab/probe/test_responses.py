@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,6 +79,12 @@ def test_truths_are_found_where_gym_and_verl_have_them():
     assert truths.list_truths({"question": "?"}) == []
 
 
+def test_choices_are_read_in_the_forms_of_data_sets():
+    lettered = {"A": "Paris", "B": "Rome"}
+    assert truths.read_choices({"options": [{"A": "Paris"}, {"B": "Rome"}]}) == lettered
+    assert truths.read_choices({"options": lettered}) == lettered
+
+
 # --- rewrites of an answer ------------------------------------------------------------------------
 
 
@@ -89,13 +96,30 @@ def test_a_rewritten_number_has_the_same_value(numerator, denominator):
             assert read_number(text) == value, (kind, text)
 
 
+@pytest.mark.parametrize(
+    ("truth", "rewrites"),
+    [
+        ("1000", {"with a thousands separator": "1,000", "in dollar signs": "$1000$"}),
+        ("12,345", {"without thousands separators": "12345", "in dollar signs": "$12,345$"}),
+        ("Paris", {"lower case": "paris"}),
+        ("CCO", {}),  # a formula
+        ("B", {"in parentheses": "(B)", "with the text of the choice": "B. two"}),
+    ],
+)
+def test_each_kind_of_rewrite(truth, rewrites):
+    assert rewrite_answer(truth, "", {"A": "one", "B": "two"}) == rewrites
+
+
 def test_fractions_and_decimals_are_rewritten():
-    assert rewrite_answer("-3/4", "", {})["as a LaTeX fraction"] == "-\\frac{3}{4}"
+    found = rewrite_answer("-3/4", "", {})
+    assert found["as a LaTeX fraction"] == "-\\frac{3}{4}"
+    assert found["as a decimal number"] == "-0.75"
     assert rewrite_answer("-0.75", "", {})["as a fraction"] == "-3/4"
 
 
 def test_the_prompt_decides_which_forms_are_right():
     answer = rewrite_answer("58", "Solve 2*x = 116 for x.", {})
-    assert answer["with a zero after the point"] == "58.0"
+    assert answer["as an equation"] == "x = 58" and answer["with a zero after the point"] == "58.0"
+    assert rewrite_answer("{1, 2}", "Which set?", {}) == {"items in another order": "{2, 1}"}
     misses = make_near_misses("[1, 2, 3]", "Sort the numbers.", [])
-    assert misses["an item less"] == "[1, 2]"
+    assert misses["items in another order"] == "[2, 3, 1]" and misses["an item less"] == "[1, 2]"
