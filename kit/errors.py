@@ -14,6 +14,8 @@ These end a step:
 - NonFiniteStep: the numbers of the step cannot be used.
 
 An episode ends with a GymError (gym_client.py): a status, never a reward.
+
+Protects: a failure is never silent, and a terminal from control characters of others.
 """
 
 from __future__ import annotations

@@ -97,3 +97,14 @@ def test_source_files_follow_the_style_rules():
         for problem in (*find_structure_problems(tree), *find_size_problems(tree)):
             problems.append(f"{path.relative_to(ROOT)}:{problem}")
     assert problems == []
+
+
+def test_each_module_of_the_kit_says_whether_it_protects_or_is_a_convenience():
+    """A person who wants to delete it has to know."""
+    missing = []
+    for path in sorted((ROOT / "kit").rglob("*.py")):
+        lines = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+        says = [line for line in lines if re.match("(Protects|Convenience): .+", line)]
+        if path.name != "__init__.py" and len(says) != 1:
+            missing.append(str(path.relative_to(ROOT)))
+    assert missing == []

@@ -1,4 +1,7 @@
-"""What a run needs of its event loop and of the processes that run episodes."""
+"""What a run needs of its event loop and of the processes that run episodes.
+
+Convenience: other event loops and processes need no other code path.
+"""
 
 from __future__ import annotations
 

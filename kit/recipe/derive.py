@@ -1,6 +1,8 @@
 """The values of a recipe that follow from others, from its files and from its rows.
 
 `derive` is the one place that sets them. A feature returns its values (Facts.derivations).
+
+Protects: values that belong together, since one function sets them.
 """
 
 from __future__ import annotations

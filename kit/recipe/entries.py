@@ -1,4 +1,7 @@
-"""Parse an entry of env.train_files or env.val_files, which names files or a function of rows."""
+"""Parse an entry of env.train_files or env.val_files, which names files or a function of rows.
+
+Convenience: one form for files and functions of rows.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Sampling parameters that change the rollout engine's probabilities, and not the trainer's.
 
 The trainer computes the probabilities of the model over all tokens, at the temperature of sampling.
+
+Protects: training, from log-probs that are not those of the sampler.
 """
 
 from __future__ import annotations

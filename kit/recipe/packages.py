@@ -1,4 +1,7 @@
-"""Installed packages that cannot be used together."""
+"""Installed packages that cannot be used together.
+
+Convenience: an error of an import names the package and its version.
+"""
 
 from __future__ import annotations
 

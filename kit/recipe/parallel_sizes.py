@@ -1,6 +1,8 @@
 """GPUs that share rows, weights or a model: their number divides the machine and the model.
 
 verl, vLLM and torch refuse other numbers too, but in their processes, minutes after the start.
+
+Protects: a number of GPUs that cannot work ends the run before a worker starts.
 """
 
 from __future__ import annotations

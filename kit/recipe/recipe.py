@@ -6,6 +6,8 @@
 
 Only `build` makes a `Recipe`, and nothing changes it. A loop in Python that needs another value
 makes another recipe (`change`), in which everything that follows is computed again.
+
+Protects: a run from values that change while it runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How many GPUs and CPU cores a recipe uses, and the resolvers that recipes may call."""
+"""How many GPUs and CPU cores a recipe uses, and the resolvers that recipes may call.
+
+Convenience: a recipe may depend on the machine.
+"""
 
 from __future__ import annotations
 

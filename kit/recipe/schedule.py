@@ -1,4 +1,7 @@
-"""The learning rate of each training step: verl's schedules, computed from the step's number."""
+"""The learning rate of each training step: verl's schedules, computed from the step's number.
+
+Protects: a resumed run has the learning rates of its recipe.
+"""
 
 from __future__ import annotations
 

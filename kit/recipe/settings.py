@@ -2,6 +2,8 @@
 
 The checks before a run take `Settings`; everything else takes a `Recipe` (recipe.py), which has
 the derived values, too.
+
+Convenience: each question about a recipe is answered in one place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The training engine of a recipe: FSDP, or Megatron with its own configuration."""
+"""The training engine of a recipe: FSDP, or Megatron with its own configuration.
+
+Convenience: another training engine is one more value.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command line: check a recipe and run a command on it. Notebooks use `plan`."""
+"""The command line: check a recipe and run a command on it. Notebooks use `plan`.
+
+Convenience: one command for all that a recipe can do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The summary of a checked recipe, which every command prints: sizes, servers, warnings."""
+"""The summary of a checked recipe, which every command prints: sizes, servers, warnings.
+
+Convenience: a person sees what a run will do before it starts.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from omegaconf import OmegaConf
 
 from env import Task
 from kit.data.reward_scale import RewardScale, Scales
@@ -11,7 +10,7 @@ from kit.errors import ConfigError
 from kit.run import verifier_trial
 from kit.verify.python_verifiers.settings import read_verifiers
 from tests.helpers.http import ROW, VERIFY_ROUTES, ScriptedServer
-from tests.helpers.recipes import ROOT
+from tests.helpers.recipes import ROOT, make_partial
 from tests.helpers.verifiers import EXAMPLE_SOURCE, make_recipe
 
 MATH = "extras/math_answers.py:verify_math"
@@ -114,8 +113,7 @@ def test_a_verifier_that_pays_the_form_alone_is_named(tmp_path):
 def test_a_server_that_runs_verifies_one_row_before_the_run(answer, text):
     server = ScriptedServer(**{**VERIFY_ROUTES, "verify": [answer]})
     servers = {"s": {"url": server.url}, "later": {"start": {}}}
-    recipe = make_recipe(None)
-    recipe = recipe.with_config(OmegaConf.merge(recipe.verl, {"gym": {"servers": servers}}))
+    recipe = make_partial({"gym": {"servers": servers}})
     tasks = [Task(f"a:{n}", {**ROW, "answer": "7"}, "s", [], []) for n in (1, 2)]
     tasks.append(Task("b:1", ROW, "later", [], []))
     if answer[0] == 422:
