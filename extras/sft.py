@@ -210,7 +210,8 @@ def prepare(source: Source, on_features: OnFeatures = ignore_features) -> Prepar
     than a batch needs.
     """
     draft = check(source, "sft", on_features)
-    settings, inputs = draft.settings, draft.inputs
+    settings = draft.settings
+    inputs = draft.inputs
     if inputs.processor.reads_images:
         raise ConfigError(
             "`sft` does not support models that read images. Use another model, or train it from "
