@@ -25,7 +25,7 @@ import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import ray
@@ -50,7 +50,7 @@ from kit.data.episode import (
     set_sampled,
 )
 from kit.data.reward_scale import find_scale
-from kit.engine.interfaces import EpisodeWorkers, EventLoop
+from kit.engine.interfaces import EpisodeWorkers, EventLoop, OnDone
 from kit.engine.sampling import (
     MAX_CHARS_PER_TOKEN,
     EpisodeRequest,
@@ -450,8 +450,6 @@ def record_failure(episode: Episode, error: Exception) -> None:
 
 
 # --- a batch of episodes -------------------------------------------------------------------------
-
-OnDone = Callable[[int, Episode], None]  # is called when an episode ends: (index, episode)
 
 
 def ignore_episode(index: int, episode: Episode) -> None:

@@ -9,8 +9,9 @@ from concurrent.futures import Future
 from typing import Any
 
 import inference
-from inference import OnDone, ignore_episode
+from inference import ignore_episode
 from kit.data.episode import Episode
+from kit.engine.interfaces import OnDone
 from kit.engine.sampling import EpisodeRequest, Sampling
 
 

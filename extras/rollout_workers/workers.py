@@ -15,10 +15,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import inference
 from gym_client import GymError
-from inference import OnDone
 from kit.data.episode import Episode
 from kit.engine.client import Client
 from kit.engine.inputs import RunInputs
+from kit.engine.interfaces import OnDone
 from kit.engine.sampling import EpisodeRequest, RolloutContext, Sampling, make_rollout_context
 from kit.errors import RunError
 from kit.recipe.keys import ROLLOUT

@@ -5,18 +5,19 @@ Convenience: other event loops and processes need no other code path.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+from kit.data.episode import Episode
 
 if TYPE_CHECKING:
     import asyncio
     from types import TracebackType
 
-    from inference import OnDone
-    from kit.data.episode import Episode
     from kit.engine.sampling import EpisodeRequest, Sampling
 
 Result = TypeVar("Result")
+OnDone = Callable[[int, Episode], None]  # is called when an episode ends: (index, episode)
 
 
 class EventLoop(Protocol):

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from verl.workers.config import ActorConfig
 
-    from kit.data.episode import Episode
 
 ADVANTAGE = "algorithm.adv_estimator"
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -112,8 +111,8 @@ CALLS: dict[str, tuple[str, ...]] = {
 class RecipeFunctions(NamedTuple):
     """The reward, filters and sampler of a recipe: custom functions, or the defaults."""
 
-    reward: Callable[[Episode], float]  # returns the reward to train on
-    filters: list[Callable[[list[Episode]], list[Episode]]]
+    reward: Callable[[Any], float]  # returns the reward to train on
+    filters: list[Callable[[list[Any]], list[Any]]]
     # (tasks, size, batch, seed, pass_rates) -> tasks. None: each row once an epoch
     sampler: Callable[..., list[env.Task]] | None
 
@@ -189,7 +188,7 @@ def load_recipe_functions(values: Values) -> RecipeFunctions:
     )
 
 
-def reward_of_verifier(episode: Episode) -> float:
+def reward_of_verifier(episode: Any) -> float:
     """Return the verifier's reward: the default of env.reward."""
     assert episode.reward is not None, f"{episode.row_id} was not verified"
     return float(episode.reward)
