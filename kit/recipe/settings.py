@@ -13,7 +13,6 @@ from typing import Any
 
 from kit.recipe.keys import EPISODE_COMMANDS, SAMPLING_COMMANDS
 from kit.recipe.load import Source
-from kit.recipe.resources import GpuCounts
 from kit.recipe.schema import ActorSection, CriticSection, PolicyModel, RolloutSection, Values
 from kit.recipe.training_engine import TrainingEngine, find_engine
 from kit.recipe.user_functions import read_estimator_arguments
@@ -119,20 +118,9 @@ class Settings(Values):
         return self.world_size(role) // self.engine.model_gpus
 
     @property
-    def gpu_counts(self) -> GpuCounts:
-        """The keys that say how many GPUs the recipe uses."""
-        return GpuCounts(
-            self.trainer.nnodes,
-            self.trainer.n_gpus_per_node,
-            sum(self.trainer.resource_pools.sizes().values()),
-            self.rollout.nnodes,
-            self.rollout.n_gpus_per_node,
-        )
-
-    @property
     def rollout_gpus(self) -> int:
         """GPUs of the rollout engine on all nodes: the actor's, or separate ones (nnodes)."""
-        return self.gpu_counts.rollout
+        return (self.rollout.nnodes or self.trainer.nnodes) * self.rollout.n_gpus_per_node
 
     @property
     def replica_gpus(self) -> int:
@@ -147,7 +135,14 @@ class Settings(Values):
     @property
     def all_gpus(self) -> int:
         """GPUs that the command uses, on all nodes."""
-        return self.gpu_counts.total(self.command)
+        if not self.trains:
+            return self.rollout_gpus
+        per_node = self.trainer.n_gpus_per_node
+        if self.command != "train":
+            return per_node * self.trainer.nnodes
+        per_node += sum(self.trainer.resource_pools.sizes().values())
+        separate = self.rollout_gpus if self.rollout.nnodes else 0
+        return per_node * self.trainer.nnodes + separate
 
     # --- sizes ---
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from env import Json
 from kit.recipe.keys import merge_nested
-from kit.recipe.load import Source, read_source, resolve
+from kit.recipe.load import Source, read_source
 from kit.recipe.recipe import Recipe, build
 from kit.recipe.user_functions import RecipeFunctions, reward_of_verifier
 from kit.run import prepare
@@ -132,23 +131,25 @@ def read_tiny() -> Source:
     return read_source([str(CPU), str(RECIPE)], [])
 
 
-def make_partial(sections: Json | None = None, command="train", arguments=()) -> Recipe:
-    """Make the tiny recipe with other values, without the checks of files, models and functions.
-
-    sections: nested. arguments: of the advantage. Equal ones are made once.
-    """
-    return build_partial(json.dumps(sections or {}, default=list), command, frozenset(arguments))
-
-
-@functools.lru_cache(maxsize=500)
-def build_partial(sections: str, command: str, arguments: frozenset[str]) -> Recipe:
-    """Make the recipe of `make_partial`. sections: as JSON."""
-    tiny_source = read_tiny()
-    values = merge_nested(tiny_source.values, json.loads(sections))
-    source = dataclasses.replace(tiny_source, values=values, resolved=resolve(values))
+@functools.cache
+def build_tiny() -> Recipe:
+    """Build the tiny recipe, whose files are not read."""
     functions = RecipeFunctions(reward_of_verifier, [], None)
-    recipe = build(source, command, functions=functions)
-    recipe.__dict__["arguments"] = arguments
+    return build(read_tiny(), functions=functions)
+
+
+def make_partial(sections: Json | None = None, command="train", arguments=()) -> Recipe:
+    """Make the tiny recipe with other values, of which nothing follows.
+
+    sections: nested. arguments: of the advantage.
+    """
+    tiny_recipe = build_tiny()
+    nested = merge_nested(tiny_recipe.nested, sections or {})
+    resolved = merge_nested(tiny_recipe.resolved, sections or {})
+    others = {"source": tiny_recipe.source, "nested": nested, "resolved": resolved}
+    others |= {"functions": tiny_recipe.functions, "facts": tiny_recipe.facts}
+    recipe = Recipe.model_validate(resolved | {"command": command} | others)
+    recipe.__dict__["arguments"] = frozenset(arguments)
     return recipe
 
 

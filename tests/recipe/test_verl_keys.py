@@ -13,7 +13,7 @@ from kit.recipe.keys import KEYS, flatten, is_below, is_kit_key, is_used, merge_
 from kit.recipe.load import check_value, describe_unquoted, read_defaults, read_source
 from kit.recipe.recipe import find_changes
 from kit.recipe.schema import find_problems
-from tests.helpers.recipes import make_partial
+from tests.helpers.recipes import build_tiny, make_partial
 
 # Keys that are not checked.
 UNCHECKED_KEYS = re.compile(
@@ -92,7 +92,7 @@ def test_every_key_of_the_tables_exists():
 def test_find_changes_compares_with_the_value_that_verl_would_use():
     """If a default refers to another key, it has the value of that key in the recipe."""
     rollout = "actor_rollout_ref.rollout"
-    recipe = make_partial({"data": {"max_prompt_length": 77}})
+    recipe = build_tiny().change("data.max_prompt_length=77")
     changes = find_changes(recipe)
     assert changes["data.max_prompt_length"] == (77, 512)
     assert recipe.get(f"{rollout}.prompt_length") == 77  # verl's default refers to it
