@@ -5,6 +5,8 @@ Convenience: another training engine is one more value.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kit.recipe.keys import ACTOR, FSDP
@@ -12,6 +14,8 @@ from kit.recipe.keys import ACTOR, FSDP
 if TYPE_CHECKING:
     from kit.recipe.schema import Values
 
+# {an entry of verl's save_contents: the prefix of FSDP's file names}
+SHARDS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 FSDP_SECTIONS = {  # {the actor, or a role of trainer.resource_pools: the section of its engine}
     "actor": f"{ACTOR}.fsdp_config",
     "ref": "actor_rollout_ref.ref.fsdp_config",
@@ -30,8 +34,17 @@ class TrainingEngine(NamedTuple):
 
     @property
     def is_fsdp(self) -> bool:
-        """Return whether it is FSDP, with one checkpoint file for each rank."""
+        """Whether it is FSDP."""
         return self.name == FSDP
+
+    def list_shards(self, contents: Sequence[str], ranks: int) -> list[str]:
+        """List the files of a checkpoint that each rank writes. contents: verl's save_contents.
+
+        Megatron writes other files, which the manifest of a checkpoint lists.
+        """
+        prefixes = [SHARDS[kind] for kind in contents if kind in SHARDS and self.is_fsdp]
+        pairs = itertools.product(prefixes, range(ranks))
+        return sorted(f"{prefix}_world_size_{ranks}_rank_{rank}.pt" for prefix, rank in pairs)
 
 
 def find_engine(values: Values) -> TrainingEngine:

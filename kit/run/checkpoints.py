@@ -11,7 +11,6 @@ Protects: trained weights, from a save that is cut, a recipe that does not fit, 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -38,8 +37,6 @@ FINGERPRINT = "config.fingerprint.json"  # next to config.yaml, in a run folder,
 POINTER = "latest_checkpointed_iteration.txt"  # verl's file: the step of the last checkpoint
 EXPORTED = "step.txt"  # in an export: the step of its weights
 NAME = re.compile(r"(?:global_step|saving)_(\d+)")
-# {an entry of verl's save_contents: the prefix of FSDP's file names}
-SHARDS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 # Keys that a resumed run must not change, since its ranks load the saved shards. It may change all
 # others, and the number of nodes if that of ranks stays.
 RANKS = ("trainer.n_gpus_per_node", "trainer.nnodes")  # their product is the number of ranks
@@ -144,14 +141,9 @@ def delete_old(folder: Path, newest: Path, keep: int | None) -> None:
 
 def find_missing_shards(folder: Path, ranks: int, recipe: Recipe) -> list[str]:
     """List the ranks' files that are missing in `folder` (actor or critic)."""
-    if not recipe.engine.is_fsdp:  # it writes other files, which the manifest lists
-        return []
-    section = "actor_rollout_ref.actor" if folder.name == "actor" else "critic"
-    contents = recipe.get(f"{section}.checkpoint.save_contents") or list(SHARDS)
-    prefixes = [SHARDS[kind] for kind in SHARDS if kind in contents]
-    pairs = itertools.product(prefixes, range(ranks))
-    names = [f"{prefix}_world_size_{ranks}_rank_{rank}.pt" for prefix, rank in pairs]
-    return sorted(name for name in names if not (folder / name).is_file())
+    section = recipe.actor if folder.name == "actor" else recipe.critic
+    names = recipe.engine.list_shards(section.checkpoint.save_contents, ranks)
+    return [name for name in names if not (folder / name).is_file()]
 
 
 def write_manifest(checkpoint: Path) -> None:

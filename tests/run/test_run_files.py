@@ -18,6 +18,7 @@ import algorithm
 import training
 from kit.data.json_lines import read_metrics, read_objects
 from kit.errors import RunError
+from kit.recipe.training_engine import SHARDS
 from kit.run import checkpoints, cli, export, finite_check
 from kit.run.launch import Started
 from kit.run.run import Run
@@ -84,7 +85,7 @@ class Group:
 
     def save_checkpoint(self, path, *_):
         Path(path).mkdir(parents=True)
-        for prefix in checkpoints.SHARDS.values():
+        for prefix in SHARDS.values():
             (Path(path) / f"{prefix}_world_size_1_rank_0.pt").write_bytes(b"shard")
 
     def load_checkpoint(self, path):
