@@ -82,7 +82,7 @@ class Stack:
         from kit.run.run import Run
         from lab.report.metric_docs import find_metric
 
-        recipe, inputs, _ = load(
+        recipe, inputs, features = load(
             self.workspace, f"trainer.experiment_name={name}", *SESSION, *changes, overlays=overlays
         )
         user_functions.register_in_verl(
@@ -93,13 +93,19 @@ class Stack:
             workers.actor.load_checkpoint(str(self.fresh))
         training.set_policy_loss(workers.actor, recipe)
         running = self.servers
-        context = make_rollout_context(recipe, running.context.client, inputs, 60.0)
+        context = make_rollout_context(
+            recipe,
+            running.context.client,
+            inputs,
+            60.0,
+            [part.after_episode for part in features.parts],
+        )
         servers = inference.Servers(
             recipe, running.manager, workers.actor, context, gym or running.gym, running.loop
         )
         state = LoopState()
         shutil.rmtree(self.workspace / "runs" / name, ignore_errors=True)
-        with Run(recipe) as run:
+        with Run(recipe, features=features) as run:
             trainer = Trainer(recipe, inputs, run, workers, servers, state)
             trainer.update_weights()
             with run.stages.save_on_stop(trainer.save):
@@ -137,8 +143,8 @@ def session(workspace: Path, *changes: str) -> Iterator[Stack]:
     # With this, the actor also holds a reference. Recipes with a KL term need one.
     reference = "actor_rollout_ref.actor.use_kl_loss=true"
     name = "trainer.experiment_name=session"
-    recipe, inputs, _ = load(workspace, *SESSION, *changes, reference, name)
-    with Run(recipe) as run, contextlib.ExitStack() as exits:
+    recipe, inputs, features = load(workspace, *SESSION, *changes, reference, name)
+    with Run(recipe, features=features) as run, contextlib.ExitStack() as exits:
         workers, servers = launch.start(run, inputs, exits)
         assert workers and servers
         fresh = workspace / "fresh"

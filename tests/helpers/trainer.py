@@ -194,8 +194,8 @@ def make_recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def make_plan(workspace, *changes, resume_from=None) -> cli.Plan:
     """Return the plan of the tiny recipe with changes."""
-    recipe, inputs, _ = load(workspace, *changes)
-    return cli.Plan(recipe, inputs, resume_from, None, [])
+    recipe, inputs, features = load(workspace, *changes)
+    return cli.Plan(recipe, inputs, resume_from, None, [], features=features)
 
 
 def read_run_lines(trainer, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
