@@ -174,6 +174,7 @@ def make_template(config: DictConfig, processor: TextProcessor, stop_ids: set[in
         raise ConfigError(f"{path} has no chat template. Set {MODEL}.custom_chat_template.")
     arguments = to_plain(config.data.apply_chat_template_kwargs)
     template = ChatTemplate(processor, stop_ids, arguments)
+    template.tool_format = config.actor_rollout_ref.rollout.multi_turn.format
     template.failures = template_trial.try_template(template)
     for part in (template_trial.PROMPTS, template_trial.ANSWERS):
         if part in template.failures:

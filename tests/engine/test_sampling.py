@@ -28,7 +28,6 @@ def test_a_context_has_the_limits_of_the_recipe():
     assert context.processor == "processor"
     assert (context.max_prompt_length, context.max_response_length) == (123, 456)
     assert (context.max_turns, context.max_tool_chars) == (6, 99)
-    assert context.template.tool_format == "llama3_json"
     assert (context.timeout_s, context.vocab_size) == (77.0, 1000)
     assert context.episode_timeout_s == 45.0
     assert (context.seed, context.max_staleness) == (11, 2)
