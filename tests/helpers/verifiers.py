@@ -25,7 +25,7 @@ from kit.verify.python_verifiers.pool import make_pools
 from kit.verify.python_verifiers.settings import read_verifiers
 from kit.verify.verifiers import VerifierRouter
 
-FOLDER = Path(__file__).resolve().parents[1] / "gym" / "python_verifiers"
+FOLDER = Path(__file__).resolve().parents[1] / "verify" / "python_verifiers"
 EXAMPLE_SOURCE = (FOLDER / "example_verifiers.py").read_text()
 HOSTILE_SOURCE = (FOLDER / "hostile_verifiers.py").read_text()
 ROW = {"question": "say 7", "answer": "7", "responses_create_params": {}}

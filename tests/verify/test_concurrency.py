@@ -108,7 +108,6 @@ def run_rollout(count, engine, gym, slots, timeout_s=100.0):
         12,
         None,
         100,
-        "hermes",
         timeout_s,
         episode_slots=asyncio.Semaphore(slots),
     )
