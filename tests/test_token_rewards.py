@@ -23,7 +23,7 @@ from kit.data.episode import Episode, TurnSpan
 from kit.errors import RunError, SkippedStep
 from kit.recipe.user_functions import ADVANTAGE, load_function
 from tests.helpers.cases import make_case
-from tests.helpers.recipes import make_partial
+from tests.helpers.recipes import changed, make_partial
 from tests.helpers.trainer import make_plan
 from tests.helpers.workers import ACTOR
 
@@ -229,7 +229,7 @@ def make_batch(advantages: list[list[float]]) -> Any:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_without_advantages_no_loss_of_verl_has_a_gradient(recipe, loss):
     settings = {"policy_loss.loss_mode": loss, "policy_loss.dro_beta": 0.3}
-    recipe = recipe.change(*[f"{ACTOR}.{key}={value}" for key, value in settings.items()])
+    recipe = changed(recipe, *[f"{ACTOR}.{key}={value}" for key, value in settings.items()])
     assert not training.loss_has_other_terms(recipe)
 
 
@@ -246,7 +246,7 @@ def test_a_kl_or_entropy_term_or_one_of_a_custom_loss_has_a_gradient(recipe, mon
         return (log_prob.square() - advantages * log_prob).mean(), {}
 
     monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "mine.py:loss", with_regularizer)
-    recipe = recipe.change(*[f"{ACTOR}.{change}" for change in changes])
+    recipe = changed(recipe, *[f"{ACTOR}.{change}" for change in changes])
     assert training.loss_has_other_terms(recipe)
 
 

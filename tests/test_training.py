@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
@@ -22,7 +21,7 @@ import training
 from kit.data.episode import TurnSpan
 from kit.data.selection import select_trainable
 from kit.recipe.recipe import Recipe
-from tests.helpers.recipes import ALGORITHM
+from tests.helpers.recipes import ALGORITHM, changed, make_partial
 from tests.helpers.workers import (
     ACTOR,
     CORRECTION,
@@ -61,7 +60,7 @@ def test_the_mask_and_not_the_id_marks_padding(recipe):
     ]
     episodes[1].images = ["a.png"]
     temperature = "actor_rollout_ref.rollout.temperature=0.7"
-    batch = training.to_batch(episodes, inputs, recipe.change(temperature))
+    batch = training.to_batch(episodes, inputs, changed(recipe, temperature))
     [(given_batch, images)] = calls
     assert given_batch is batch and images == [[], ["a.png"]]
     b = batch.batch
@@ -138,9 +137,9 @@ def test_ranks_that_share_one_model_count_once(recipe):
 
     With ulysses_sequence_parallel_size=2, two ranks share a sequence.
     """
-    recipe = recipe.change("trainer.nnodes=3", "trainer.resource_pools.critic=4")
+    recipe = changed(recipe, "trainer.nnodes=3", "trainer.resource_pools.critic=4")
     assert (recipe.world_size(), recipe.world_size("critic")) == (6, 12)
-    recipe = recipe.change(f"{ACTOR}.ulysses_sequence_parallel_size=2")
+    recipe = changed(recipe, f"{ACTOR}.ulysses_sequence_parallel_size=2")
     assert recipe.data_parallel_size() == 3
     assert recipe.data_parallel_size("critic") == 6
 
@@ -171,7 +170,7 @@ def test_log_probs_come_back_in_the_order_of_the_batch(recipe):
 
 
 def test_the_sum_of_squared_probabilities_is_computed_if_the_advantage_needs_it(recipe):
-    other = recipe.change("algorithm.adv_estimator=optimal_token_baseline")
+    other = changed(recipe, "algorithm.adv_estimator=optimal_token_baseline")
     episodes = seven_episodes()
     actor = RecordingGroup()
     batch = make_batch(episodes)
@@ -217,7 +216,7 @@ def test_the_reference_is_the_teacher_the_frozen_model_or_the_actor_without_its_
     recipe, lora_rank, is_separate, method, adapter
 ):
     changes = [f"actor_rollout_ref.model.lora_rank={lora_rank}", "trainer.resource_pools.ref=1"]
-    recipe = recipe.change(*changes)
+    recipe = changed(recipe, *changes)
     episodes = seven_episodes()
     actor = RecordingGroup()
     ref = RecordingGroup()
@@ -235,7 +234,7 @@ def test_the_reference_is_the_teacher_the_frozen_model_or_the_actor_without_its_
 def test_a_value_belongs_to_the_state_before_its_token(recipe):
     episodes = seven_episodes()
     critic = RecordingGroup()
-    recipe = recipe.change("trainer.resource_pools.critic=3")
+    recipe = changed(recipe, "trainer.resource_pools.critic=3")
     values = training.compute_values(critic, make_batch(episodes), recipe)
     assert is_close(values, compute_outputs(episodes, 0.03))
     [(method, data)] = critic.calls
@@ -246,7 +245,7 @@ def test_a_learned_reward_is_the_heads_output_at_the_last_token(recipe):
     """Each episode gets its own reward, in whatever order the ranks have the rows."""
     episodes = seven_episodes()
     model = RecordingGroup()
-    recipe = recipe.change("trainer.resource_pools.reward_model=3")
+    recipe = changed(recipe, "trainer.resource_pools.reward_model=3")
     inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=3))
     training.add_reward_model_scores(model, episodes, inputs, recipe)
     for e in episodes:
@@ -271,7 +270,7 @@ def test_a_custom_estimator_gets_the_arguments_that_it_names(recipe, monkeypatch
 
     monkeypatch.setitem(ADV_ESTIMATOR_REGISTRY, "mine.py:f", estimator)
     changes = ["algorithm.adv_estimator=mine.py:f", "algorithm.gamma=0.9", "algorithm.lam=0.5"]
-    recipe = recipe.change(*changes)
+    recipe = changed(recipe, *changes)
     batch = make_batch([make_episode([5], [7], group="a"), make_episode([5], [7], group="b")])
     batch.batch["token_level_rewards"] = torch.tensor([[0.25], [0.5]])
     batch.batch["values"] = torch.tensor([[0.1], [0.2]])
@@ -280,7 +279,7 @@ def test_a_custom_estimator_gets_the_arguments_that_it_names(recipe, monkeypatch
     training.compute_advantages(batch, recipe)
     assert arguments["gamma"] == 0.9 and arguments["lam"] == 0.5
     assert list(arguments["index"]) == ["a", "b"]
-    assert arguments["config"] == recipe.algorithm
+    assert arguments["config"] == recipe.for_verl("algorithm")
     assert is_close(arguments["values"], [[0.1], [0.2]])
     if has_weights:
         assert is_close(arguments["rollout_is_weights"], [[3.0], [4.0]])
@@ -291,7 +290,7 @@ def test_a_custom_estimator_gets_the_arguments_that_it_names(recipe, monkeypatch
 
 
 def test_failed_episodes_do_not_change_the_advantages_of_the_others():
-    recipe = OmegaConf.create({"algorithm": ALGORITHM})
+    recipe = make_partial({"algorithm": ALGORITHM})
 
     def compute(episodes):
         batch = training.build_batch(select_trainable(episodes)[0], 0, 1.0)
@@ -315,7 +314,7 @@ def test_throughput_is_per_gpu_and_the_critics_metrics_are_included(recipe):
     batch.batch["returns"] = batch.batch["advantages"]
     timing = {"step": 2.0, "gen": 1.0}
     rollout = "actor_rollout_ref.rollout"
-    separate = recipe.change(f"{rollout}.nnodes=3", f"{rollout}.n_gpus_per_node=2")
+    separate = changed(recipe, f"{rollout}.nnodes=3", f"{rollout}.n_gpus_per_node=2")
     tokens = sum(len(e.prompt_ids) + len(e.response_ids) for e in seven_episodes())
     for setting, gpus in ((recipe, 2), (separate, 8)):  # six are for vLLM
         metrics = training.compute_step_metrics(batch, timing, setting)
@@ -387,7 +386,7 @@ def test_images_stay_with_their_rows(recipe):
 
 def test_an_update_has_the_recipes_settings(recipe):
     actor = RecordingGroup()
-    recipe = recipe.change(f"{ACTOR}.shuffle=true")
+    recipe = changed(recipe, f"{ACTOR}.shuffle=true")
     training.update_actor(actor, make_update_batch(seven_episodes()), recipe)
     data = actor.data
     assert tu.get(data, "mini_batch_size") == 4 and tu.get(data, "global_batch_size") == 3.5
@@ -410,7 +409,7 @@ def test_an_update_has_the_recipes_settings(recipe):
 )
 def test_the_entropy_is_computed_if_something_reads_it(recipe, changes, entropy):
     actor = RecordingGroup()
-    recipe = recipe.change(f"{ACTOR}.calculate_entropy=false", *changes)
+    recipe = changed(recipe, f"{ACTOR}.calculate_entropy=false", *changes)
     training.update_actor(actor, make_update_batch(seven_episodes()), recipe)
     assert tu.get(actor.data, "calculate_entropy") is entropy
 
@@ -422,7 +421,7 @@ def test_an_update_of_the_critic_has_the_settings_and_ranks_of_the_critic(recipe
         "critic.data_loader_seed=9",
         "critic.shuffle=true",
     ]
-    recipe = recipe.change(*changes, "trainer.resource_pools.critic=4")
+    recipe = changed(recipe, *changes, "trainer.resource_pools.critic=4")
     critic = RecordingGroup({"vf_loss": [0.5, 1.0], "critic/lr": [0.1]})
     metrics = training.update_critic(critic, make_update_batch(seven_episodes()), recipe)
     assert metrics == {"critic/vf_loss": 0.75, "critic/lr": 0.1}
@@ -436,7 +435,7 @@ def test_an_update_of_the_critic_has_the_settings_and_ranks_of_the_critic(recipe
 
 
 def test_utilization_is_a_metric_only_on_gpus(recipe):
-    recipe = recipe.change("trainer.device=cuda")
+    recipe = changed(recipe, "trainer.device=cuda")
     batch = make_update_batch(seven_episodes())
     actor = RecordingGroup({"mfu": [0.25, 0.75]})
     critic = RecordingGroup({"mfu": [0.5]})
@@ -461,9 +460,9 @@ def test_utilization_is_a_metric_only_on_gpus(recipe):
     ],
 )
 def test_old_log_probs_that_are_needed_before_the_update_need_a_separate_pass(recipe, change):
-    recipe = recipe.change(*FUSED)
+    recipe = changed(recipe, *FUSED)
     assert recipe.is_on_policy
-    assert not recipe.change(change).is_on_policy
+    assert not changed(recipe, change).is_on_policy
 
 
 @pytest.mark.parametrize(
@@ -479,7 +478,7 @@ def test_an_estimator_that_reads_results_of_the_pass_needs_a_separate_pass(
     """
     file = tmp_path / "mine.py"
     file.write_text(f"def f({name}):\n    return {name}, {name}\n")
-    recipe = recipe.change(*FUSED, f"algorithm.adv_estimator={file}:f")
+    recipe = changed(recipe, *FUSED, f"algorithm.adv_estimator={file}:f")
     assert recipe.is_on_policy is is_on_policy
 
 
@@ -562,7 +561,7 @@ def test_the_metrics_are_those_of_the_separate_pass(recipe, parts, ranks):
 def test_the_actor_gets_the_recipes_loss(recipe, monkeypatch, changes, name):
     """A worker registers a custom loss before it calls verl's ppo_loss."""
     loss_settings = [f"{ACTOR}.policy_loss.loss_mode={name}", f"{ACTOR}.clip_ratio=0.3"]
-    recipe = recipe.change(*changes, *loss_settings)
+    recipe = changed(recipe, *changes, *loss_settings)
     calls = []
 
     def ppo_loss(config, model_output, data, dp_group=None):

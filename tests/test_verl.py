@@ -41,7 +41,7 @@ from kit.run.workers import start_workers
 from tests.helpers import plain_torch
 from tests.helpers.cases import MODES
 from tests.helpers.plain_torch import Data, compute_log_probs
-from tests.helpers.recipes import CPU, RECIPE, ROOT, tiny
+from tests.helpers.recipes import CPU, RECIPE, ROOT, changed, tiny
 from tests.helpers.stack import kill_workers, with_values
 from tests.helpers.workers import ACTOR
 
@@ -501,7 +501,7 @@ def worker_variants(stack, workspace):
     variants = {"one rank": [], "two ranks": ["trainer.n_gpus_per_node=2"], "padded": padded}
     recipes = [load_recipe(workspace, *SGD, *changes).recipe for changes in variants.values()]
     # grpo needs it
-    with_reference = [recipe.change(f"{ACTOR}.use_kl_loss=true") for recipe in recipes]
+    with_reference = [changed(recipe, f"{ACTOR}.use_kl_loss=true") for recipe in recipes]
     with ThreadPoolExecutor() as pool:  # they import their modules concurrently
         workers = list(pool.map(start_actor, with_reference))
     started = dict(zip(variants, zip(workers, recipes, strict=True), strict=True))
@@ -520,10 +520,10 @@ class Update(NamedTuple):
 
 def run_split_update(workers, recipe, mode, tokens, episodes, folder) -> Update:
     """Run an update with micro-batches of `tokens` tokens, and then restore the weights."""
-    recipe = recipe.change(f"{ACTOR}.loss_agg_mode={mode}")
+    recipe = changed(recipe, f"{ACTOR}.loss_agg_mode={mode}")
     if mode == "seq-mean-token-sum-norm":  # as kit/run/prepare.py
         length = recipe.data.max_response_length
-        recipe = recipe.change(f"{ACTOR}.loss_scale_factor={length}")
+        recipe = changed(recipe, f"{ACTOR}.loss_scale_factor={length}")
     settings = OmegaConf.to_container(recipe.for_verl(ACTOR))
     set_loss_settings(workers, settings)
     batch = training.build_batch(episodes, 1, 1.0)

@@ -10,8 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 from env import Json
-from kit.recipe.keys import merge_nested
+from kit.errors import UserFunctionError
+from kit.recipe.keys import merge_nested, set_nested
 from kit.recipe.load import Source, read_source
 from kit.recipe.recipe import Recipe, build
 from kit.recipe.user_functions import RecipeFunctions, reward_of_verifier
@@ -143,14 +146,35 @@ def make_partial(sections: Json | None = None, command="train", arguments=()) ->
 
     sections: nested. arguments: of the advantage.
     """
-    tiny_recipe = build_tiny()
-    nested = merge_nested(tiny_recipe.nested, sections or {})
-    resolved = merge_nested(tiny_recipe.resolved, sections or {})
-    others = {"source": tiny_recipe.source, "nested": nested, "resolved": resolved}
-    others |= {"functions": tiny_recipe.functions, "facts": tiny_recipe.facts}
-    recipe = Recipe.model_validate(resolved | {"command": command} | others)
+    recipe = replace_values(build_tiny().model_copy(update={"command": command}), sections or {})
     recipe.__dict__["arguments"] = frozenset(arguments)
     return recipe
+
+
+def changed(recipe: Recipe, *changes: str) -> Recipe:
+    """Make a recipe with key=value changes, without checks. Nothing follows from them.
+
+    An advantage that is no function of a file keeps the arguments of the recipe's.
+    """
+    sections: Json = {}
+    for change in changes:
+        key, _, text = change.partition("=")
+        set_nested(sections, key, yaml.safe_load(text))
+    result = replace_values(recipe, sections)
+    try:
+        _ = result.arguments
+    except (UserFunctionError, ValueError):
+        result.__dict__["arguments"] = recipe.arguments
+    return result
+
+
+def replace_values(recipe: Recipe, sections: Json) -> Recipe:
+    """Make a recipe with other values. sections: nested."""
+    nested = merge_nested(recipe.nested, sections)
+    resolved = merge_nested(recipe.resolved, sections)
+    others = {"source": recipe.source, "nested": nested, "resolved": resolved}
+    others |= {"functions": recipe.functions, "facts": recipe.facts, "command": recipe.command}
+    return Recipe.model_validate(resolved | others)
 
 
 def command(workspace: Path, *arguments: str) -> list[str]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 import gym_client
 import training
@@ -157,7 +156,7 @@ def make_recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder(monkeypatch)
     monkeypatch.setattr("kit.run.launch.start", recorder.start)
     # config.yaml and report.html take a second of each run, and no test of the loop reads them
-    monkeypatch.setattr("kit.run.run_files.redacted", lambda _: OmegaConf.create())
+    monkeypatch.setattr("kit.run.run_files.write_yaml", lambda _: "")
     monkeypatch.setattr("kit.run.run_files.RunFiles.write_report", lambda _: None)
     replace_checkpoints(recorder.calls, monkeypatch)
 

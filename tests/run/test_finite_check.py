@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,15 +10,14 @@ import torch
 import training
 from kit.errors import NonFiniteStep, RunError
 from kit.run.finite_check import find_reason_to_skip, raise_if_engines_differ
-from tests.helpers.recipes import load
+from tests.helpers.recipes import changed, load, make_partial
 from tests.helpers.workers import make_episode
 
 
 def test_nonfinite_numbers_are_found_under_the_mask_and_named():
-    sampling = {"top_p": 1.0, "top_k": -1}
-    recipe = SimpleNamespace(rollout=sampling, kit=SimpleNamespace(one_step_off=0))
+    settings = make_partial()
 
-    def find(names="", value=math.nan, where=(0, 0), metrics=None):
+    def find(names="", value=math.nan, where=(0, 0), metrics=None, recipe=settings):
         episodes = [make_episode([5, 6], [7, 8]), make_episode([5], [7])]
         batch = training.build_batch(episodes, 0, 1.0)
         batch.batch["old_log_probs"] = torch.zeros(2, 2)
@@ -43,8 +41,8 @@ def test_nonfinite_numbers_are_found_under_the_mask_and_named():
     assert message in find(metrics=difference)
     assert "differ" in find(metrics={"training/rollout_probs_diff_mean": math.nan})
     # with a penalty, the engine changes its probabilities before it samples
-    sampling["repetition_penalty"] = 1.1
-    assert find(metrics=difference) == ""
+    penalty = changed(settings, f"{ROLLOUT}.repetition_penalty=1.1")
+    assert find(metrics=difference, recipe=penalty) == ""
 
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -53,7 +51,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 def test_at_the_same_weights_engine_and_trainer_may_differ_by_rounding_only(workspace):
     """The divergence of a difference d of all log-probs is exp(d) - 1 - d: 0.00002 of 0.006."""
     exact = load(workspace).recipe
-    coarse = exact.change(f"{ROLLOUT}.dtype=bfloat16")
+    coarse = changed(exact, f"{ROLLOUT}.dtype=bfloat16")
     batch = training.build_batch([make_episode([5, 6], [7, 8]), make_episode([5], [7])], 0, 1.0)
 
     def compare(recipe, difference, episodes=batch):
@@ -69,10 +67,10 @@ def test_at_the_same_weights_engine_and_trainer_may_differ_by_rounding_only(work
                 compare(recipe, difference)
     # parameters that change the engine's log-probs by design
     for change in ("top_p=0.9", "quantization=fp8", "+engine_kwargs.vllm.kv_cache_dtype=fp8"):
-        compare(exact.change(f"{ROLLOUT}.{change.removeprefix('+')}"), 5.0)
-    compare(exact.change("trainer.one_step_off=1"), 0.006)
+        compare(changed(exact, f"{ROLLOUT}.{change.removeprefix('+')}"), 5.0)
+    compare(changed(exact, "trainer.one_step_off=1"), 0.006)
     with pytest.raises(RunError):  # its first batch has the first weights, too
-        compare(exact.change("trainer.one_step_off=1"), 0.5)
+        compare(changed(exact, "trainer.one_step_off=1"), 0.5)
     with pytest.raises(NonFiniteStep, match="NaN"):
         compare(exact, math.nan)
     compare(exact, torch.tensor([[0.0, 0.0], [0.0, math.nan]]))  # padding

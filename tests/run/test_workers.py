@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from kit.engine.verl_patches import TIMEOUT_VARIABLE
 from kit.recipe.recipe import Recipe
 from kit.run import workers as worker_module
 from kit.run.workers import make_value_model_config, optional_roles, start_workers
-from tests.helpers.recipes import load
+from tests.helpers.recipes import changed, load
 from training import Workers
 
 TEACHER = "distillation.teacher_models.teacher_model.model_path"
@@ -83,7 +82,7 @@ def recipe(workspace) -> Recipe:
         "trainer.n_gpus_per_node=3",
         "trainer.ray_wait_register_center_timeout=77",
     ]
-    return recipe.change(*sizes)
+    return changed(recipe, *sizes)
 
 
 @pytest.fixture
@@ -103,7 +102,8 @@ def test_grpo_starts_one_group_with_only_the_actor(recipe, groups):
     [group] = groups
     assert workers == Workers(group, None, None, None) and group.calls == []
     assert group.part.cls is ActorRolloutRefWorker
-    assert group.part.kwargs == {"config": recipe.actor_rollout_ref, "role": "actor_rollout"}
+    config = recipe.for_verl("actor_rollout_ref")
+    assert group.part.kwargs == {"config": config, "role": "actor_rollout"}
     assert group.arguments["resource_pool"] == ([3, 3], 1)
     assert group.arguments["device_name"] == "cpu"
     assert group.arguments["ray_wait_register_center_timeout"] == 77
@@ -111,7 +111,7 @@ def test_grpo_starts_one_group_with_only_the_actor(recipe, groups):
 
 def test_a_critic_on_separate_gpus_is_a_separate_group(recipe, groups):
     changes = ["trainer.resource_pools.critic=2", "actor_rollout_ref.nccl_timeout=5400"]
-    workers = start_workers(recipe.change(GAE, *changes))
+    workers = start_workers(changed(recipe, GAE, *changes))
     actor, critic = groups
     assert workers == Workers(actor, critic, None, None)
     assert critic.arguments["resource_pool"] == ([2, 2], 1) and critic.part.cls is TrainingWorker
@@ -134,15 +134,15 @@ def test_a_critic_on_separate_gpus_is_a_separate_group(recipe, groups):
 def test_the_actors_processes_hold_the_reference_unless_it_is_a_separate_model(
     recipe, groups, changes, role
 ):
-    start_workers(recipe.change(*changes))
+    start_workers(changed(recipe, *changes))
     parts = groups[0].part
     actor = parts["colocated"]["actor"] if isinstance(parts, dict) else parts
     assert actor.kwargs["role"] == role
 
 
 def test_sft_starts_only_the_actor(recipe, groups, reward_model_settings):
-    recipe = recipe.change(GAE, KL, *reward_model_settings)
-    workers = start_workers(replace(recipe, command="sft"))
+    recipe = changed(recipe, GAE, KL, *reward_model_settings)
+    workers = start_workers(recipe.model_copy(update={"command": "sft"}))
     [group] = groups
     assert workers == Workers(group, None, None, None)
     assert group.part.kwargs == {"config": recipe.actor_rollout_ref, "role": "actor"}
@@ -152,7 +152,7 @@ def test_roles_without_separate_gpus_share_a_process_on_each_gpu(
     recipe, groups, reward_model_settings, capsys
 ):
     changes = ["trainer.resource_pools.ref=1", "critic.cliprange_value=0.3"]
-    workers = start_workers(recipe.change(GAE, KL, *reward_model_settings, *changes))
+    workers = start_workers(changed(recipe, GAE, KL, *reward_model_settings, *changes))
     shared, separate = groups
     assert shared.arguments["resource_pool"] == ([3, 3], 1)
     assert separate.arguments["resource_pool"] == ([1, 1], 1)
@@ -170,13 +170,13 @@ def test_roles_without_separate_gpus_share_a_process_on_each_gpu(
 
 
 def test_without_a_kl_term_no_reference_is_needed(recipe):
-    assert optional_roles(recipe.change("trainer.resource_pools.ref=1")) == {}
+    assert optional_roles(changed(recipe, "trainer.resource_pools.ref=1")) == {}
 
 
 def test_the_reward_model_is_a_value_model_that_is_not_trained(
     recipe, workspace, reward_model_settings
 ):
-    recipe = recipe.change(GAE, *reward_model_settings)
+    recipe = changed(recipe, GAE, *reward_model_settings)
     roles = optional_roles(recipe)
     assert list(roles) == ["critic", "reward_model"]
     assert roles["critic"].worker_class is roles["reward_model"].worker_class is TrainingWorker
@@ -202,7 +202,7 @@ def test_a_separate_reference_is_the_teacher_or_the_policys_first_model(
 ):
     """It does not have the policy's LoRA adapter."""
     changes = [change.replace("=untied", f"={workspace / 'untied'}") for change in changes]
-    recipe = recipe.change(*changes, "actor_rollout_ref.model.lora_rank=8")
+    recipe = changed(recipe, *changes, "actor_rollout_ref.model.lora_rank=8")
     [(name, role)] = optional_roles(recipe).items()
     assert name == "ref" and role.worker_class is ActorRolloutRefWorker
     assert role.arguments["role"] == "ref"
@@ -215,7 +215,7 @@ def test_a_separate_reference_is_the_teacher_or_the_policys_first_model(
 def test_a_value_model_has_the_critics_settings(recipe):
     changes = ["critic.forward_max_token_len_per_gpu=3000", "critic.ppo_max_token_len_per_gpu=2000"]
     changes += ["critic.optim.lr=0.125", "critic.checkpoint.save_contents=[model]"]
-    settings = make_value_model_config(recipe.change(*changes).verl.critic)
+    settings = make_value_model_config(changed(recipe, *changes))
     engine = settings.engine_config
     assert settings.model_type == "value_model"
     assert (engine.infer_max_token_len_per_gpu, engine.max_token_len_per_gpu) == (3000, 2000)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 import inference
 import training
@@ -32,10 +30,10 @@ from tests.helpers.fault_server import (
     make_requests,
     serve,
 )
-from tests.helpers.recipes import ALGORITHM
+from tests.helpers.recipes import ALGORITHM, make_partial
 from tests.helpers.rollouts import chatml_tokenizer, context_of
 
-CONFIG: Any = OmegaConf.create({"algorithm": ALGORITHM})
+RECIPE = make_partial({"algorithm": ALGORITHM})
 
 
 def run(fault: str, with_tool: bool = False, is_environment: bool = False):
@@ -63,7 +61,7 @@ def compute_advantages(episodes) -> dict[str, torch.Tensor]:
     """Compute the advantages of all sampled tokens: {row id: a vector}."""
     batch = training.build_batch(episodes, 0, 1.0)
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-    training.compute_advantages(batch, CONFIG)
+    training.compute_advantages(batch, RECIPE)
     values = batch.batch["advantages"]
     sampled = batch.batch["response_mask"].bool()
     return {e.row_id: row[mask] for e, row, mask in zip(episodes, values, sampled, strict=True)}
