@@ -57,7 +57,7 @@ SGD = [
 
 
 def load_recipe(workspace, *changes, overlays=()):
-    """Load the tiny recipe with overlays of configs/ and check it. Return (recipe, inputs)."""
+    """Load the tiny recipe with overlays of configs/ and check it."""
     arguments = tiny(
         workspace,
         f"actor_rollout_ref.model.path={workspace / 'untied'}",
@@ -187,7 +187,7 @@ def run_verl_step(episodes, workers, recipe):
     if workers.critic:
         batch = batch.union(trainer._compute_values(batch))
     keys = ("adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo")
-    settings = {key: recipe.algorithm[key] for key in keys}
+    settings = {key: getattr(recipe.algorithm, key) for key in keys}
     batch = compute_advantage(batch, config=recipe.for_verl("algorithm"), **settings)
     metrics = {}
     if workers.critic:
@@ -219,7 +219,7 @@ def set_losses(workers, recipe) -> None:
     """Give actor and critic the losses of a recipe."""
     training.set_policy_loss(workers.actor, recipe)
     if workers.critic:
-        settings = omega_conf_to_dataclass(recipe.critic)
+        settings = omega_conf_to_dataclass(recipe.for_verl("critic"))
         workers.critic.set_loss_fn(functools.partial(value_loss, config=settings))
 
 
@@ -426,7 +426,7 @@ def test_a_step_of_each_recipe_equals_plain_torch(
         changes.append(f"{paths[name]}={workspace / folder}")
     if name in ("reinforce_plus_plus", "remax"):
         changes.append("algorithm.gamma=1.0")
-    recipe, inputs = load_recipe(workspace, *changes, overlays=[name])
+    recipe, inputs, _ = load_recipe(workspace, *changes, overlays=[name])
     loss_mode = recipe.actor.policy_loss.loss_mode
     register_in_verl(recipe.algorithm.adv_estimator, loss_mode)
     critic = with_values(stack, values).critic if recipe.has_critic else None
@@ -455,10 +455,10 @@ def test_a_step_of_sft_equals_plain_torch(moved_actor, workspace, tmp_path):
     from extras.sft import update_sft
 
     actor = moved_actor
-    recipe, _ = load_recipe(workspace, *SGD)
+    recipe = load_recipe(workspace, *SGD).recipe
     workers = training.Workers(actor, None, None)
     before = read_weights(workers, tmp_path / "before")
-    settings = omega_conf_to_dataclass(recipe.actor)
+    settings = omega_conf_to_dataclass(recipe.for_verl(ACTOR))
     actor.set_loss_fn(functools.partial(sft_loss, config=settings))
     episodes = make_episodes(groups=8, members=1)
     update_sft(actor, training.build_batch(episodes, 1, 1.0), recipe)

@@ -63,7 +63,7 @@ def draw_batch(data, batch, size=8, pass_rates=()):
 
 
 def test_a_function_generates_the_rows_of_each_batch(folder):
-    recipe, data = load(folder, "env.train_files=[{function: my_tasks.py:rows, top: 5}]")
+    recipe, data, _ = load(folder, "env.train_files=[{function: my_tasks.py:rows, top: 5}]")
     first = draw_batch(data, 1)
     assert [task.row_id for task in first] == [f"my_tasks.py:rows#1.{k}" for k in range(8)]
     assert [task.row for task in first] == [task.row for task in data.generated]
@@ -87,7 +87,7 @@ def test_functions_and_files_share_a_batch_by_weight(folder):
     function = "{function: my_tasks.py:rows, weight: 1}"
     other = "{function: my_tasks.py:rows, weight: 1, top: 3, server: reasoning_gym}"
     train_files = f"env.train_files=[{file}, {function}, {other}]"
-    _, data = load(folder, train_files, "env.max_rows=4")
+    data = load(folder, train_files, "env.max_rows=4").inputs
     row_ids = [task.row_id for task in draw_batch(data, 5)]
     functions = [row_id.partition("#")[0] for row_id in row_ids[4:]]
     assert functions == ["my_tasks.py:rows"] * 2 + ["my_tasks.py:rows(2)"] * 2
@@ -99,7 +99,7 @@ def test_functions_and_files_share_a_batch_by_weight(folder):
 
 def test_a_function_may_generate_rows_of_verl_and_rows_for_other_commands(folder):
     """Commands other than `train` generate env.max_rows rows, once."""
-    _, data = load(folder, "env.train_files=[{function: my_tasks.py:verls}]")
+    data = load(folder, "env.train_files=[{function: my_tasks.py:verls}]").inputs
     assert data.generated[3].row == {
         "responses_create_params": {"input": "1 3"},
         "data_source": "x",
@@ -164,7 +164,7 @@ def test_a_resumed_run_generates_the_same_rows_and_a_replay_has_them(folder, tmp
     file = f"{{path: {folder / 'train.jsonl'}, weight: 1}}"
     function = "{function: my_tasks.py:rows, weight: 1}"
     changes = (f"env.train_files=[{file}, {function}]", "env.val_files=[]")
-    recipe, data = load(folder, *changes)
+    recipe, data, _ = load(folder, *changes)
     pass_rates = {}
     batches = []
     states = []  # the pass rates before each batch, as a checkpoint stores them
@@ -174,7 +174,7 @@ def test_a_resumed_run_generates_the_same_rows_and_a_replay_has_them(folder, tmp
         batches.append(list_rows(tasks))
         episodes = [make_episode(task, batch, number) for number, task in enumerate(tasks)]
         pass_rates = pass_rates | update_pass_rates(episodes, pass_rates)
-    _, resumed = load(folder, *changes)
+    resumed = load(folder, *changes).inputs
     for batch in (3, 4):
         tasks = draw_batch(resumed, batch, pass_rates=states[batch - 1])
         assert list_rows(tasks) == batches[batch - 1]

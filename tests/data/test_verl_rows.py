@@ -38,14 +38,14 @@ def test_rows_of_verl_and_gym_train_together(workspace, tmp_path):
     rows = [make_row(ask(f"{i} + 1?"), reward_model={"ground_truth": i}) for i in range(8)]
     pandas.DataFrame(rows).to_parquet(tmp_path / "train.parquet")
     both = f"env.train_files=[{tmp_path / 'train.parquet'}, {workspace / 'train.jsonl'}]"
-    _, data = load(workspace, both, "data.max_prompt_length=64")
+    data = load(workspace, both, "data.max_prompt_length=64").inputs
     first = data.train[0]
     others = {key: value for key, value in rows[0].items() if key != "prompt"}
     assert first.row == {"responses_create_params": {"input": rows[0]["prompt"]}, **others}
     assert len(data.train) == 16 and first.row_id.endswith("train.parquet:1")
     assert data.tokenizer.decode(first.prompt_ids).startswith("0 <unk> 1?")
     other_key = write_rows(tmp_path / "asked.jsonl", [{"asked": f"say {i}"} for i in range(8)])
-    _, data = load(workspace, f"env.train_files=[{other_key}]", "data.prompt_key=asked")
+    data = load(workspace, f"env.train_files=[{other_key}]", "data.prompt_key=asked").inputs
     assert data.train[7].messages == ask("say 7")
     reason = r"it has asked, but neither .* nor verl's `prompt` \(data\.prompt_key\)"
     with pytest.raises(env.DataError, match=rf"asked\.jsonl:1: {reason}"):

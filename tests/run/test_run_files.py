@@ -8,7 +8,6 @@ import io
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,7 +95,7 @@ def command(workspace, tmp_path, monkeypatch):
     """Return a function that runs `train` with doubles, and returns its error message."""
     monkeypatch.chdir(tmp_path)
     changes = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1")
-    recipe, data = load(workspace, *changes)
+    recipe, data, _ = load(workspace, *changes)
     workers = training.Workers(Group(), None, None)
     monkeypatch.setattr("kit.run.launch.start", lambda *_, **__: Started(workers, Servers([])))
     monkeypatch.setattr(
@@ -245,7 +244,7 @@ def test_a_second_run_is_an_error_until_the_first_ends_or_is_killed(
 ):
     """The first is killed. A child that it executed is still alive."""
     monkeypatch.chdir(tmp_path)
-    recipe, _ = load(workspace)
+    recipe = load(workspace).recipe
     folder = Path("runs/tiny")
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -259,14 +258,17 @@ def test_a_second_run_is_an_error_until_the_first_ends_or_is_killed(
     try:
         for command in ("train", "evaluate"):
             in_use = rf"runs/tiny is in use by another run \(pid {holder.pid} on .*Wait"
-            with pytest.raises(RunError, match=in_use), Run(replace(recipe, command=command)):
+            with (
+                pytest.raises(RunError, match=in_use),
+                Run(recipe.model_copy(update={"command": command})),
+            ):
                 pytest.fail("two runs with the same name")
         assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
         assert not (folder / "config.yaml").exists()
         holder.kill()
         holder.wait()
         assert Path(f"/proc/{child}").exists()
-        evaluation = replace(recipe, command="evaluate")
+        evaluation = recipe.model_copy(update={"command": "evaluate"})
         with Run(evaluation):
             assert (folder / "run.lock").read_text().startswith(f"pid {os.getpid()} on ")
     finally:
@@ -277,8 +279,8 @@ def test_a_second_run_is_an_error_until_the_first_ends_or_is_killed(
 def test_two_runs_cannot_save_into_one_folder(workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shared = f"trainer.default_local_dir={tmp_path / 'shared'}"
-    first, _ = load(workspace, "trainer.experiment_name=one", shared)
-    second, _ = load(workspace, "trainer.experiment_name=two", shared)
+    first = load(workspace, "trainer.experiment_name=one", shared).recipe
+    second = load(workspace, "trainer.experiment_name=two", shared).recipe
     with Run(first):
         with pytest.raises(RunError, match="shared is in use by another run"):
             with Run(second):

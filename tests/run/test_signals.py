@@ -25,7 +25,7 @@ from tests.helpers.recipes import load
 def run(workspace, tmp_path, monkeypatch):
     """Yield a run in an empty folder. Assert that it restores signal handlers and variables."""
     monkeypatch.chdir(tmp_path)
-    recipe, _ = load(workspace, "trainer.stage_timeout_s=60")
+    recipe = load(workspace, "trainer.stage_timeout_s=60").recipe
     signums = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
     handlers = {signum: signal.getsignal(signum) for signum in signums}
     with Run(recipe) as new_run:

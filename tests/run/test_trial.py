@@ -26,7 +26,7 @@ def make_inputs(tiny):
     def make(changes):
         texts = {key: v if isinstance(v, str) else json.dumps(v) for key, v in changes.items()}
         arguments = [f"{key}={text}" for key, text in texts.items()]
-        return tiny._replace(recipe=tiny.recipe.change(*arguments))
+        return tiny.recipe.change(*arguments), tiny.inputs
 
     return make
 
@@ -91,7 +91,7 @@ def test_synthetic_episodes_are_like_those_of_a_run(workspace, make_inputs, tmp_
     with pytest.raises(UserFunctionError, match="KeyError: 'questoin'"):
         trial.check_functions(*make_inputs({"env.reward": "looks.py:wrong_row"}))
 
-    recipe, data = load(
+    recipe, data, _ = load(
         workspace, "env.filters=[looks.py:everything]", f"env.train_files=[{workspace}/tools.jsonl]"
     )
     trial.check_functions(recipe, data)

@@ -145,7 +145,8 @@ def test_sft_starts_only_the_actor(recipe, groups, reward_model_settings):
     workers = start_workers(recipe.model_copy(update={"command": "sft"}))
     [group] = groups
     assert workers == Workers(group, None, None, None)
-    assert group.part.kwargs == {"config": recipe.actor_rollout_ref, "role": "actor"}
+    config = recipe.for_verl("actor_rollout_ref")
+    assert group.part.kwargs == {"config": config, "role": "actor"}
 
 
 def test_roles_without_separate_gpus_share_a_process_on_each_gpu(

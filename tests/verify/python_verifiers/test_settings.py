@@ -106,8 +106,8 @@ def test_files_may_have_different_verifiers(workspace, tmp_path, monkeypatch):
         f"env.train_files=[{', '.join(files)}]",
         "env.val_files=[]",
     ]
-    _, data = load(workspace, *changes, "data.max_prompt_length=64")
+    data = load(workspace, *changes, "data.max_prompt_length=64").inputs
     rows = [(task.server, task.weight) for task in data.train[::8]]
     assert rows == [("Game", 1), ("reasoning_gym", 1), ("compute_score", 2)]
-    _, data = load(workspace, *changes, "env.only_servers=[Game]")
+    data = load(workspace, *changes, "env.only_servers=[Game]").inputs
     assert {task.server for task in data.train} == {"Game"} and len(data.train) == 8
