@@ -10,7 +10,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from verl.trainer.ppo import core_algos
 
 import training
@@ -23,6 +22,7 @@ from tests.helpers.cases import (
     random_cases,
     random_tokens,
 )
+from tests.helpers.recipes import changed, make_partial
 
 # Each function returns (value, derivative by x) at the log-probs x = log p and q.
 # Schulman 2020, joschu.net/blog/kl-approx.html; k3: arXiv:2402.03300, eq. 4
@@ -89,7 +89,7 @@ def test_kl_in_the_reward_is_subtracted_on_sampled_tokens_only(kind, target):
     batch.batch["old_log_probs"] = torch.tensor(old)
     batch.batch["ref_log_prob"] = torch.tensor(ref)
     kl_ctrl = {"type": "adaptive", "kl_coef": 0.25, "target_kl": target, "horizon": 100}
-    recipe = OmegaConf.create({"algorithm": {"kl_ctrl": kl_ctrl, "kl_penalty": kind}})
+    recipe = make_partial({"algorithm": {"kl_ctrl": kl_ctrl, "kl_penalty": kind}})
     controller = training.make_kl_controller(
         recipe, 0.5
     )  # the coefficient of a checkpoint replaces kl_coef
@@ -105,5 +105,5 @@ def test_kl_in_the_reward_is_subtracted_on_sampled_tokens_only(kind, target):
     change = np.clip(kl / target - 1, -0.2, 0.2) * 10 / 100
     assert controller.value == pytest.approx(0.5 * (1 + change)) != 0.5
     assert training.make_kl_controller(recipe, 0.0).value == 0.25  # a new run starts with kl_coef
-    recipe.algorithm.kl_ctrl.type = "fixed"
-    assert training.make_kl_controller(recipe, 0.5).value == 0.25
+    fixed = changed(recipe, "algorithm.kl_ctrl.type=fixed")
+    assert training.make_kl_controller(fixed, 0.5).value == 0.25

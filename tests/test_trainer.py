@@ -498,7 +498,7 @@ def test_a_learned_reward_is_a_component_that_env_reward_can_read(start, recorde
         functions = trainer.recipe.functions._replace(
             reward=lambda e: e.reward + e.reward_components["reward_model"]
         )
-        trainer.recipe = replace(trainer.recipe, functions=functions)
+        trainer.recipe = trainer.recipe.model_copy(update={"functions": functions})
         metrics = trainer.step_or_skip()
         model, kept, *others = recorder.arguments["add_reward_model_scores"]
         assert model == "reward model" and others == [trainer.inputs, trainer.recipe]

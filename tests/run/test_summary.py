@@ -1,7 +1,5 @@
 """Tests that the summary of a recipe has its custom functions and its warnings."""
 
-from dataclasses import replace
-
 import pytest
 
 from kit.recipe.neutral_sampling import requires_same_probs
@@ -33,4 +31,6 @@ def test_the_summary_warns_of_a_parameter_that_changes_only_the_engines_probabil
     lines = summary.summarize(recipe, inputs).splitlines()
     [line] = [line for line in lines if "the rollout engine's log-probs are of" in line]
     assert line.startswith(f"WARNING     rollout.{change.partition('=')[0]}=")
-    assert "log-probs are of" not in summary.summarize(replace(recipe, command="evaluate"), inputs)
+    assert "log-probs are of" not in summary.summarize(
+        recipe.model_copy(update={"command": "evaluate"}), inputs
+    )
