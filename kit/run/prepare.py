@@ -173,8 +173,8 @@ def make_template(config: DictConfig, processor: TextProcessor, stop_ids: set[in
         path = config.actor_rollout_ref.model.path
         raise ConfigError(f"{path} has no chat template. Set {MODEL}.custom_chat_template.")
     arguments = to_plain(config.data.apply_chat_template_kwargs)
-    template = ChatTemplate(processor, stop_ids, arguments)
-    template.tool_format = config.actor_rollout_ref.rollout.multi_turn.format
+    tool_format = config.actor_rollout_ref.rollout.multi_turn.format
+    template = ChatTemplate(processor, stop_ids, arguments, tool_format)
     template.failures = template_trial.try_template(template)
     for part in (template_trial.PROMPTS, template_trial.ANSWERS):
         if part in template.failures:
@@ -465,10 +465,10 @@ def set_tool_format(config: DictConfig, template: ChatTemplate) -> None:
     """Choose the tool parser if multi_turn.format=auto, else check it. Raises ConfigError."""
     turns = config.actor_rollout_ref.rollout.multi_turn
     if turns.format == tool_calls.AUTO_FORMAT:
-        turns.format = template_trial.choose_tool_format(template)  # the summary may warn of it
+        template.tool_format = template_trial.choose_tool_format(template)
+        turns.format = template.tool_format  # the summary may warn of it
     else:
         tool_calls.check_tool_format(turns.format, tool_calls.list_tool_formats())
-    template.tool_format = turns.format
 
 
 # --- code of the policy --------------------------------------------------------------------------
