@@ -31,7 +31,6 @@ SEARCHES = frozenset(
     ("search", "match", "fullmatch", "findall", "finditer", "sub", "subn", "split")
 )
 
-KEY = "actor_rollout_ref.rollout.multi_turn.format"
 AUTO_FORMAT = "auto"  # multi_turn.format: the first parser that reads the template's own calls
 COMMON_FORMATS = ("hermes", "llama3_json", "qwen3_coder", "mistral", "glm45", "pythonic")
 
@@ -69,8 +68,8 @@ def check_tool_format(name: str, formats: Sequence[str]) -> None:
     """Check that a parser for the model's tool calls exists. Raises ConfigError."""
     if name not in formats:
         raise ConfigError(
-            f"{KEY}={name}: there is no such tool parser. Use {AUTO_FORMAT}, "
-            f"or one of: {', '.join(formats)}."
+            f"actor_rollout_ref.rollout.multi_turn.format={name}: there is no such tool parser. "
+            f"Use {AUTO_FORMAT}, or one of: {', '.join(formats)}."
         )
 
 

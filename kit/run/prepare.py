@@ -207,8 +207,9 @@ def make_template(settings: Settings, processor: TextProcessor, stop_ids: set[in
         raise ConfigError(
             f"{settings.model.path} has no chat template. Set {MODEL}.custom_chat_template."
         )
-    template = ChatTemplate(processor, stop_ids, settings.data.apply_chat_template_kwargs)
-    template.tool_format = settings.rollout.multi_turn.format
+    arguments = settings.data.apply_chat_template_kwargs
+    tool_format = settings.rollout.multi_turn.format
+    template = ChatTemplate(processor, stop_ids, arguments, tool_format)
     template.failures = template_trial.try_template(template)
     for part in (template_trial.PROMPTS, template_trial.ANSWERS):
         if part in template.failures:
@@ -448,11 +449,10 @@ def find_tool_format(settings: Settings, template: ChatTemplate) -> str:
     """
     tool_format = settings.rollout.multi_turn.format
     if tool_format == tool_calls.AUTO_FORMAT:
-        tool_format = template_trial.choose_tool_format(template)  # the summary may warn of it
+        template.tool_format = template_trial.choose_tool_format(template)
     else:
         tool_calls.check_tool_format(tool_format, tool_calls.list_tool_formats())
-    template.tool_format = tool_format
-    return tool_format
+    return template.tool_format  # the summary may warn of it
 
 
 # --- code of the policy --------------------------------------------------------------------------
