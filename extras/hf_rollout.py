@@ -50,7 +50,7 @@ class Request:
 
     @property
     def settings(self) -> list[Any]:  # of vLLM
-        """The values of BATCH_SETTINGS."""
+        """Return the values of BATCH_SETTINGS."""
         return [self.params.get(name) for name in BATCH_SETTINGS]
 
 
@@ -262,7 +262,7 @@ class ServerAdapter(BaseRollout):
 
     @property
     def server(self) -> Any:
-        """The server's handle."""
+        """Return the server's handle."""
         return ray.get_actor(f"hf_server_{self.replica_rank}")
 
     async def resume(self, tags: list[str]) -> None:

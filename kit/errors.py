@@ -33,7 +33,7 @@ CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def remove_control_characters(text: str) -> str:
-    """A text that is safe to print on a terminal: without control characters.
+    """Return a text without control characters, which is safe to print on a terminal.
 
     >>> remove_control_characters("red: \\x1b[31m, bell: \\x07")
     'red: [31m, bell: '

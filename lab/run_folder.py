@@ -102,7 +102,7 @@ class Evaluation:
 
     @cached_property
     def scores(self) -> Mapping[str, Scores]:
-        """The scores by test set, which the metrics of a run name in the same way."""
+        """Return the scores by test set, which the metrics of a run name in the same way."""
         by_set: dict[str, Scores] = {}
         for _, record in read_records(self.path):
             episode = record["_episode"]
@@ -135,7 +135,7 @@ class RunFolder:
 
     @cached_property
     def recipe(self) -> Json:
-        """The recipe as plain data: nothing in it is resolved. Raises ConfigError."""
+        """Return the recipe as plain data: nothing in it is resolved. Raises ConfigError."""
         paths = [self.path / name for name in CONFIGS]
         return read_saved(next(path for path in paths if path.is_file()))
 
@@ -148,17 +148,17 @@ class RunFolder:
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """The recipe of a training run under the present names, and the digests next to it."""
+        """Return the recipe of a training run under its present names, and its digests."""
         return identity.read_run(self.path)
 
     @cached_property
     def metrics(self) -> dict[int, Json]:
-        """The lines of metrics.jsonl that count: {step: {metric: value}}."""
+        """Return the lines of metrics.jsonl that count: {step: {metric: value}}."""
         return read_steps(self.path / "metrics.jsonl")
 
     @cached_property
     def steps(self) -> pd.DataFrame:
-        """One row per step, one column per metric (docs/reference.md), and `time` in seconds.
+        """Return a row per step: a column per metric (docs/reference.md), and `time` in seconds.
 
         NaN if a step does not have the metric, or has another value than a number.
         """
@@ -168,7 +168,7 @@ class RunFolder:
 
     @cached_property
     def sampled_steps(self) -> pd.DataFrame:
-        """The rows of `steps` that sampled episodes for training."""
+        """Return the rows of `steps` that sampled episodes for training."""
         return self.steps[self.get_metric("rollout/episodes").notna()]
 
     def get_metric(self, name: str) -> pd.Series:
@@ -180,7 +180,7 @@ class RunFolder:
 
     @cached_property
     def evaluations(self) -> list[Evaluation]:
-        """The evaluations of the run's own weights by step. Of two at one step, the latter counts.
+        """Return the evaluations of the run's weights by step: of two at one step, the later.
 
         Raises ConfigError if scored weights have been replaced since.
         """
@@ -202,7 +202,7 @@ class RunFolder:
 
     @cached_property
     def scored(self) -> Fingerprint:
-        """The settings of the command `evaluate` in this folder; empty if it wrote none."""
+        """Return the settings of the command `evaluate` in this folder; empty if it wrote none."""
         return identity.read_fingerprint(self.path / "evaluation.settings.json")
 
     def read_scored_step(self) -> int | None:
@@ -248,7 +248,7 @@ class RunFolder:
 
     @cached_property
     def records(self) -> list[SavedEpisode]:
-        """The episodes by step. `skipped_files` counts the files that are over the limits.
+        """Return the episodes by step. `skipped_files` counts the files that are over the limits.
 
         The last step, the last evaluation and the first evaluation are read first, then the others,
         the latest first.
@@ -281,7 +281,7 @@ class RunFolder:
 
     @cached_property
     def episodes(self) -> pd.DataFrame:
-        """One row per episode of `records`, in the same order, with the columns of EpisodeRow.
+        """Return a row per episode of `records`, in their order, with the columns of EpisodeRow.
 
         `best` and `worst` are the ranks by reward in the episode's file; NaN without a reward.
         """

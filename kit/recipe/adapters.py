@@ -84,7 +84,7 @@ def derive_adapter(model: PolicyModel, adapter: Adapter) -> Json:
 
 
 def check_lora(settings: Settings, adapter: Adapter | None) -> Iterator[str]:
-    """The adapter of the policy fits the recipe, and verl supports it."""
+    """Check that the adapter of the policy fits the recipe, and verl supports it."""
     model = settings.model
     if adapter:
         if settings.trainer.resource_pools.ref:

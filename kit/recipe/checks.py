@@ -40,7 +40,7 @@ TOOL_EXAMPLE = (
 
 
 def check_run(settings: Settings) -> Iterator[str]:
-    """The run's folder is in runs/, and the packages of its trackers are installed."""
+    """Check that the run's folder is in runs/, and the packages of its trackers are installed."""
     name = settings.trainer.experiment_name
     if name.startswith("/") or ".." in name.split("/"):
         yield f"trainer.experiment_name={name} is outside of runs/. Remove the first / and each .."
@@ -50,7 +50,7 @@ def check_run(settings: Settings) -> Iterator[str]:
 
 
 def check_training(settings: Settings) -> Iterator[str]:
-    """What a command trains with fits together: checkpoints, warm-ups, batches, the strategy."""
+    """Check checkpoints, warm-ups, batch sizes and the strategy of a command that trains."""
     yield from check_contents(settings)
     yield from check_warmup(settings)
     yield from check_batch_sizes(settings)
@@ -85,7 +85,7 @@ def check_warmup(settings: Settings) -> Iterator[str]:
 
 
 def check_batch_sizes(settings: Settings) -> Iterator[str]:
-    """The batch divides into equal mini-batches, and each mini-batch equally among the GPUs."""
+    """Check that mini-batches divide the batch, and that the GPUs divide a mini-batch."""
     prompts = settings.data.train_batch_size
     n = settings.rollout.n
     for role, section in (("actor", ACTOR), ("critic", "critic")):
@@ -138,7 +138,7 @@ def check_greedy(section: str, sampling: Sampling) -> Iterator[str]:
 
 
 def check_algorithm(settings: Settings) -> Iterator[str]:
-    """The advantage, the loss, the group filter and LoRA have the settings that they need."""
+    """Check the settings of the advantage, the loss, the group filter and LoRA."""
     yield from check_correction(settings)
     loss = settings.actor.policy_loss
     if loss.loss_mode == "dro" and not loss.dro_beta:
@@ -175,7 +175,7 @@ def check_correction(settings: Settings) -> Iterator[str]:
 
 
 def check_weight_sync(settings: Settings) -> Iterator[str]:
-    """The weights can reach the rollout engine's GPUs."""
+    """Check that the weights can reach the rollout engine's GPUs."""
     rollout = settings.rollout
     key = f"{ROLLOUT}.checkpoint_engine.backend"
     backend = rollout.checkpoint_engine.backend
@@ -214,7 +214,7 @@ def check_names(settings: Settings) -> Iterator[str]:
 
 
 def check_registered(key: str, name: str, registry: Mapping[str, object]) -> Iterator[str]:
-    """A key names an entry of verl's registry, or a custom function."""
+    """Check that a key names an entry of verl's registry, or a custom function."""
     # once a custom function was used, it is in the registry, too
     names = [entry for entry in registry if not is_user_function(entry)]
     if is_user_function(name) or name in names:
@@ -226,7 +226,7 @@ def check_registered(key: str, name: str, registry: Mapping[str, object]) -> Ite
 
 
 def check_roles(recipe: Settings) -> Iterator[str]:
-    """A group has the responses that are compared; the teacher and each separate model are used."""
+    """Check the group size, and that the teacher and each separate model are used."""
     if recipe.command != "train":
         return
     n = recipe.rollout.n

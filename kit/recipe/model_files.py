@@ -41,7 +41,7 @@ class ModelFiles(NamedTuple):
 
 
 def check_paths(settings: Settings) -> Iterator[str]:
-    """Each model that the recipe needs is a folder, or maybe a name of the hub."""
+    """Check that each model that the recipe needs is a folder, or maybe a name of the hub."""
     needed = [f"{MODEL}.path"]
     if settings.reward.reward_model.enable:
         needed.append(REWARD_MODEL)

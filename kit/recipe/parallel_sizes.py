@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def check_gpus(settings: Settings) -> Iterator[str]:
-    """The GPUs divide into whole rollout replicas, and into groups that share rows and weights."""
+    """Check that the GPUs divide into rollout replicas and into groups of the trainer."""
     yield from check_rollout_gpus(settings)
     if settings.trains:
         yield from dict.fromkeys(check_training_gpus(settings))
 
 
 def check_rollout_gpus(settings: Settings) -> Iterator[str]:
-    """The GPUs divide into whole rollout replicas."""
+    """Check that the GPUs divide into whole rollout replicas."""
     # verl's actor has the same requirement if the replicas have separate GPUs
     actor_gpus = settings.trainer.n_gpus_per_node * settings.trainer.nnodes
     for count in sorted({settings.rollout_gpus, actor_gpus}):
@@ -39,7 +39,7 @@ def check_rollout_gpus(settings: Settings) -> Iterator[str]:
 
 
 def check_training_gpus(settings: Settings) -> Iterator[str]:
-    """Each role's GPUs divide into groups that share rows, and into groups that share weights."""
+    """Check that each role's GPUs divide into groups that share rows or weights."""
     engine = settings.engine
     for role, section in FSDP_SECTIONS.items():
         world = settings.world_size(role)
@@ -57,7 +57,7 @@ def check_training_gpus(settings: Settings) -> Iterator[str]:
 
 
 def check_models(settings: Settings, models: Mapping[str, PretrainedConfig]) -> Iterator[str]:
-    """The GPUs that share a model divide its attention heads.
+    """Check that the GPUs that share a model divide its attention heads.
 
     models: {name: configuration} of the policy and of the other models that the recipe names.
     """

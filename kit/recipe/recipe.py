@@ -49,7 +49,7 @@ class Recipe(Settings):
 
     @property
     def last_step(self) -> int:
-        """The number of the last training step."""
+        """Return the number of the last training step."""
         return self.trainer.total_training_steps or 0
 
     def change(self, *arguments: str) -> Recipe:

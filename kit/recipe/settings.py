@@ -34,24 +34,24 @@ class Settings(Values):
 
     @property
     def actor(self) -> ActorSection:
-        """The section actor_rollout_ref.actor."""
+        """Return the section actor_rollout_ref.actor."""
         return self.actor_rollout_ref.actor
 
     @property
     def rollout(self) -> RolloutSection:
-        """The section actor_rollout_ref.rollout."""
+        """Return the section actor_rollout_ref.rollout."""
         return self.actor_rollout_ref.rollout
 
     @property
     def model(self) -> PolicyModel:
-        """The section actor_rollout_ref.model."""
+        """Return the section actor_rollout_ref.model."""
         return self.actor_rollout_ref.model
 
     # --- roles ---
 
     @functools.cached_property
     def arguments(self) -> frozenset[str]:
-        """The arguments of the advantage estimator, which decide which models the run needs.
+        """Return the arguments of the advantage estimator, which decide which models the run needs.
 
         Imports verl. Raises UserFunctionError.
         """
@@ -59,47 +59,47 @@ class Settings(Values):
 
     @property
     def trains(self) -> bool:
-        """Whether the command trains a model."""
+        """Return whether the command trains a model."""
         return self.command not in SAMPLING_COMMANDS
 
     @property
     def has_episodes(self) -> bool:
-        """Whether the command samples episodes, or trains on them."""
+        """Return whether the command samples episodes, or trains on them."""
         return self.command in EPISODE_COMMANDS
 
     @property
     def has_critic(self) -> bool:
-        """Whether the advantage needs the values of a critic."""
+        """Return whether the advantage needs the values of a critic."""
         return self.command == "train" and "values" in self.arguments
 
     @property
     def has_reference(self) -> bool:
-        """Whether a KL term or the advantage needs the log-probs of a reference model."""
+        """Return whether a KL term or the advantage needs the log-probs of a reference model."""
         has_kl_term = self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
         return self.command == "train" and (has_kl_term or "ref_log_prob" in self.arguments)
 
     @property
     def has_reward_model(self) -> bool:
-        """Whether a reward model scores the responses."""
+        """Return whether a reward model scores the responses."""
         return self.command == "train" and self.reward.reward_model.enable
 
     @property
     def teacher(self) -> str:
-        """The path of the teacher that replaces the reference, or an empty string."""
+        """Return the path of the teacher that replaces the reference, or an empty string."""
         if self.command != "train" or not self.distillation.enabled:
             return ""
         return self.distillation.teacher_models.teacher_model.model_path or ""
 
     @property
     def compares_group(self) -> bool:
-        """Whether the advantage compares the responses of a group, which then needs two."""
+        """Return whether the advantage compares the responses of a group, which then needs two."""
         return "index" in self.arguments
 
     # --- GPUs ---
 
     @functools.cached_property
     def engine(self) -> TrainingEngine:
-        """The training engine: how its GPUs share a model and its rows."""
+        """Return the training engine: how its GPUs share a model and its rows."""
         return find_engine(self)
 
     def gpus_per_node(self, role: str = "actor") -> int:
@@ -153,7 +153,7 @@ class Settings(Values):
 
     @property
     def max_prompt_batches(self) -> int:
-        """The most batches of prompts for one step: more than one with filter_groups."""
+        """Return the most batches of prompts for one step: more than one with filter_groups."""
         groups = self.algorithm.filter_groups
         return groups.max_num_gen_batches if groups.enable else 1
 
@@ -169,7 +169,7 @@ class Settings(Values):
 
     @functools.cached_property
     def is_on_policy(self) -> bool:
-        """Whether the update takes its own log-probs as the old ones.
+        """Return whether the update takes its own log-probs as the old ones.
 
         If one optimizer step uses the whole batch, its forward pass runs at the weights from before
         the update, so that a separate pass for the old log-probs would give the same. It runs only

@@ -34,7 +34,7 @@ class TrainingEngine(NamedTuple):
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether it is FSDP."""
+        """Return whether it is FSDP."""
         return self.name == FSDP
 
     def list_shards(self, contents: Sequence[str], ranks: int) -> list[str]:

@@ -173,7 +173,7 @@ def exit_on_errors() -> Iterator[None]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The arguments of the command line."""
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=DESCRIPTION,
         epilog=EXAMPLES,

@@ -287,7 +287,7 @@ def check_files(settings: Settings) -> Iterator[Exception | str]:
 
 
 def check_row_files(settings: Settings, key: str) -> Iterator[Exception | str]:
-    """The files of env.train_files or env.val_files can be read, and functions imported."""
+    """Check that the files of env.train_files or env.val_files can be read or imported."""
     entries: list[Entry] = settings.get(key)
     if not entries and key == FILES[settings.command][0]:
         yield f"{key} is not set. Name a task, such as --config math_cpu, before other recipes."
@@ -313,7 +313,7 @@ def read_first_rows(path: str) -> None:
 
 
 def check_servers(settings: Settings) -> Iterator[Exception | str]:
-    """Each Gym server that the run starts can work on this machine."""
+    """Check that each Gym server that the run starts can work on this machine."""
     endpoint = settings.gym.policy_endpoint
     for name, server in settings.gym.servers.items():
         if server.start:

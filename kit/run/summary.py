@@ -55,12 +55,12 @@ def summarize(
 
 
 def describe_length(recipe: Recipe) -> str:
-    """The longest episode."""
+    """Return the longest episode."""
     return f"{recipe.data.max_prompt_length} + {recipe.data.max_response_length} tokens"
 
 
 def describe_rows(recipe: Recipe, inputs: RunInputs) -> list[str]:
-    """The rows and their files."""
+    """Return the rows and their files."""
     reason = f"prompt over {recipe.data.max_prompt_length} tokens"
     if not recipe.has_episodes:
         reason = f"over {describe_length(recipe)}"
@@ -78,7 +78,7 @@ def describe_rows(recipe: Recipe, inputs: RunInputs) -> list[str]:
 
 
 def describe_work(recipe: Recipe, inputs: RunInputs) -> list[str]:
-    """The work of one step, and the number of steps and the learning rate."""
+    """Return the work of one step, and the number of steps and the learning rate."""
     rollout = recipe.rollout
     longest = f"of at most {describe_length(recipe)}"
     if recipe.command == "rollout":
@@ -105,7 +105,7 @@ def describe_work(recipe: Recipe, inputs: RunInputs) -> list[str]:
 
 
 def describe_other_models(recipe: Recipe) -> list[str]:
-    """The models that the workers have besides the actor, on one line."""
+    """Return the models that the workers have besides the actor, on one line."""
     has_model = {
         "critic": recipe.has_critic,
         "teacher" if recipe.teacher else "reference model": recipe.has_reference,
@@ -116,14 +116,14 @@ def describe_other_models(recipe: Recipe) -> list[str]:
 
 
 def describe_functions(recipe: Recipe) -> list[str]:
-    """The custom reward, filters and sampler with their settings."""
+    """Return the custom reward, filters and sampler with their settings."""
     section = recipe.env
     functions = {"reward": section.reward, "filters": section.filters, "sampler": section.sampler}
     return [f"{key.ljust(11)} {spec}" for key, spec in functions.items() if spec]
 
 
 def describe_verifiers(recipe: Recipe, inputs: RunInputs) -> list[str]:
-    """The servers of the rows, Python verifiers with the rewards of their trial, and the reward."""
+    """Return the servers of the rows, the Python verifiers with their trial, and the reward."""
     if not recipe.has_episodes:
         return []
     servers = Counter(task.server for task in inputs.tasks)
@@ -144,7 +144,7 @@ def describe_verifiers(recipe: Recipe, inputs: RunInputs) -> list[str]:
 def describe_settings(
     recipe: Recipe, inputs: RunInputs, checks: Sequence[RecipeCheck]
 ) -> list[str]:
-    """The models, what features add to the verifiers, and the devices."""
+    """Return the models, what features add to the verifiers, and the devices."""
     lines = [
         f"model       {recipe.model.path}",
         *adapters.describe_adapter(recipe.model, recipe.facts.adapter),
@@ -159,7 +159,7 @@ def describe_settings(
 
 
 def describe_devices(recipe: Recipe) -> str:
-    """The devices, and how the models are laid out over them."""
+    """Return the devices, and how the models are laid out over them."""
     rollout = recipe.rollout
     world = recipe.world_size()
     engine = "" if recipe.engine.is_fsdp else f" of {recipe.model_engine}"
@@ -332,7 +332,7 @@ def describe_changes(recipe: Recipe) -> list[str]:
 
 
 def describe_first_prompts(inputs: RunInputs) -> list[str]:
-    """The first prompt of each server, as the model sees it."""
+    """Return the first prompt of each server, as the model sees it."""
     first: Json = {}
     for task in inputs.tasks:
         first.setdefault(getattr(task, "server", ""), task)  # conversations have no server

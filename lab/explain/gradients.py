@@ -38,7 +38,7 @@ class Gradient(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether no number of the gradient is NaN or infinite."""
+        """Return whether no number of the gradient is NaN or infinite."""
         return math.isfinite(self.norm)
 
     def cosine(self, batch_norm: float) -> float | None:

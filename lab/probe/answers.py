@@ -166,7 +166,7 @@ def list_candidates(truth: str, prompt: str) -> dict[str, str]:
 
 
 def is_wrong(text: str, prompt: str, answers: Sequence[str]) -> bool:
-    """Whether a near miss is no right answer, also for a prompt that accepts about the value."""
+    """Return whether a near miss is wrong, also for a prompt that accepts about the value."""
     if not text.strip() or any(truths.is_same_answer(text, each) for each in answers):
         return False
     value = read_number(text)

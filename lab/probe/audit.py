@@ -68,7 +68,7 @@ class RowAudit:
 
     @property
     def is_broken(self) -> bool:
-        """Whether no form of the truth earns more than a wrong answer.
+        """Return whether no form of the truth earns more than a wrong answer.
 
         The verifier of a row with tools may look at calls and not at the text.
         """

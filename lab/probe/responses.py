@@ -67,7 +67,7 @@ class Case:
 
     @property
     def wrong(self) -> str:
-        """A wrong answer of the same kind as the truth, empty if none is known."""
+        """Return a wrong answer of the same kind as the truth, empty if none is known."""
         wrong = [each for each in self.others if not truths.is_same_answer(each, self.truth)]
         if self.truth in self.choices:
             wrong = [letter for letter in self.choices if letter != self.truth]
