@@ -9,9 +9,10 @@ In the order of a step of algorithm.py:
                                      from rewards to advantages: verl's functions, or custom ones
     update_critic, update_actor      PPO epochs over mini-batches of the batch, with verl's losses
 
-To change the advantage, edit the first section, or name a custom function in the recipe. To change
-the loss, name a custom function in the recipe: the loss runs in the workers. templates/ has
-examples. The other sections move tensors to the workers and back. kit/run/workers.py starts them.
+To change the advantage, edit the first section, or name a custom function in the recipe. If it
+reads another tensor, add that in the second section, "batches". To change the loss, name a custom
+function in the recipe: the loss runs in the workers. templates/ has examples. The other sections
+move tensors to the workers and back. kit/run/workers.py starts them.
 
 Shapes: B episodes, P tokens in the longest prompt, R in the longest response. Prompts are padded on
 the left and responses on the right, so a row of `input_ids` [B, P+R] is one unbroken sequence. Only

@@ -225,7 +225,7 @@ def prepare(source: Source, on_features: OnFeatures = ignore_features) -> Prepar
     inputs.validation = limit_rows(examples, section.val_max_rows)
     inputs.per_epoch = len(inputs.train)
     batches = len(inputs.train) // settings.data.train_batch_size
-    return Prepared(finish(draft, RowFacts(batches)), inputs, draft.features)
+    return Prepared(finish(draft, RowFacts(batches), image_values={}), inputs, draft.features)
 
 
 def load_examples(settings: Settings, inputs: RunInputs, entries: Sequence[Entry]) -> list[Example]:

@@ -23,7 +23,7 @@ from env import Json
 from kit.data.json_lines import read_objects
 from kit.data.metrics import describe_score
 from kit.recipe.keys import ROOT, flatten, is_below
-from kit.recipe.recipe import Recipe, find_changes
+from kit.recipe.recipe import Recipe, find_differences
 from kit.recipe.redaction import HIDDEN, MIN_SECRET_LENGTH
 from kit.recipe.schema import ServerStart
 from kit.run import files
@@ -173,6 +173,6 @@ def find_commit() -> str:
 
 def select_recipe(recipe: Recipe) -> Json:
     """Return {key: value} of the changed keys of SHOWN, without secrets."""
-    changed = find_changes(recipe)
+    changed = find_differences(recipe)
     allowed = [key for key in SHOWN if key != "critic" or recipe.has_critic]
     return {key: value for key, (value, _) in changed.items() if is_below(key, *allowed)}

@@ -13,7 +13,7 @@ Log-probs of prompt tokens, which nothing reads, are zeros.
 kit/cpu/platform.py imports this file in each process that trains. The import registers the engines
 with verl and patches verl's functions of logits and micro-batches.
 
-Convenience: training on a CPU without computing each prompt n times.
+Protects: gradients on a CPU, which are those of verl's engines (tests/cpu/test_verl_engine.py).
 """
 
 from __future__ import annotations

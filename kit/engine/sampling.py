@@ -132,6 +132,9 @@ class RolloutContext:
         return self.max_prompt_length + self.max_response_length
 
 
+# --- the context of a rollout ---------------------------------------------------------------------
+
+
 def make_rollout_context(
     recipe: Recipe,
     client: Client,

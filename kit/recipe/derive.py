@@ -1,8 +1,9 @@
 """The values of a recipe that follow from others, from its files and from its rows.
 
-`derive` is the one place that sets them. A feature returns its values (Facts.derivations).
+`derive` is the one place that sets them. A feature returns its values (Facts.derivations). Before
+it, kit/recipe/load.py resets two kinds of values that another file of the recipe replaces.
 
-Protects: values that belong together, since one function sets them.
+Protects: a run, from values that contradict each other.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class RowFacts(NamedTuple):
     """What the rows of a command say."""
 
     batches: int | None  # whole batches of an epoch; None: rows of functions have no epochs
-    tool_format: str = ""  # the parser that was found for multi_turn.format=auto
+    tool_format: str = ""  # the tool parser of rows with tools; "": no row has tools
     servers: Mapping[str, str] = {}  # {server of rows: its url}, from gym.head_server
 
 
@@ -48,17 +49,19 @@ class Facts(NamedTuple):
 
     chat_template: str | None = None  # the text of model.custom_chat_template
     adapter: Adapter | None = None  # model.lora_adapter_path
-    unused_servers: frozenset[str] = frozenset()  # of gym.servers: no row uses them
+    replaced_servers: frozenset[str] = frozenset()  # of gym.servers: env.verifier replaces them
     model: ModelFacts | None = None
     rows: RowFacts | None = None
-    # values that follow from the model's files or the rows alone
-    changes: Mapping[str, object] = {}
+    image_values: Mapping[str, object] = {}  # values that follow from the rows' images
     derivations: tuple[Callable[[Settings], Mapping[str, object]], ...] = ()  # of features
 
 
 def derive(settings: Settings, facts: Facts) -> Json:
-    """Return {dotted key: value} of the values that follow. Raises ConfigError."""
-    changes: Json = dict(facts.changes)
+    """Return {dotted key: value} of the values that follow. Raises ConfigError.
+
+    The order matters: a later value of a key wins, and the lengths depend on those of features.
+    """
+    changes: Json = dict(facts.image_values)
     for derive_feature in facts.derivations:
         changes |= derive_feature(settings)
     changes |= derive_paths(settings)
@@ -73,6 +76,7 @@ def derive(settings: Settings, facts: Facts) -> Json:
         changes |= derive_weight_sync(settings, facts.model)
     if facts.rows:
         changes |= derive_steps(settings, facts.rows)
+        changes |= derive_tool_format(settings, facts.rows)
     return changes
 
 
@@ -91,11 +95,11 @@ def derive_paths(settings: Settings) -> Json:
 def derive_servers(settings: Settings, facts: Facts) -> Json:
     """Return the Gym servers that the rows use: of the recipe, and of gym.head_server."""
     found = facts.rows.servers if facts.rows else {}
-    if not facts.unused_servers and not found:
+    if not facts.replaced_servers and not found:
         return {}
     dumped = settings.gym.model_dump(exclude_none=True)
     servers = dumped["servers"]
-    for name in facts.unused_servers:
+    for name in facts.replaced_servers:
         del servers[name]
     changes: Json = {"gym.servers": servers | {name: {"url": url} for name, url in found.items()}}
     if not servers:
@@ -172,6 +176,11 @@ def derive_steps(settings: Settings, rows: RowFacts) -> Json:
         f"{section}.optim.total_training_steps": steps or -1 for section in (ACTOR, "critic")
     }
     changes["trainer.total_training_steps"] = steps
-    if rows.tool_format:
-        changes[f"{ROLLOUT}.multi_turn.format"] = rows.tool_format
     return changes
+
+
+def derive_tool_format(settings: Settings, rows: RowFacts) -> Json:
+    """Return the tool parser for multi_turn.format=auto, if the rows have tools."""
+    if not rows.tool_format or settings.rollout.multi_turn.format != "auto":
+        return {}
+    return {f"{ROLLOUT}.multi_turn.format": rows.tool_format}

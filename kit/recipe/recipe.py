@@ -98,7 +98,7 @@ def build(
     )
 
 
-def find_changes(recipe: Recipe) -> dict[str, tuple[object, object]]:
+def find_differences(recipe: Recipe) -> dict[str, tuple[object, object]]:
     """Return {dotted key: (value, default)} of the values that verl would not give these keys.
 
     verl's default of a key may refer to another key, such as

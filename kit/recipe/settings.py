@@ -1,4 +1,4 @@
-"""The values of a recipe with types, and the questions that they answer alone.
+"""The values of a recipe with types, and the questions that they answer.
 
 The checks before a run take `Settings`; everything else takes a `Recipe` (recipe.py), which has
 the derived values, too.
@@ -19,7 +19,7 @@ from kit.recipe.user_functions import read_estimator_arguments
 
 
 class Settings(Values):
-    """The values of a recipe as they were written, for a command."""
+    """The values of a recipe, merged and resolved, for a command. A Recipe has the derived ones."""
 
     command: str  # train, rollout, evaluate or sft
 

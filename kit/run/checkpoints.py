@@ -47,8 +47,9 @@ FIXED_KEYS = (
     "actor_rollout_ref.model.lora_rank",
     "actor_rollout_ref.model.target_modules",
 )
-# The saved optimizer restores these values, so a new value in the recipe would have no effect. They
-# may change if load_contents does not have the optimizer.
+# Keys that a resumed run must not change if it loads the optimizer. With most of them, a new value
+# would have no effect, since the saved optimizer has the old one. FSDP would take another `lr`, and
+# the run would not be the same.
 OPTIMIZER_KEY = re.compile(
     r"(actor_rollout_ref\.actor|critic)\.optim\.(lr|betas|weight_decay|optimizer|override_.*)$"
 )

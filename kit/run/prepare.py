@@ -45,7 +45,7 @@ from kit.verify import network, process_specs
 from kit.verify.python_verifiers.settings import (
     PythonVerifiers,
     VerifierSpec,
-    find_unused_servers,
+    find_replaced_servers,
     read_verifiers,
 )
 
@@ -98,7 +98,7 @@ def prepare(
     agents: Mapping[str, str] = {}
     if settings.gym.head_server:
         servers, agents = network.discover_servers(settings.gym.head_server)
-    own = settings.gym.servers.keys() - draft.facts.unused_servers
+    own = settings.gym.servers.keys() - draft.facts.replaced_servers
     aliases = {agent: server for agent, server in agents.items() if server in servers}
     aliases |= {name: name for name in (*servers, *own)}
     batches = load_rows(settings, inputs, aliases, draft.functions.sampler)
@@ -111,8 +111,8 @@ def prepare(
         checks.check_tools(task for task in inputs.tasks if task.server not in custom)
     used = {task.server for task in inputs.tasks}
     found = {name: servers[name] for name in sorted(used - {*own, *custom})}
-    changes = inputs.processor.derive(settings, inputs.tasks)
-    recipe = finish(draft, RowFacts(batches, tool_format, found), changes)
+    image_values = inputs.processor.derive(settings, inputs.tasks)
+    recipe = finish(draft, RowFacts(batches, tool_format, found), image_values)
     check_running_servers(recipe)
     for each in draft.features.checks:
         each.check_inputs(recipe, inputs)
@@ -133,8 +133,8 @@ def check(source: Source, command: str, on_features: OnFeatures = ignore_feature
     on_features(active, settings)
     template_text = model_files.read_chat_template(settings)
     adapter = adapters.read_adapter(settings.model)
-    unused = find_unused_servers(settings.env, settings.gym.servers)
-    verifiers = check_early(settings, active, unused, adapters.check_lora(settings, adapter))
+    replaced = find_replaced_servers(settings.env, settings.gym.servers)
+    verifiers = check_early(settings, active, replaced, adapters.check_lora(settings, adapter))
     import_external_library(settings)
     functions = user_functions.load_recipe_functions(settings)
     raise_all([*checks.check_names(settings)])
@@ -150,7 +150,7 @@ def check(source: Source, command: str, on_features: OnFeatures = ignore_feature
     facts = Facts(
         chat_template=template_text,
         adapter=adapter,
-        unused_servers=frozenset(unused),
+        replaced_servers=frozenset(replaced),
         model=ModelFacts(text_config.vocab_size, text_config.hidden_size, positions),
     )
     inputs: RunInputs = RunInputs(
@@ -168,14 +168,14 @@ def check(source: Source, command: str, on_features: OnFeatures = ignore_feature
     return Draft(source, settings, active, functions, facts, files.hf_config, inputs)
 
 
-def finish(draft: Draft, rows: RowFacts, changes: Mapping[str, object] | None = None) -> Recipe:
+def finish(draft: Draft, rows: RowFacts, image_values: Mapping[str, object]) -> Recipe:
     """Derive the values that follow from the model and the rows, and check the whole recipe.
 
-    changes: values that follow from the rows' images. Raises ConfigError.
+    image_values: values that follow from the rows' images. Raises ConfigError.
     """
     facts = draft.facts._replace(
         rows=rows,
-        changes=changes or {},
+        image_values=image_values,
         derivations=tuple(
             functools.partial(each.derive, hf_config=draft.hf_config)
             for each in draft.features.checks
@@ -220,7 +220,7 @@ def make_template(settings: Settings, processor: TextProcessor, stop_ids: set[in
 def check_early(
     settings: Settings,
     features: Features,
-    unused_servers: Sequence[str],
+    replaced_servers: Sequence[str],
     problems: Iterator[str],
 ) -> PythonVerifiers:
     """Check what takes no time, and read the Python verifiers: none without episodes.
@@ -241,7 +241,7 @@ def check_early(
     for each in features.checks:
         errors += each.check_settings(settings)
     verifiers = PythonVerifiers({}, {})
-    servers = settings.gym.servers.keys() - set(unused_servers)
+    servers = settings.gym.servers.keys() - set(replaced_servers)
     try:
         if settings.has_episodes:
             verifiers = read_verifiers(settings.env, servers)

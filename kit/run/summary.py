@@ -18,7 +18,7 @@ from kit.engine.inputs import RunInputs
 from kit.recipe import adapters
 from kit.recipe.keys import is_below, is_kit_key
 from kit.recipe.neutral_sampling import find_distortions
-from kit.recipe.recipe import Recipe, find_changes
+from kit.recipe.recipe import Recipe, find_differences
 from kit.recipe.resources import cores
 from kit.recipe.training_effect import warn_of_lost_updates
 from kit.run.features import RecipeCheck
@@ -322,7 +322,7 @@ def describe_changes(recipe: Recipe) -> list[str]:
     """
     written = recipe.source.written
     lines = ["further changes to verl's defaults, in no recipe and not in configs/base.yaml:"]
-    for key, (value, default) in find_changes(recipe).items():
+    for key, (value, default) in find_differences(recipe).items():
         if is_kit_key(key):
             continue
         is_in_recipe = key in written and (written[key] == value or "${" in str(written[key]))

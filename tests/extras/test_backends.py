@@ -16,7 +16,7 @@ from kit.chat import responses as chat
 from kit.chat import tool_calls
 from kit.errors import ConfigError
 from kit.recipe.load import read_source
-from kit.recipe.recipe import find_changes
+from kit.recipe.recipe import find_differences
 from kit.run import prepare, summary
 from tests.helpers.models import make_mixture
 from tests.helpers.recipes import GYM_PYTHON, command, metrics_of, run, tiny
@@ -79,7 +79,7 @@ def summarize(workspace, *overrides: str, changes: Sequence[str] = ()) -> str:
     ]
     keys = [*tiny(workspace, model, *SMALL), *rows, gym, "data.max_response_length=1024", *changes]
     recipe, inputs, _ = prepare.prepare(read_source(["math", *overrides], keys))
-    assert find_changes(recipe)
+    assert find_differences(recipe)
     return summary.summarize(recipe, inputs)
 
 

@@ -11,7 +11,7 @@ import yaml
 from kit.errors import ConfigError
 from kit.recipe.keys import KEYS, flatten, is_below, is_kit_key, is_used, merge_nested, set_nested
 from kit.recipe.load import check_value, describe_unquoted, read_defaults, read_source
-from kit.recipe.recipe import find_changes
+from kit.recipe.recipe import find_differences
 from kit.recipe.schema import find_problems
 from tests.helpers.recipes import build_tiny, make_partial
 
@@ -89,14 +89,14 @@ def test_every_key_of_the_tables_exists():
         assert any(is_below(key, name) for key in keys), name
 
 
-def test_find_changes_compares_with_the_value_that_verl_would_use():
+def test_find_differences_compares_with_the_value_that_verl_would_use():
     """If a default refers to another key, it has the value of that key in the recipe."""
     rollout = "actor_rollout_ref.rollout"
     recipe = build_tiny().change("data.max_prompt_length=77")
-    changes = find_changes(recipe)
+    changes = find_differences(recipe)
     assert changes["data.max_prompt_length"] == (77, 512)
     assert recipe.get(f"{rollout}.prompt_length") == 77  # verl's default refers to it
     assert f"{rollout}.prompt_length" not in changes
     assert changes["trainer.device"] == ("cpu", "cuda")
     other = make_partial({"actor_rollout_ref": {"rollout": {"prompt_length": 3}}})
-    assert find_changes(other)[f"{rollout}.prompt_length"] == (3, other.data.max_prompt_length)
+    assert find_differences(other)[f"{rollout}.prompt_length"] == (3, other.data.max_prompt_length)

@@ -81,7 +81,7 @@ def read_verifiers(env: EnvSection, servers: Collection[str]) -> PythonVerifiers
     return PythonVerifiers(named, entries)
 
 
-def find_unused_servers(env: EnvSection, servers: Iterable[str]) -> list[str]:
+def find_replaced_servers(env: EnvSection, servers: Iterable[str]) -> list[str]:
     """Return the Gym servers that no row uses: with env.verifier, those that no file names.
 
     servers: the names in gym.servers.

@@ -12,7 +12,7 @@ from kit.errors import ConfigError, UserFunctionError
 from kit.recipe.load import read_source
 from kit.recipe.schema import EnvSection
 from kit.run import prepare, summary, verifier_trial
-from kit.verify.python_verifiers.settings import find_unused_servers, read_verifiers
+from kit.verify.python_verifiers.settings import find_replaced_servers, read_verifiers
 from tests.helpers.recipes import CPU, ROOT, load, row, tiny
 from tests.helpers.verifiers import EXAMPLE_SOURCE, make_recipe
 
@@ -68,9 +68,9 @@ def test_only_a_server_that_a_file_names_is_used_next_to_a_verifier_of_all_rows(
     values = make_recipe("verl").env.model_dump()
     values["val_files"] = ["x", {"path": "y", "server": "a"}]
     section = EnvSection.model_validate(values)
-    assert find_unused_servers(section, ["a", "b"]) == ["b"]
-    assert find_unused_servers(section.model_copy(update={"shadow_verifier": "b"}), ["b"]) == []
-    assert find_unused_servers(section.model_copy(update={"verifier": None}), ["b"]) == []
+    assert find_replaced_servers(section, ["a", "b"]) == ["b"]
+    assert find_replaced_servers(section.model_copy(update={"shadow_verifier": "b"}), ["b"]) == []
+    assert find_replaced_servers(section.model_copy(update={"verifier": None}), ["b"]) == []
 
 
 def test_a_recipe_with_a_verifier_needs_no_server(workspace, tmp_path, monkeypatch):
