@@ -127,7 +127,7 @@ def run_critic(workspace: Path, changes: Sequence[str]) -> Step:
     """Run a step of a new critic."""
     recipe = load_recipe(workspace, "gae", [*changes, f"critic.model.path={workspace / 'scored'}"])
     settings = recipe.for_verl().critic
-    critic: Any = TrainingWorker(config=make_value_model_config(settings))
+    critic: Any = TrainingWorker(config=make_value_model_config(recipe))
     critic.reset()
     critic.set_loss_fn(functools.partial(value_loss, config=omega_conf_to_dataclass(settings)))
     if changes:  # verl loads a critic with flash attention, kit/cpu/platform.py with its own

@@ -27,7 +27,7 @@ def test_a_context_has_the_limits_of_the_recipe():
     assert (context.max_turns, context.max_tool_chars) == (6, 99)
     assert (context.timeout_s, context.vocab_size) == (77.0, 1000)
     assert context.episode_timeout_s == 45.0
-    assert (context.seed, context.max_staleness) == (11, 2)
+    assert (context.seed, context.max_staleness) == (11, 1)
     # three nodes of four GPUs, engines of two GPUs, 7 sequences for each engine
     assert context.episode_slots._value == 3 * 4 // 2 * 7
     recipe = make_recipe(full_determinism=False)

@@ -24,6 +24,7 @@ from kit.recipe.load import read_source
 from kit.recipe.recipe import build
 from kit.recipe.settings import Settings, make_settings
 from kit.verify import servers as gym_servers
+from kit.verify.masks import find_mask
 from tests.helpers.http import JUDGE_CONFIG, StubJudge, completion
 from tests.helpers.models import ACTIONS, make_model
 from tests.helpers.recipes import GYM_PYTHON, ROOT
@@ -296,7 +297,8 @@ def verify(urls, name, timeout_s=20.0):
     """Verify the response in SERVERS with a server's first example row."""
 
     async def run_session():
-        async with Gym({name: urls[name]}, timeout_s=timeout_s, attempts=1) as gym:
+        settings = {"timeout_s": timeout_s, "attempts": 1, "find_mask": find_mask}
+        async with Gym({name: urls[name]}, **settings) as gym:
             async with gym.session(name, read_row(name)) as session:
                 return await session.verify(message_response(SERVERS[name][1]))
 
