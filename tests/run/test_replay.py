@@ -184,7 +184,7 @@ def test_a_step_whose_policy_is_not_the_sampler_is_off_policy(
     recipe = SimpleNamespace(
         algorithm=SimpleNamespace(rollout_correction=correction),
         is_on_policy=False,
-        kit=SimpleNamespace(replay_min_ess=0.1),
+        trainer=SimpleNamespace(replay_min_ess=0.1),
     )
     metrics = replay.set_old_log_probs(plan, 5, None, batch, recipe)
     is_off_policy = shift == 0.3 and recorded != 0.1
