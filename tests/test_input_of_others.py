@@ -27,13 +27,18 @@ from kit.engine import openai_server
 from kit.engine.sampling import SampleStore
 from kit.errors import ConfigError, RunError, UserFunctionError, remove_control_characters
 from kit.recipe import adapters
+from kit.recipe.derive import Facts
+from kit.recipe.load import read_source
+from kit.recipe.recipe import build
 from kit.recipe.recipe_text import read_saved
+from kit.recipe.redaction import write_yaml
 from kit.run import checkpoints
 from kit.run.console import LogFormatter, say
 from kit.verify import network, servers
 from kit.verify.network import GymStartError, discover_servers
 from kit.verify.server_process import ProcessSpec
 from tests.helpers.http import ROW, VERIFY_ROUTES, ScriptedServer, after
+from tests.helpers.recipes import CPU, RECIPE
 from tests.helpers.rollouts import (
     RecordingClient,
     chatml_tokenizer,
@@ -75,24 +80,25 @@ def test_a_head_server_gives_only_hosts_and_ports(entry):
     assert discover_servers(head.url).servers == {"math": "http://127.0.0.1:8001"}
 
 
-def test_no_value_of_an_adapter_is_resolved(tmp_path):
-    content = {"peft_type": "LORA", "r": VARIABLE, "lora_alpha": 16, "target_modules": ["q_proj"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(content))
-    model = {"lora_adapter_path": str(tmp_path), "lora_rank": 0, "lora_alpha": 16}
-    (problem,) = adapters.take_adapter(OmegaConf.create(model))
-    assert SECRET not in str(problem)
+@pytest.mark.parametrize("text", [VARIABLE, f"a\\{VARIABLE}", f"{{{{ x }}}} {VARIABLE}", "\\\\${"])
+def test_no_text_of_a_models_files_is_resolved(text):
+    adapter = adapters.Adapter("/a", 8, 16, text, [text], None, ())
+    facts = Facts(chat_template=text, adapter=adapter)
+    source = read_source([str(CPU), str(RECIPE)], [f"{adapters.PATH}=/a"])
+    recipe = build(source, facts=facts)
+    for_verl = recipe.for_verl("actor_rollout_ref.model")
+    for model in (recipe.model, for_verl):
+        assert model.target_modules == text and model.custom_chat_template == text
+    saved = write_yaml(recipe.redacted())
+    assert SECRET not in saved
+    assert OmegaConf.create(saved).actor_rollout_ref.model.target_modules == text
 
 
 def test_nothing_in_the_config_of_a_run_folder_is_resolved(tmp_path):
-    from lab import price
-    from lab.run_folder import RunFolder
-
     path = tmp_path / "config.yaml"
     path.write_text(f"trainer: {{default_local_dir: '{VARIABLE}', experiment_name: '{VARIABLE}'}}")
     assert read_saved(path)["trainer"]["experiment_name"] == VARIABLE
     assert checkpoints.list_checkpoint_folders(tmp_path)[0].name == VARIABLE
-    config = OmegaConf.create(price.escape(RunFolder(tmp_path).recipe))
-    assert config.trainer.experiment_name == VARIABLE
 
 
 @pytest.mark.parametrize("text", ["[" * 5000, "- 1", "!!python/object/apply:os.getcwd []"])

@@ -1,7 +1,8 @@
 """The values of a recipe that follow from others, from its files and from its rows.
 
-`derive` is the one place that sets them. A feature returns its values (Facts.derivations). Before
-it, kit/recipe/load.py resets two kinds of values that another file of the recipe replaces.
+`derive` and `replace_servers` are the only places that set them. A feature returns its values
+(Facts.derivations). Before them, kit/recipe/load.py resets two kinds of values that another file of
+the recipe replaces.
 
 Protects: a run, from values that contradict each other.
 """
@@ -69,7 +70,6 @@ def derive(settings: Settings, facts: Facts) -> Json:
         changes[f"{MODEL}.custom_chat_template"] = facts.chat_template
     if facts.adapter and settings.model.lora_adapter_path:
         changes |= derive_adapter(settings.model, facts.adapter)
-    changes |= derive_servers(settings, facts)
     changes |= derive_loss(settings)
     if facts.model:
         changes |= derive_lengths(settings, facts.model, changes)
@@ -92,19 +92,15 @@ def derive_paths(settings: Settings) -> Json:
     return changes
 
 
-def derive_servers(settings: Settings, facts: Facts) -> Json:
-    """Return the Gym servers that the rows use: of the recipe, and of gym.head_server."""
+def replace_servers(gym: Json, facts: Facts) -> None:
+    """Let the unresolved section `gym` have the servers of the rows, also of gym.head_server."""
     found = facts.rows.servers if facts.rows else {}
-    if not facts.replaced_servers and not found:
-        return {}
-    dumped = settings.gym.model_dump(exclude_none=True)
-    servers = dumped["servers"]
     for name in facts.replaced_servers:
-        del servers[name]
-    changes: Json = {"gym.servers": servers | {name: {"url": url} for name, url in found.items()}}
-    if not servers:
-        changes["gym.judges"] = {}  # only servers use judges
-    return changes
+        del gym["servers"][name]
+    for name, url in found.items():
+        gym["servers"][name] = {"url": url}
+    if facts.replaced_servers and not gym["servers"]:
+        gym["judges"] = {}  # only servers use judges
 
 
 def derive_loss(settings: Settings) -> Json:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -178,3 +179,15 @@ def diff(values: Json, defaults: Json) -> dict[str, tuple[object, object]]:
     usual = flatten(defaults)
     is_changed = {key: key not in usual or value != usual[key] for key, value in leaves.items()}
     return {key: (leaves[key], usual.get(key)) for key in leaves if is_changed[key]}
+
+
+def escape(value: object) -> object:
+    """Return a value whose ${...} are not resolved: a file of a model may come from others.
+
+    n backslashes before it become 2n + 1, of which OmegaConf makes n again.
+    """
+    if isinstance(value, Mapping):
+        return {key: escape(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [escape(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic_core import core_schema
 
 from env import Json
-from kit.recipe.derive import Facts, derive
-from kit.recipe.keys import flatten, is_below, merge_nested, select_nested, set_nested
+from kit.recipe.derive import Facts, derive, replace_servers
+from kit.recipe.keys import escape, flatten, is_below, select_nested, set_nested
 from kit.recipe.load import Source, resolve
 from kit.recipe.redaction import redact
 from kit.recipe.settings import Settings, make_settings
@@ -65,8 +65,9 @@ class Recipe(Settings):
 
         They may change it. Other processes do not know the kit's resolvers, so it is resolved.
         """
-        values: Any = select_nested(self.resolved, section) if section else self.resolved
-        return cast(DictConfig, OmegaConf.create(copy.deepcopy(values)))
+        values = select_nested(self.resolved, section) if section else self.resolved
+        escaped: Any = escape(values)
+        return cast(DictConfig, OmegaConf.create(escaped))
 
     def redacted(self) -> Json:
         """Return all values, resolved and without secrets. Those of the environment stay ${...}."""
@@ -86,9 +87,10 @@ def build(
     """
     facts = facts or Facts()
     settings = make_settings(source, command)
-    nested = merge_nested(source.values, {})
+    nested = copy.deepcopy(source.values)
     for key, value in derive(settings, facts).items():
-        set_nested(nested, key, value)
+        set_nested(nested, key, escape(value))
+    replace_servers(nested["gym"], facts)
     resolved = resolve(nested)
     functions = functions or load_recipe_functions(settings)
     return Recipe.model_validate(
@@ -108,7 +110,7 @@ def find_differences(recipe: Recipe) -> dict[str, tuple[object, object]]:
     leaves = flatten(recipe.redacted())
     defaults = flatten(recipe.source.defaults)
     references = [key for key, default in defaults.items() if "${" in str(default)]
-    usual = merge_nested(recipe.resolved, {})
+    usual = copy.deepcopy(recipe.resolved)
     for key in references:
         set_nested(usual, key, defaults[key])
     resolved = flatten(resolve(usual))

@@ -12,6 +12,7 @@ from typing import cast
 from omegaconf import OmegaConf
 
 from env import Json
+from kit.recipe.keys import escape
 
 HIDDEN = "<hidden>"  # written instead of a secret
 MIN_SECRET_LENGTH = 8  # characters; shorter values of variables are common words
@@ -83,6 +84,7 @@ def _redact(
     if isinstance(raw, str) and "${oc.env:" in raw:
         return without_passwords(DEFAULT.sub(r"${oc.env:\1}", raw) if is_secret else raw)
     if isinstance(resolved, str):
+        resolved = str(escape(resolved))
         for value, name in secrets:
             resolved = resolved.replace(value, f"${{oc.env:{name}}}")
         resolved = without_passwords(resolved)

@@ -171,7 +171,7 @@ def make_recipe(**rollout) -> Recipe:
         "full_determinism": True,
         "seed": 11,
         "load_format": "dummy",
-        "engine_kwargs": {"vllm": {}},
+        "engine_kwargs": {"vllm": {"kv_cache_memory_bytes": None}},
         "checkpoint_engine": {
             "_target_": "verl.workers.config.CheckpointEngineConfig",
             "backend": "naive",
