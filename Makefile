@@ -1,8 +1,8 @@
 # Quintet. Each target first sets up its environments, model and data, and skips those that exist.
 #
 # make demo        Train SmolLM2-135M on small sums on a CPU, with vLLM, FSDP and a NeMo Gym verifier.
-# make math        Train on GSM8K on this machine's GPUs, in .venv-gpu. Without a hub, set MODEL=folder of the model
-#                  and GSM8K=folder of the original JSONL files. FLASH_ATTN=build: compile flash-attn (1 hour);
+# make math        Train on GSM8K on this machine's GPUs, in .venv-gpu, with the recipe of configs/machines that it
+#                  chooses by their number and memory. Without a hub, set MODEL=folder of the model and GSM8K=folder of the original JSONL files. FLASH_ATTN=build: compile flash-attn (1 hour);
 #                  FLASH_ATTN=file.whl: install that wheel. ARGS='key=value ...': further arguments of the run.
 #                  FORCE=1: continue although the check of the node found a problem.
 # make fast        Run the linters, and the tests that start no model stack, server or command; a few minutes.
@@ -44,8 +44,8 @@ math:
 	@bash extras/preflight/check_gpu_node.sh
 	@$(MAKE) VENV=.venv-gpu TOOLS=.venv-uv gym data/gsm8k_train.jsonl
 	@bash extras/preflight/flash_attn.sh .venv-uv/bin/uv .venv-gpu "$(FLASH_ATTN)"
-	@gpus=$$(.venv-gpu/bin/python -P extras/preflight/gpus.py) || exit 1; set -x; \
-	.venv-gpu/bin/python algorithm.py --config math --config warm_math trainer.n_gpus_per_node=$$gpus \
+	@machine=$$(.venv-gpu/bin/python -P extras/preflight/gpus.py) || exit 1; set -x; \
+	.venv-gpu/bin/python algorithm.py --config math --config warm_math $$machine \
 	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL)) $(ARGS)
 
 fast: lint gym .venv-templates/ready
