@@ -124,8 +124,13 @@ def make_backward_deterministic(output: torch.Tensor, inputs: list[torch.Tensor]
     chooses the other one. So torch is strict from the gradient of the output to that of an input.
     """
     trained = next(each for each in inputs if each.requires_grad)
-    output.register_hook(lambda _: torch.use_deterministic_algorithms(True))
-    trained.register_hook(lambda _: torch.use_deterministic_algorithms(True, warn_only=True))
+    output.register_hook(lambda _: set_strictness(True))
+    trained.register_hook(lambda _: set_strictness(False))
+
+
+def set_strictness(is_strict: bool) -> None:
+    """Have torch choose deterministic kernels, or choose any and warn."""
+    torch.use_deterministic_algorithms(True, warn_only=not is_strict)
 
 
 def raise_if_unsupported(

@@ -26,7 +26,7 @@ SMALL_GIB = 22.0
 class Gpu(NamedTuple):
     """One line of nvidia-smi."""
 
-    index: str
+    number: str  # nvidia-smi's index
     uuid: str
     name: str
     mib: int  # 0 if nvidia-smi does not show it
@@ -66,8 +66,8 @@ def read_gpus() -> list[Gpu]:
     """Return all GPUs of this machine. The parts of one that MIG has divided are not listed."""
     gpus = []
     for line in read_smi(f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits"):
-        index, uuid, name, mib, driver, capability = (part.strip() for part in line.split(","))
-        gpus.append(Gpu(index, uuid, name, int(mib) if mib.isdigit() else 0, driver, capability))
+        number, uuid, name, mib, driver, capability = (part.strip() for part in line.split(","))
+        gpus.append(Gpu(number, uuid, name, int(mib) if mib.isdigit() else 0, driver, capability))
     return gpus
 
 
@@ -87,7 +87,7 @@ def match(entry: str, gpus: Sequence[Gpu]) -> Gpu | None:
     """
     if entry.startswith("MIG-") and gpus:
         return gpus[0]._replace(mib=0)
-    return next((gpu for gpu in gpus if entry in (gpu.index, gpu.uuid)), None)
+    return next((gpu for gpu in gpus if entry in (gpu.number, gpu.uuid)), None)
 
 
 def list_gpus() -> list[Gpu]:

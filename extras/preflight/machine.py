@@ -99,7 +99,7 @@ def check_names() -> Iterator[str]:
     if not unknown or not everything:
         return
     meant = [gpu.uuid for gpu in everything if gpu.uuid.startswith(tuple(entries))]
-    names = ",".join(meant or [gpu.index for gpu in everything])
+    names = ",".join(meant or [gpu.number for gpu in everything])
     yield (
         f"{VISIBLE} lists {', '.join(unknown)}, which is neither the index nor the whole UUID of a "
         f"GPU in `nvidia-smi -L`. Run: export {VISIBLE}={names}"

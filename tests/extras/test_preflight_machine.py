@@ -13,8 +13,10 @@ import pytest
 from extras import preflight
 from extras.preflight import fit, gpus, machine
 from kit.optional import is_installed
+from kit.recipe import checks
 from kit.recipe.load import read_source
 from kit.recipe.settings import make_settings
+from scripts.hardware_page import make_config
 from tests.helpers import nodes
 from tests.helpers.nodes import make_recipe, qwen
 from tests.helpers.recipes import CLEAN_ENV, ROOT
@@ -204,28 +206,34 @@ def test_gpus_of_two_kinds_are_a_warning_with_a_command_for_one_kind(node):
 
 
 @pytest.mark.parametrize(
-    ("mib", "count", "chosen"),
+    ("mib", "count", "machine_recipe", "model"),
     [
-        (81559, 8, "trainer.n_gpus_per_node=8"),
-        (81559, 1, "--config one_gpu trainer.n_gpus_per_node=1"),
-        (40960, 1, "--config one_gpu trainer.n_gpus_per_node=1"),
-        (24564, 1, "--config gpu_24gb trainer.n_gpus_per_node=1"),
-        (23028, 4, "--config gpu_24gb trainer.n_gpus_per_node=4"),
-        (16376, 1, "--config gpu_16gb trainer.n_gpus_per_node=1"),
+        (81559, 8, "", "Qwen2.5-0.5B"),
+        (81559, 1, "one_gpu", "Qwen2.5-0.5B"),
+        (38 * 1024, 1, "one_gpu", "Qwen2.5-0.5B"),
+        (24564, 1, "gpu_24gb", "Qwen2.5-0.5B"),
+        (22 * 1024, 4, "gpu_24gb", "Qwen2.5-0.5B"),
+        (15 * 1024, 1, "gpu_16gb", "Qwen2.5-0.5B"),
+        (8188, 1, "gpu_16gb", "SmolLM2-135M"),
     ],
 )
-def test_make_math_chooses_a_recipe_that_fits_and_prints_it(node, capsys, mib, count, chosen):
-    """The chosen recipe fits with math's own model, by the estimate."""
+def test_make_math_chooses_a_recipe_that_fits_and_prints_it(
+    node, capsys, mib, count, machine_recipe, model
+):
+    """It fits, by the estimate, with the model that check_gpu_node.sh accepts or suggests."""
+    argument = f"trainer.n_gpus_per_node={count}"
+    chosen = f"--config {machine_recipe} {argument}" if machine_recipe else argument
     node({"gpus": count, "memory_total": str(mib)})
     with mock.patch("torch.cuda.init"):
         gpus.main()
     printed = capsys.readouterr()
     assert printed.out == f"{chosen}\n"
     assert printed.err.startswith(f"== {count} x NVIDIA H100 80GB HBM3, {mib / 1024:.1f} GiB: ")
-    files = ["math", *chosen.split()[1:-1]]
-    recipe = make_recipe("0.5B", chosen.split()[-1], recipes=files)
-    assert fit.fits(recipe, qwen("0.5B"), mib * 2**20)
+    files = ["math", machine_recipe] if machine_recipe else ["math"]
+    config = make_config(model)
+    recipe = make_recipe(config, argument, recipes=files)
     assert recipe.trainer.n_gpus_per_node == count
+    assert fit.fits(recipe, config, mib * 2**20)
 
 
 TOKENS = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
@@ -257,3 +265,13 @@ def test_a_recipe_that_does_not_fit_gets_one_that_does(node, model, mib, changes
     recipe = make_recipe(model, *changes)
     lines = list(fit.find_large_stages(recipe, qwen(model)))
     assert lines and all(f" GiB. {advice}" in line for line in lines), lines
+
+
+def test_full_determinism_is_accepted_on_one_gpu(node):
+    """Torch computes the attention, with its deterministic backward pass."""
+    node(H100)
+    recipe = make_recipe("0.5B", recipes=["math", "one_gpu", "deterministic"])
+    checks.instantiate_verl_configs(recipe)
+    assert recipe.rollout.full_determinism and recipe.actor.fsdp_config.full_determinism
+    assert recipe.model.override_config["attn_implementation"] == "torch_varlen"
+    assert find_problems("--config", "deterministic", "trainer.n_gpus_per_node=1") == []
