@@ -13,7 +13,8 @@
 #                  steps if there is one; 1 hour.
 # make bench       Measure a step, the startup time, the driver and TRL (docs/performance.md); 1 hour.
 # make algorithms  Run each recipe of docs/algorithms.md on a small task with three seeds; 110 minutes.
-# make docs        Write docs/reference.md, run the code blocks of all pages, and open the site in a browser; 20 minutes.
+# make docs        Write docs/reference.md and the tables of docs/hardware.md, run the code blocks of all pages, and open
+#                  the site in a browser; 20 minutes.
 # make site        Build the documentation site in site/, and fail if a link is dead; 1 minute.
 # make site-serve  Build it, serve it at http://127.0.0.1:8000, and build it again if a page changes.
 # make soak        Run make gpu-check, then the long tests: 300 steps with faults, losses, ranks, nodes
@@ -74,6 +75,7 @@ mutate: setup
 
 docs: setup gym
 	.venv/bin/python -m lab.report.metric_docs > docs/reference.md
+	.venv/bin/python -m scripts.hardware_page
 	.venv/bin/python -m pytest -n 2 --dist loadgroup -m docs
 
 # NO_MKDOCS_2_WARNING: a notice of Material about MkDocs 2, which requirements-docs.in excludes
