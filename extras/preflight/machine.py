@@ -139,9 +139,9 @@ def check_capability(found: Sequence[Gpu]) -> Iterator[str]:
 
 
 def name_package(module: str) -> str:
-    """Return the name and version of the package that has a module."""
-    packages = importlib.metadata.packages_distributions().get(module, [module])
-    return " ".join(f"{name} {importlib.metadata.version(name)}" for name in packages[:1])
+    """Return the name and version of the package that has a module, or the module's name."""
+    packages = importlib.metadata.packages_distributions().get(module, [])[:1]
+    return "".join(f"{name} {importlib.metadata.version(name)}" for name in packages) or module
 
 
 def check_trl() -> Iterator[str]:
@@ -149,8 +149,8 @@ def check_trl() -> Iterator[str]:
     if not is_installed("trl"):
         return
     spec = importlib.util.find_spec("trl")
-    assert spec and spec.origin
-    paths = [Path(spec.origin).parent / name for name in TRL_FILES]
+    folder = next(iter((spec and spec.submodule_search_locations) or [""]))
+    paths = [Path(folder) / name for name in TRL_FILES]
     if not any(path.is_file() and TRL_CLASS in path.read_text() for path in paths):
         yield (
             f"{name_package('trl')} is installed, and verl 0.9.1 imports "
