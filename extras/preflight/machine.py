@@ -8,10 +8,10 @@ Each problem is one line with the recipe or command that works.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,8 @@ from kit.optional import is_installed
 from kit.recipe.settings import Settings
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-MIN_DRIVER = 580  # of CUDA 13 (check_gpu_node.sh)
+CUDA = "13.0"  # of requirements-gpu.txt
+MIN_DRIVER = 580  # of that CUDA (check_gpu_node.sh)
 MIN_CAPABILITY = 8.0  # of vLLM's and torch's kernels for bfloat16
 # verl 0.9.1 imports this class at the start of a worker if TRL is installed
 # (verl/models/transformers/monkey_patch.py). These files of TRL 0.x name it.
@@ -107,21 +108,31 @@ def check_names() -> Iterator[str]:
 
 
 def check_driver(found: Sequence[Gpu]) -> Iterator[str]:
-    """Yield a problem if the driver is old, and CUDA does not start.
+    """Yield a problem if the driver is too old for torch's CUDA.
 
     CUDA's forward compatibility package makes some old drivers work.
     """
     driver = found[0].driver
     if int(driver.partition(".")[0]) >= MIN_DRIVER:
         return
-    command = [sys.executable, "-P", str(Path(gpus.__file__))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=False)
-    if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1].removeprefix("error: ")
+    import torch
+
+    cuda = int((torch.version.cuda or CUDA).partition(".")[0])
+    if read_cuda_version() < 1000 * cuda:
         yield (
-            f"NVIDIA driver {driver} is too old for CUDA 13. {reason} Install driver {MIN_DRIVER} "
-            "or newer."
+            f"NVIDIA driver {driver} is too old for CUDA {cuda}, which torch uses. Install driver "
+            f"{MIN_DRIVER} or newer."
         )
+
+
+def read_cuda_version() -> int:
+    """Return the CUDA version of the installed driver, such as 12040 for 12.4; 0 without one."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
 
 
 def check_capability(found: Sequence[Gpu]) -> Iterator[str]:

@@ -100,7 +100,7 @@ BAD = {
         arguments=(),
     ),
     "an old driver": Bad(
-        "NVIDIA driver 550.54.14 is too old for CUDA 13. CUDA ",
+        "NVIDIA driver 550.54.14 is too old for CUDA 13, which torch uses.",
         "Install driver 580 or newer.",
         {"driver_version": "550.54.14"},
     ),
@@ -144,6 +144,12 @@ def test_what_a_machine_lacks_is_one_line_with_what_works(node, name):
     (line,) = find_problems(*bad.arguments)
     assert line.startswith(bad.begin) and line.endswith(bad.end), line
     assert "\n" not in line
+
+
+def test_an_old_driver_may_have_a_newer_cuda(node, monkeypatch):
+    node({"driver_version": "550.54.14"})
+    monkeypatch.setattr(machine, "read_cuda_version", lambda: 13000)
+    assert find_problems("trainer.n_gpus_per_node=1") == []
 
 
 class Good(NamedTuple):
