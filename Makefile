@@ -1,8 +1,8 @@
 # Quintet. Each target first sets up its environments, model and data, and skips those that exist.
 #
 # make demo        Train SmolLM2-135M on small sums on a CPU, with vLLM, FSDP and a NeMo Gym verifier.
-# make math        Train on GSM8K on this machine's GPUs, in .venv-gpu. Without a hub, set MODEL=folder of the model
-#                  and GSM8K=folder of the original JSONL files. FLASH_ATTN=build: compile flash-attn (1 hour);
+# make math        Train on GSM8K on this machine's GPUs, in .venv-gpu, with the recipe of configs/machines that it
+#                  chooses by their number and memory. Without a hub, set MODEL=folder of the model and GSM8K=folder of the original JSONL files. FLASH_ATTN=build: compile flash-attn (1 hour);
 #                  FLASH_ATTN=file.whl: install that wheel. ARGS='key=value ...': further arguments of the run.
 #                  FORCE=1: continue although the check of the node found a problem.
 # make fast        Run the linters, and the tests that start no model stack, server or command; a few minutes.
@@ -13,7 +13,8 @@
 #                  steps if there is one; 1 hour.
 # make bench       Measure a step, the startup time, the driver and TRL (docs/performance.md); 1 hour.
 # make algorithms  Run each recipe of docs/algorithms.md on a small task with three seeds; 110 minutes.
-# make docs        Write docs/reference.md, run the code blocks of all pages, and open the site in a browser; 20 minutes.
+# make docs        Write docs/reference.md and the tables of docs/hardware.md, run the code blocks of all pages, and open
+#                  the site in a browser; 20 minutes.
 # make site        Build the documentation site in site/, and fail if a link is dead; 1 minute.
 # make site-serve  Build it, serve it at http://127.0.0.1:8000, and build it again if a page changes.
 # make soak        Run make gpu-check, then the long tests: 300 steps with faults, losses, ranks, nodes
@@ -44,8 +45,8 @@ math:
 	@bash extras/preflight/check_gpu_node.sh
 	@$(MAKE) VENV=.venv-gpu TOOLS=.venv-uv gym data/gsm8k_train.jsonl
 	@bash extras/preflight/flash_attn.sh .venv-uv/bin/uv .venv-gpu "$(FLASH_ATTN)"
-	@gpus=$$(.venv-gpu/bin/python -P extras/preflight/gpus.py) || exit 1; set -x; \
-	.venv-gpu/bin/python algorithm.py --config math --config warm_math trainer.n_gpus_per_node=$$gpus \
+	@machine=$$(.venv-gpu/bin/python -P extras/preflight/gpus.py) || exit 1; set -x; \
+	.venv-gpu/bin/python algorithm.py --config math --config warm_math $$machine \
 	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL)) $(ARGS)
 
 fast: lint gym .venv-templates/ready
@@ -74,6 +75,7 @@ mutate: setup
 
 docs: setup gym
 	.venv/bin/python -m lab.report.metric_docs > docs/reference.md
+	.venv/bin/python -m scripts.hardware_page
 	.venv/bin/python -m pytest -n 2 --dist loadgroup -m docs
 
 # NO_MKDOCS_2_WARNING: a notice of Material about MkDocs 2, which requirements-docs.in excludes

@@ -174,7 +174,8 @@ def list_recipes() -> dict[str, list[str]]:
             continue
         is_task = bool((yaml.safe_load(path.read_text()).get("env") or {}).get("train_files"))
         recipes[path.stem] = [path.stem] if is_task else ["math", path.stem]
-    recipes["deterministic"] = ["math", "deterministic"]
+    for name in ("deterministic", "gpu_24gb", "gpu_16gb"):
+        recipes[name] = ["math", name]
     recipes["ahead, separate"] = ["math", "ahead", "separate"]
     return recipes
 

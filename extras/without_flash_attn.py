@@ -112,7 +112,25 @@ def attend(
     output: Any = varlen_attn(
         q, k, v, offsets, offsets, length, length, scale=scale, window_size=(-1, 0)
     )
+    if torch.are_deterministic_algorithms_enabled() and output.requires_grad:
+        make_backward_deterministic(output, [q, k, v])
     return cast(torch.Tensor, output)
+
+
+def make_backward_deterministic(output: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    """Have torch choose its deterministic kernel for the backward pass of an attention.
+
+    With verl's full_determinism, torch only warns of kernels that are not deterministic, and then
+    chooses the other one. So torch is strict from the gradient of the output to that of an input.
+    """
+    trained = next(each for each in inputs if each.requires_grad)
+    output.register_hook(lambda _: set_strictness(True))
+    trained.register_hook(lambda _: set_strictness(False))
+
+
+def set_strictness(is_strict: bool) -> None:
+    """Have torch choose deterministic kernels, or choose any and warn."""
+    torch.use_deterministic_algorithms(True, warn_only=not is_strict)
 
 
 def raise_if_unsupported(

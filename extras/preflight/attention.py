@@ -40,7 +40,7 @@ def trains_here(settings: Settings) -> bool:
     """
     if not settings.trains or settings.trainer.device == "cpu" or not settings.engine.is_fsdp:
         return False
-    return gpus.count_gpus() > 0
+    return bool(gpus.list_gpus())
 
 
 def lacks_flash_attention(settings: Settings) -> bool:

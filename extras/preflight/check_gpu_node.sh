@@ -4,7 +4,8 @@
 #   bash extras/preflight/check_gpu_node.sh     exit status 1 if something is missing
 #
 # It needs only bash, awk, coreutils and nvidia-smi. Variables:
-#   GPU_GIB   memory that each GPU must have (default: as much as the sizes of configs/math.yaml need)
+#   GPU_GIB   memory that each GPU must have (default: as much as configs/math.yaml needs with the recipe for the smallest
+#             GPUs, configs/machines/gpu_16gb.yaml)
 #   FORCE=1   print what is missing, but exit with status 0. For example for a driver below MIN_DRIVER with CUDA's
 #             forward compatibility package
 
@@ -14,8 +15,9 @@ MIN_DRIVER=580 # of CUDA 13, for which the packages in requirements-gpu.txt are 
 # tokens), checkpoints 17. These are three of 5.5 each (weights and two moments in float32): the two that
 # trainer.max_actor_ckpt_to_keep keeps, and the one that is being written. The rest is for logs and vLLM's caches.
 MIN_DISK_GIB=40
+MIN_CAPABILITY=8.0  # for bfloat16
 MIN_SHM_GIB=1  # NCCL, and PyTorch between processes
-GPU_GIB=${GPU_GIB:-38}
+GPU_GIB=${GPU_GIB:-15}
 missing=0
 
 report() {
@@ -37,6 +39,11 @@ if ! nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then
   exit 1
 fi
 
+if ! query_gpus name >/dev/null; then
+  echo "CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES lists a GPU that is not in nvidia-smi -L. Run: unset CUDA_VISIBLE_DEVICES"
+  exit 1
+fi
+
 driver=$(query_gpus driver_version | head -n 1)
 if is_below "$driver" "$MIN_DRIVER"; then
   report "NVIDIA driver $driver is too old for CUDA 13. Install driver $MIN_DRIVER or newer, and restart the node. Or" \
@@ -45,8 +52,13 @@ fi
 
 memory=$(query_gpus memory.total | grep -E '^[0-9]+$' | sort -n | head -n 1)
 if [ $((${memory:-0} / 1024)) -lt "$GPU_GIB" ]; then
-  report "a GPU has $((${memory:-0} / 1024)) GiB, and configs/math.yaml needs $GPU_GIB. Run: make math GPU_GIB=1" \
-    "ARGS=actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192"
+  report "a GPU has $((${memory:-0} / 1024)) GiB, and Qwen2.5-0.5B needs $GPU_GIB (docs/hardware.md). Train a smaller model." \
+    "Run: make math GPU_GIB=7 MODEL=HuggingFaceTB/SmolLM2-135M-Instruct"
+fi
+
+capability=$(query_gpus compute_cap | sort -V | head -n 1)
+if is_below "$capability" "$MIN_CAPABILITY"; then
+  report "a GPU has compute capability $capability, and bfloat16 needs $MIN_CAPABILITY. Use a newer GPU, or the CPU: make demo"
 fi
 
 if ! echo 'int main() { return 0; }' | "${CC:-cc}" -x c -o /dev/null - 2>/dev/null; then

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 ASSUMED_GPU_BYTES = 80 * GIB  # if this node has no GPU
-# A recipe is refused if a stage needs more than this times the GPU's memory. Below it, the error of
-# the estimate may be larger than the shortage.
-REFUSED_FROM = 1.15
-OVERRIDE = "To start in spite of this estimate, set trainer.allow_memory_over_estimate=true."
 # Runtime overhead: Python, torch, Ray, verl and vLLM. For a CPU it is the part of the demo's memory
 # that the estimate does not explain (docs/performance.md). For a GPU it is what nvidia-smi showed
 # on the H100 during an update, minus what the trainer's allocator had reserved.
@@ -271,7 +267,7 @@ def find_device(recipe: Recipe) -> Device:
     if recipe.trainer.device == "cpu":
         return Device(psutil.virtual_memory().total // recipe.trainer.n_gpus_per_node, "", "CPU")
     # without torch, which would take GPU memory for this process
-    sizes = [int(line) for line in gpus.query("memory.total") if line.isdigit()]  # MiB
+    sizes = [gpu.mib for gpu in gpus.list_gpus() if gpu.mib]
     if not sizes:
         return Device(ASSUMED_GPU_BYTES, ", assumed: this node has no GPU")
     return Device(min(sizes) * 2**20, "")
@@ -310,33 +306,6 @@ def describe(recipe: Recipe, text_config: PretrainedConfig) -> list[str]:
             f"{recipe.rollout.max_model_len} tokens"
         )
     return lines
-
-
-def find_excess(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:
-    """Yield a problem for each stage that needs far more memory than this node's smallest GPU has.
-
-    If this node has no GPU, or a CPU trains, the size is less certain, and there is a warning only.
-    """
-    is_allowed = recipe.trainer.allow_memory_over_estimate or recipe.trainer.device == "cpu"
-    if not is_allowed and not find_device(recipe).note:
-        for problem in find_large_stages(recipe, text_config, REFUSED_FROM):
-            yield f"{problem} {OVERRIDE}"
-
-
-def find_large_stages(
-    recipe: Recipe, text_config: PretrainedConfig, factor: float = 1.0
-) -> Iterator[str]:
-    """Yield each stage that needs more than `factor` times the device's memory, and its key."""
-    if find_obstacle(recipe, text_config):
-        return
-    device = find_device(recipe)
-    for stage, parts in estimate_stages(recipe, text_config, device.size).items():
-        needed = sum(parts.values())
-        if needed > factor * device.size:
-            yield (
-                f"{stage} needs {needed / GIB:.1f} GiB, {device}. Lower {KEYS[stage]}, or raise "
-                f"trainer.n_gpus_per_node. {PAGE}"
-            )
 
 
 def check_cache(recipe: Recipe, text_config: PretrainedConfig) -> Iterator[str]:

@@ -63,19 +63,27 @@ class Source:
 
     values: nested, with ${...} as written. resolved: without. defaults: those of verl and of the
     kit's keys, as written. written: {dotted key: value} of base.yaml, the files and the arguments.
+    files, arguments: as they were given to read_source, and to `override`.
     """
 
     values: Json
     resolved: Json
     defaults: Json
     written: Json
+    files: tuple[str, ...]
+    arguments: tuple[str, ...]
 
     def override(self, arguments: Sequence[str]) -> Source:
         """Return this recipe with the values of key=value arguments. Raises ConfigError."""
         overlays, messages = read_overlays([], arguments)
         usual = Merged(self.values, self.resolved)
         merged = apply_overlays(usual, overlays, self.defaults, messages)
-        return Source(*merged, self.defaults, self.written | list_written(overlays))
+        written = self.written | list_written(overlays)
+        return Source(*merged, self.defaults, written, self.files, (*self.arguments, *arguments))
+
+    def add_files(self, *files: str) -> Source:
+        """Return this recipe with further files, before its arguments. Raises ConfigError."""
+        return read_source([*self.files, *files], self.arguments)
 
 
 def read_source(files: Sequence[str], overrides: Sequence[str]) -> Source:
@@ -95,7 +103,8 @@ def read_source(files: Sequence[str], overrides: Sequence[str]) -> Source:
     for values in merged:
         set_nested(values, ENVIRONMENT, variables)
     base_file = Overlay("configs/base.yaml", read_yaml(str(ROOT / "configs" / "base.yaml")), True)
-    return Source(*merged, defaults, list_written([base_file, *overlays]))
+    written = list_written([base_file, *overlays])
+    return Source(*merged, defaults, written, tuple(files), tuple(overrides))
 
 
 def resolve(values: Json) -> Json:

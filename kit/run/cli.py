@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import logging
 import signal
 import sys
@@ -22,7 +23,7 @@ from kit.data.fingerprint import Fingerprint
 from kit.engine.inputs import RunInputs
 from kit.errors import ConfigError, RunError, Stop, UserFunctionError, remove_control_characters
 from kit.recipe.keys import is_below
-from kit.recipe.load import read_source
+from kit.recipe.load import raise_all, read_source
 from kit.recipe.packages import describe_import_error
 from kit.recipe.recipe import Recipe
 from kit.recipe.settings import Settings, make_settings
@@ -256,11 +257,12 @@ def describe_plan(planned: Plan, is_dry_run: bool) -> str:
 
 
 def begin_imports(features: Features, settings: Settings) -> None:
-    """Check this machine's limits, and start to import the workers' modules in another process.
+    """Check this machine, and start to import the workers' modules in another process.
 
-    It imports them while the recipe is checked, if the run uses such a process.
+    It imports them while the recipe is checked, if the run uses such a process. Raises ConfigError.
     """
     isolation.check_limits()
+    raise_all([*itertools.chain(*(each.check_start(settings) for each in features.checks))])
     for check in features.checks:
         check.begin_imports(settings)
 

@@ -49,6 +49,10 @@ class RecipeCheck:
     def begin_imports(self, settings: Settings) -> None:
         """Start work that can overlap with the checks. Not called in a dry run."""
 
+    def check_start(self, settings: Settings) -> Iterable[str]:
+        """Return what this machine lacks to start the run. Not called in a dry run."""
+        return ()
+
     def check_settings(self, settings: Settings) -> Iterable[Exception | str]:
         """Return the problems that can be found without verl."""
         return ()

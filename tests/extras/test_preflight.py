@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from extras import preflight
-from extras.preflight import attention, gpus, memory, node
+from extras.preflight import attention, fit, gpus, memory, node
 from extras.preflight.memory import GIB
 from kit.recipe.load import read_source
 from kit.recipe.recipe import Recipe
@@ -120,7 +120,7 @@ def test_a_model_with_other_configuration_keys_is_not_estimated():
     for reason, other in others.items():
         (line,) = memory.describe(recipe, other)
         assert reason in line
-        assert not list(memory.find_excess(recipe, other))
+        assert not list(fit.find_excess(recipe, other))
 
 
 # One NVIDIA H100 80GB HBM3 (81,559 MiB), driver 580.159.04, torch 2.11.0, vLLM 0.24.0, 2026-11-26.
@@ -217,7 +217,7 @@ def test_a_stage_far_over_the_gpus_memory_is_refused(
     problems = [problem for problem in found if "update needs" in problem]
     assert len(problems) == is_refused
     assert all("trainer.allow_memory_over_estimate=true" in problem for problem in problems)
-    shortages = memory.find_large_stages(recipe, model)
+    shortages = fit.find_large_stages(recipe, model)
     assert any(line.startswith("update needs") for line in shortages)
 
 
@@ -229,7 +229,7 @@ def test_only_visible_gpus_are_counted_and_mig_parts_are_not(smi, monkeypatch, v
     smi(gpus=8, mig_parts=7)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpus.count_gpus() == len(gpus.query("memory.total")) == count
+    assert len(gpus.list_gpus()) == len(gpus.query("memory.total")) == count
 
 
 def test_little_disk_and_shared_memory_are_warnings_with_a_fix(monkeypatch, tmp_path):
@@ -377,13 +377,16 @@ def gpu_node(tmp_path) -> Path:
 def test_each_problem_of_a_node_is_one_line(gpu_node):
     done = run_script("check_gpu_node.sh", gpu_node)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    nodes.write_nvidia_smi(gpu_node, driver_version="550.54.14", memory_total="24564")
+    nodes.write_nvidia_smi(
+        gpu_node, driver_version="550.54.14", memory_total="8188", compute_cap="7.5"
+    )
     write_free_space(gpu_node, disk_gib=7, shared_gib=0)
     write_program(gpu_node, "cc", "exit 1")
     done = run_script("check_gpu_node.sh", gpu_node)
     beginnings = [
         "NVIDIA driver 550.54.14 is too old for CUDA 13. Install",
-        "a GPU has 23 GiB, and configs/math.yaml needs 38. Run: make",
+        "a GPU has 7 GiB, and Qwen2.5-0.5B needs 15 (docs/hardware.md). Train a smaller model. Run",
+        "a GPU has compute capability 7.5, and bfloat16 needs 8.0. Use a newer GPU",
         "no C compiler that works",
         f"7 GiB are free in {gpu_node}, of 40.",
         "0 GiB are free in /dev/shm, of 1.",
@@ -393,6 +396,12 @@ def test_each_problem_of_a_node_is_one_line(gpu_node):
     for line, beginning in zip(lines, beginnings, strict=True):
         assert line.startswith(f"missing: {beginning}")
     assert run_script("check_gpu_node.sh", gpu_node, FORCE="1").returncode == 0
+
+
+@pytest.mark.parametrize(("visible", "status"), [("0,GPU-00000001", 0), ("GPU-1234", 1)])
+def test_a_node_is_checked_with_names_of_gpus(gpu_node, visible, status):
+    done = run_script("check_gpu_node.sh", gpu_node, CUDA_VISIBLE_DEVICES=visible)
+    assert done.returncode == status and len(done.stdout.splitlines()) == status, done.stdout
 
 
 def test_flash_attn_is_installed_from_a_wheel_for_these_versions(gpu_node):

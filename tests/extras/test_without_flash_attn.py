@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -185,6 +185,37 @@ def test_torchs_kernel_gets_causal_sequences_in_half_precision(monkeypatch):
     packing = substitute.find_sequences(positions)
     with pytest.raises(NotImplementedError, match=r"has no float32\. Set override_config"):
         substitute.attend(query[0], key[0], value[0], packing, None)
+
+
+class RecordsStrictness(torch.autograd.Function):
+    """Stands in for torch's kernel, and records whether its backward pass may only warn."""
+
+    seen: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx, query, *_, **__):
+        return query * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        RecordsStrictness.seen.append(torch.is_deterministic_algorithms_warn_only_enabled())
+        return gradient, *[None] * 6
+
+
+@pytest.mark.parametrize("is_deterministic", [True, False])
+def test_the_backward_pass_is_deterministic_if_verl_asks_for_it(monkeypatch, is_deterministic):
+    monkeypatch.setattr(torch_varlen, "varlen_attn", lambda *a, **_: RecordsStrictness.apply(*a))
+    query, key, value, _ = make_inputs()
+    query.requires_grad_()
+    positions = torch.tensor([[0, 1, 0, 1, 2, 0]])
+    torch.use_deterministic_algorithms(is_deterministic, warn_only=True)  # as verl does
+    RecordsStrictness.seen.clear()
+    try:
+        call_attention(query, key, value, positions)[0].sum().backward()
+        assert RecordsStrictness.seen == [not is_deterministic]
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # --- log-probs -----------------------------------------------------------------------------------

@@ -17,20 +17,30 @@ from kit.recipe.settings import make_settings
 from kit.run.features import make_features
 
 SCRIPT = """#!/usr/bin/env bash
-declare -A values=({values})
-chosen=$(seq 0 {last})
+gpus=({lines})
+declare -A columns=({columns})
+chosen=${{!gpus[*]}}
 for option; do
-  case $option in --id=*) chosen=${{option#--id=}} ;; esac
+  case $option in --id=*) chosen=$(echo "${{option#--id=}}" | sed 's/GPU-0000000//g') ;; esac
 done
 for option; do
   case $option in
     -L)
-      for gpu in $(seq 0 {last}); do
-        echo "GPU $gpu: NVIDIA H100 80GB HBM3 (UUID: GPU-0000000$gpu)"
+      for gpu in ${{!gpus[*]}}; do
+        IFS=, read -ra values <<< "${{gpus[gpu]}}"
+        echo "GPU $gpu: ${{values[2]}} (UUID: ${{values[1]}})"
         for part in $(seq 1 {parts}); do echo "  MIG 1g.10gb  Device $part: (UUID: MIG-$part)"; done
       done ;;
     --query-gpu=*)
-      for gpu in ${{chosen//,/ }}; do echo "${{values[${{option#--query-gpu=}}]}}"; done ;;
+      for gpu in ${{chosen//,/ }}; do
+        [[ $gpu =~ ^[0-9]+$ && -n ${{gpus[gpu]}} ]] || {{ echo "No devices were found"; exit 6; }}
+        IFS=, read -ra values <<< "${{gpus[gpu]}}"
+        line=
+        for name in $(echo "${{option#--query-gpu=}}" | tr , ' '); do
+          line="$line, ${{values[${{columns[$name]}}]}}"
+        done
+        echo "${{line#, }}"
+      done ;;
   esac
 done
 """
@@ -44,16 +54,26 @@ H100 = {
 
 
 def write_nvidia_smi(
-    folder: Path, gpus: int = 1, mig_parts: int = 0, **values: str
+    folder: Path, gpus: int = 1, mig_parts: int = 0, **values: str | Sequence[str]
 ) -> dict[str, str]:
     """Write the program to a folder -> the environment variables with which it is found first.
 
-    values: replace those of H100. Their names have `_` instead of `.`.
+    values: replace those of H100, a list one for each GPU. Their names have `_` instead of `.`.
     """
     changed = H100 | {name.replace("memory_", "memory."): value for name, value in values.items()}
-    entries = " ".join(f"[{name}]='{value}'" for name, value in changed.items())
+    lines = []
+    for index in range(gpus):
+        own = [value if isinstance(value, str) else value[index] for value in changed.values()]
+        lines.append(",".join([str(index), f"GPU-0000000{index}", *own]))
+    columns = enumerate(["index", "uuid", *changed])
     path = folder / "nvidia-smi"
-    path.write_text(SCRIPT.format(values=entries, last=gpus - 1, parts=mig_parts))
+    path.write_text(
+        SCRIPT.format(
+            lines=" ".join(f"'{line}'" for line in lines),
+            columns=" ".join(f"[{name}]={number}" for number, name in columns),
+            parts=mig_parts,
+        )
+    )
     path.chmod(0o755)
     return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
