@@ -29,7 +29,7 @@ def find_head_obstacle(hf_config: PretrainedConfig) -> str:
     """Return why the log-probs of a model need all logits. Empty if they do not."""
     kind = hf_config.model_type
     if kind not in PLAIN_HEADS or not type(hf_config).__module__.startswith("transformers."):
-        return f"for the model type {kind} no other way is known"
+        return f"blocks of the head are not tested for the model type {kind}"
     if cap := getattr(hf_config, "final_logit_softcapping", None):
         return f"the model has a soft cap of {cap:g} on logits"
     return ""

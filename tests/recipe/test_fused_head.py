@@ -32,7 +32,7 @@ def test_the_head_is_computed_in_blocks_by_default(changes):
 @pytest.mark.parametrize(
     ("model", "changes", "reason"),
     [
-        (Gemma2Config(), [], "for the model type gemma2 no other way is known"),
+        (Gemma2Config(), [], "for the model type gemma2"),
         (Gemma3TextConfig(final_logit_softcapping=30.0), [], "a soft cap of 30 on logits"),
         (Qwen2_5_VLConfig(), [], "for the model type qwen2_5_vl"),
         (
