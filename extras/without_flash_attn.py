@@ -1,7 +1,8 @@
 """Train on GPUs without flash-attn: torch computes what verl 0.9.1 uses flash-attn for.
 
     attention     `torch_varlen`, an attention of transformers: torch's kernel for packed sequences
-    log-probs     in blocks of rows. Without flash-attn, verl computes them token by token
+    log-probs     in blocks of rows. Without flash-attn, verl computes them token by token. Only for
+                  recipes that need all logits (kit/recipe/fused_head.py)
     value models  use the attention of their config. verl loads them with flash_attention_2
 
 extras/preflight/attention.py adds this module to VERL_USE_EXTERNAL_MODULES if flash-attn is

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from extras.preflight import gpus
+from kit.recipe.fused_head import BLOCK_SIZE
 from kit.recipe.keys import ACTOR, ROLLOUT
 from kit.recipe.model_files import expert_count
 from kit.recipe.recipe import Recipe
@@ -145,9 +146,7 @@ def estimate_pass(
     """Return the memory of an update's micro-batch. section: the actor's or the critic's.
 
     Layers are all-gathered for use, in the type of the computation (verl 0.9.1,
-    workers/engine/fsdp/transformer_impl.py). The actor's update holds three tensors of logits
-    [tokens, vocabulary]: before and after the division by the temperature, and the gradient (verl
-    0.9.1, prepare_model_outputs, with flash-attn's cross entropy).
+    workers/engine/fsdp/transformer_impl.py).
     """
     tokens = section.ppo_max_token_len_per_gpu
     precision = engine.mixed_precision
@@ -161,9 +160,30 @@ def estimate_pass(
     if engine.reshard_after_forward:
         gathered -= (layers - 2) * count_layer(text_config)
     parts = {"all-gathered": float(width * gathered), "activations": float(tokens * activations)}
-    if section is recipe.actor and not recipe.model.use_fused_kernels:
-        parts["logits"] = 3 * tokens * width * text_config.vocab_size
+    if section is recipe.actor:
+        parts["logits"] = estimate_logits(recipe, text_config, tokens, width)
     return parts
+
+
+def estimate_logits(
+    recipe: Recipe, text_config: PretrainedConfig, tokens: int, width: int
+) -> float:
+    """Return the memory of head and loss, without the head's weights. width: bytes of a number.
+
+    A whole micro-batch has three tensors of logits [tokens, vocabulary]: before and after the
+    division by the temperature, and the gradient (verl 0.9.1, prepare_model_outputs, with
+    flash-attn's cross entropy). In blocks of the head (kit/engine/head_in_blocks.py) there are two
+    fp32 tensors of a block, and one in `width`. The hidden states of the tokens with a gradient are
+    a copy, and their gradient is a sum in fp32, a part of it and a result. The head's own gradient
+    is whole.
+    """
+    vocab_size = text_config.vocab_size
+    if not recipe.model.use_fused_kernels:
+        return 3 * tokens * width * vocab_size
+    blocks = min(tokens * vocab_size, BLOCK_SIZE) * (8 + width)
+    hidden_states = tokens * text_config.hidden_size * (4 + 3 * width)
+    gradient = 0 if recipe.model.lora_rank else width * vocab_size * text_config.hidden_size
+    return blocks + hidden_states + gradient
 
 
 def estimate_rollout_engine(

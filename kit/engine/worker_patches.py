@@ -31,9 +31,11 @@ def monkey_patch_training_worker() -> None:
     """Replace methods of verl's TrainingWorker, once in a process."""
     from verl.workers import engine_workers
 
+    from kit.engine.head_in_blocks import monkey_patch_fused_head
     from kit.engine.packing_trial import monkey_patch_engine
 
     monkey_patch_engine()
+    monkey_patch_fused_head()
     worker: Any = engine_workers.TrainingWorker
     worker.reset = make_reset(worker.reset)
     worker.train_batch = make_train_batch(worker.train_batch)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from env import Json
 from kit.errors import ConfigError
 from kit.recipe.adapters import Adapter, derive_adapter
+from kit.recipe.fused_head import find_obstacle
 from kit.recipe.keys import ACTOR, CRITIC, MODEL, REF, REWARD_MODEL, ROLLOUT, TEACHER, TRAIN
 from kit.recipe.settings import Settings
 
@@ -35,6 +36,7 @@ class ModelFacts(NamedTuple):
     vocab_size: int
     hidden_size: int
     max_positions: int | None  # None: any number
+    head_obstacle: str = ""  # why log-probs need all logits (fused_head.py)
 
 
 class RowFacts(NamedTuple):
@@ -74,6 +76,7 @@ def derive(settings: Settings, facts: Facts) -> Json:
     if facts.model:
         changes |= derive_lengths(settings, facts.model, changes)
         changes |= derive_weight_sync(settings, facts.model)
+        changes |= derive_head(settings, facts.model)
     if facts.rows:
         changes |= derive_steps(settings, facts.rows)
         changes |= derive_tool_format(settings, facts.rows)
@@ -153,6 +156,14 @@ def derive_weight_sync(settings: Settings, model: ModelFacts) -> Json:
         del vllm["distributed_executor_backend"]
         changes[f"{ROLLOUT}.engine_kwargs.vllm"] = vllm
     return changes
+
+
+def derive_head(settings: Settings, model: ModelFacts) -> Json:
+    """Return that all logits are computed together, if the log-probs need that."""
+    is_on = settings.model.use_fused_kernels
+    if is_on and find_obstacle(settings, model.head_obstacle):
+        return {f"{MODEL}.use_fused_kernels": False}
+    return {}
 
 
 def derive_steps(settings: Settings, rows: RowFacts) -> Json:

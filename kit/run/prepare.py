@@ -32,6 +32,7 @@ from kit.errors import ConfigError, UserFunctionError
 from kit.recipe import adapters, checks, model_files, parallel_sizes, user_functions
 from kit.recipe.derive import Facts, ModelFacts, RowFacts
 from kit.recipe.entries import Entry
+from kit.recipe.fused_head import find_head_obstacle
 from kit.recipe.keys import EPISODE_COMMANDS, MODEL, ROLLOUT, TRAIN, VAL
 from kit.recipe.load import Source, raise_all
 from kit.recipe.recipe import Recipe, build
@@ -151,7 +152,12 @@ def check(source: Source, command: str, on_features: OnFeatures = ignore_feature
         chat_template=template_text,
         adapter=adapter,
         replaced_servers=frozenset(replaced),
-        model=ModelFacts(text_config.vocab_size, text_config.hidden_size, positions),
+        model=ModelFacts(
+            text_config.vocab_size,
+            text_config.hidden_size,
+            positions,
+            find_head_obstacle(files.hf_config),
+        ),
     )
     inputs: RunInputs = RunInputs(
         train=[],

@@ -16,7 +16,8 @@ from kit.chat.tool_calls import list_tool_formats
 from kit.data.ground_truths import find_marks, is_missing
 from kit.engine.inputs import RunInputs
 from kit.recipe import adapters
-from kit.recipe.keys import is_below, is_kit_key
+from kit.recipe.fused_head import find_obstacle
+from kit.recipe.keys import MODEL, is_below, is_kit_key, select_nested
 from kit.recipe.neutral_sampling import find_distortions
 from kit.recipe.recipe import Recipe, find_differences
 from kit.recipe.resources import cores
@@ -149,6 +150,8 @@ def describe_settings(
         f"model       {recipe.model.path}",
         *adapters.describe_adapter(recipe.model, recipe.facts.adapter),
     ]
+    if recipe.trains:
+        lines += describe_logits(recipe)
     if recipe.command == "train":
         lines += describe_other_models(recipe)
     for check in checks:
@@ -156,6 +159,15 @@ def describe_settings(
     if recipe.has_episodes:
         lines.append(describe_devices(recipe))
     return lines
+
+
+def describe_logits(recipe: Recipe) -> list[str]:
+    """Why all logits of a micro-batch are in memory, if the recipe does not choose that."""
+    written = select_nested(recipe.source.resolved, f"{MODEL}.use_fused_kernels")
+    if not written or recipe.model.use_fused_kernels or not recipe.facts.model:
+        return []
+    reason = find_obstacle(recipe, recipe.facts.model.head_obstacle)
+    return [f"logits      all of a micro-batch are in memory: {reason}"]
 
 
 def describe_devices(recipe: Recipe) -> str:

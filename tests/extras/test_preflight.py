@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +25,8 @@ from transformers import (
 from extras import preflight
 from extras.preflight import attention, fit, gpus, memory, node
 from extras.preflight.memory import GIB
+from kit.engine import head_in_blocks
+from kit.engine.head_in_blocks import HeadInBlocks
 from kit.recipe.load import read_source
 from kit.recipe.recipe import Recipe
 from kit.recipe.settings import make_settings
@@ -94,7 +98,11 @@ def test_weights_and_optimizer_agree_with_sizes_computed_by_hand():
     parts = estimate("1.5B")["update"]
     size = memory.count_parameters(qwen("1.5B"))
     assert (parts["weights"], parts["optimizer"]) == (4 * size, 8 * size)
-    assert parts["logits"] == 3 * 24576 * 151936 * 2
+    # blocks, hidden states of 24,576 tokens, the head's gradient
+    assert parts["logits"] == 10 * 2**25 + 10 * 24576 * 1536 + 2 * 151936 * 1536
+    fused = "actor_rollout_ref.model.use_fused_kernels"
+    whole = estimate("1.5B", f"{fused}=false")["update"]
+    assert whole["logits"] == 3 * 24576 * 151936 * 2
     sharded = estimate("1.5B", "trainer.n_gpus_per_node=8")["update"]
     assert (sharded["weights"], sharded["optimizer"]) == (4 * size / 8, 8 * size / 8)
     assert (parts["gradients"], sharded["gradients"]) == (4 * size, 4 * size / 8)
@@ -105,9 +113,50 @@ def test_weights_and_optimizer_agree_with_sizes_computed_by_hand():
     assert offloaded["update"] == parts
     adapter = estimate("1.5B", "actor_rollout_ref.model.lora_rank=16")["update"]
     assert adapter["weights"] == parts["weights"] and adapter["optimizer"] < parts["optimizer"] / 50
+    assert parts["logits"] - adapter["logits"] == 2 * 151936 * 1536
     assert set(estimate("1.5B")) == {"generate", "update"}
     with_critic = estimate("1.5B", "algorithm.adv_estimator=gae")
     assert with_critic["update"]["critic"] == 12 * size and "logits" not in with_critic["critic"]
+
+
+def test_the_head_of_151936_words_takes_1_gb_at_32768_tokens():
+    recipe = make_recipe("0.5B")
+    model = SimpleNamespace(vocab_size=151936, hidden_size=1024)  # Qwen3-0.6B
+    assert memory.estimate_logits(recipe, model, 32768, 2) == pytest.approx(0.98e9, rel=0.01)
+    large = SimpleNamespace(vocab_size=151936, hidden_size=2560)  # Qwen3-4B
+    assert memory.estimate_logits(recipe, large, 32768, 2) < 2e9
+
+
+def measure_peak(function: Callable[[], object]) -> int:
+    """The most bytes that the tensors of a function take together."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        function()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_of_the_head_take_the_estimated_memory(dtype, monkeypatch):
+    sizes = SimpleNamespace(vocab_size=4096, hidden_size=32)
+    for module in (memory, head_in_blocks):
+        monkeypatch.setattr(module, "BLOCK_SIZE", 2**17)
+    tokens = 512
+    hidden = torch.randn(tokens, sizes.hidden_size, dtype=dtype, requires_grad=True)
+    weight = torch.randn(sizes.vocab_size, sizes.hidden_size, dtype=dtype, requires_grad=True)
+    labels = torch.arange(tokens)
+
+    def compute() -> None:
+        log_probs, entropy = HeadInBlocks.apply(hidden, weight, labels, 0.7, 512)
+        (log_probs.sum() + entropy.sum()).backward()
+
+    compute()
+    hidden.grad = weight.grad = None
+    measured = measure_peak(compute)
+    estimated = memory.estimate_logits(make_recipe("0.5B"), sizes, tokens, dtype.itemsize)
+    assert 0.6 * estimated < measured < 1.05 * estimated, (measured, estimated)
+    assert measured < 12 * tokens * sizes.vocab_size / 4  # of four blocks
 
 
 def test_a_model_with_other_configuration_keys_is_not_estimated():
@@ -159,6 +208,7 @@ MEASURED_SIZES = [
     "actor_rollout_ref.rollout.max_num_seqs=256",
     "actor_rollout_ref.rollout.max_num_batched_tokens=8192",
     "actor_rollout_ref.rollout.cudagraph_capture_sizes=[1,2,4,8,16,32,64,128,256]",
+    "actor_rollout_ref.model.use_fused_kernels=false",  # the head in blocks was not measured
 ]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import Qwen2Config
 
 from kit.recipe.derive import Facts, ModelFacts
+from kit.recipe.fused_head import find_head_obstacle
 from kit.recipe.load import read_source
 from kit.recipe.recipe import Recipe, build
 from kit.recipe.settings import make_settings
@@ -114,7 +115,10 @@ def make_recipe(
     checks = make_features(make_settings(source, command)).checks
     facts = Facts(
         model=ModelFacts(
-            text_config.vocab_size, text_config.hidden_size, text_config.max_position_embeddings
+            text_config.vocab_size,
+            text_config.hidden_size,
+            text_config.max_position_embeddings,
+            find_head_obstacle(hf_config),
         ),
         derivations=tuple(functools.partial(each.derive, hf_config=hf_config) for each in checks),
     )
