@@ -627,7 +627,8 @@ def test_standalone_servers_load_the_weights_of_the_model_folder(manager, nnodes
 @pytest.fixture
 def make_servers(monkeypatch):
     """Return a function that makes Servers with doubles of verl's managers."""
-    monkeypatch.setattr(inference, "CheckpointEngineManager", Mock())
+    monkeypatch.setattr(inference, "WeightSync", Mock())
+    monkeypatch.setattr(inference.weight_proof, "attach_to_group", Mock())
 
     def make(workers) -> inference.Servers:
         context = make_context(None)
@@ -645,13 +646,13 @@ def make_servers(monkeypatch):
 def test_weights_have_the_number_of_their_step(make_servers):
     workers = Mock()
     servers = make_servers(workers)
-    made: Any = inference.CheckpointEngineManager
+    made: Any = inference.WeightSync
     assert made.call_args.kwargs["config"].backend == "naive"
     assert made.call_args.kwargs["replicas"] is servers.manager.get_replicas.return_value
     assert not servers.is_asleep and servers.context.policy_version is None
     servers.sleep()
     assert servers.is_asleep
-    servers.update_weights(4)
+    assert servers.update_weights(4) is made.return_value.proof
     assert not servers.is_asleep and servers.context.policy_version == 4
     assert made.return_value.mock_calls == [mock.call.sleep_replicas(), mock.call.update_weights(4)]
     assert workers.mock_calls == [mock.call.set_policy_version(4)]

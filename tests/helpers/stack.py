@@ -194,6 +194,7 @@ def train_until(trainer, bound: float, over: int = 3) -> list[float]:
             break
         metrics = trainer.step_or_skip()
         assert metrics["training/rollout_probs_diff_max"] < AGREE
+        assert metrics["training/weights_proved"] == 1
         assert metrics["rollout/failed_frac"] == 0
         rewards.append(metrics["rollout/reward/mean"])
     print("rewards", [round(r, 2) for r in rewards])
