@@ -674,3 +674,20 @@ def test_a_rollout_runs_here_or_in_the_workers_with_the_sampling_of_the_call(
     assert result is run.return_value
     assert run.call_args == mock.call("requests", sampling, *others)
     assert servers.context.samples.sampling == sampling
+
+
+def test_no_replica_samples_before_its_weights_are_proved(monkeypatch):
+    """verl lets the replicas sample again at the end of a sync."""
+    replica = AsyncMock()
+    sync = inference.WeightSync(Mock(backend="naive"), Mock(), [replica])
+    ask = AsyncMock(side_effect=[RunError("replica 0"), {"proved": 1.0}])
+    monkeypatch.setattr(inference.weight_proof, "ask_replicas", ask)
+    sync.step = 3
+    sync.is_proved = False
+    with pytest.raises(RunError):
+        sync.resume_generation_replicas()
+    assert not replica.mock_calls
+    for _ in range(2):
+        sync.resume_generation_replicas()
+    assert sync.proof == {"proved": 1.0} and ask.mock_calls == [mock.call([replica], 3)] * 2
+    assert replica.mock_calls == [mock.call.resume_generation()] * 2

@@ -7,6 +7,7 @@ prints {case: the problems that the engine reports} as JSON in its last line.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -29,7 +30,7 @@ VARIABLES = {
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
-def start_worker(folder: Path, **options: object) -> Any:
+def start_worker(folder: Path, **options: Any) -> Any:
     """Start vLLM with the settings of configs/machines/cpu.yaml, and return its worker."""
     import verl  # noqa: F401  # imports kit.cpu.platform, before vLLM
     from vllm import LLM
@@ -53,7 +54,7 @@ def start_worker(folder: Path, **options: object) -> Any:
 class Engine:
     """The engine. `sync` sends weights to it, without sockets."""
 
-    def __init__(self, folder: Path, **options: object):
+    def __init__(self, folder: Path, **options: Any):
         self.worker = start_worker(folder, **options)
 
     def sync(
@@ -74,7 +75,8 @@ class Engine:
             on_bucket_received(arriving[:3], False)
             on_bucket_received(arriving[3:], True)
 
-        bucketed_weight_transfer.BucketedWeightReceiver.receive_weights = receive_weights
+        receiver: Any = bucketed_weight_transfer.BucketedWeightReceiver
+        receiver.receive_weights = receive_weights
         self.worker.update_weights_from_ipc(adapter, bool(adapter), True)
         [report] = self.worker.take_weight_reports()
         assert not report["unknown"] and report["compared"] == report["total"] > 10_000, report
@@ -92,8 +94,7 @@ def try_weights(folder: Path) -> dict[str, list[str]]:
     """Plant faults on the way of all weights of a model with a tied head."""
     from transformers import AutoModelForCausalLM
 
-    from kit.cpu import vllm_worker
-
+    worker_module: Any = importlib.import_module("kit.cpu.vllm_worker")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     first = [(n, w.clone()) for n, w in model.state_dict().items() if n != "lm_head.weight"]
     later = [(name, weight + 0.01) for name, weight in first]
@@ -109,19 +110,19 @@ def try_weights(folder: Path) -> dict[str, list[str]]:
     found["dropped by the loader"] = engine.sync(first)
     network.load_weights = load_weights
 
-    refresh = vllm_worker.refresh_tied_lm_head
-    vllm_worker.refresh_tied_lm_head = lambda _: None
+    refresh = worker_module.refresh_tied_lm_head
+    worker_module.refresh_tied_lm_head = lambda _: None
     found["tied head of the sync before"] = engine.sync(later)
-    vllm_worker.refresh_tied_lm_head = refresh
+    worker_module.refresh_tied_lm_head = refresh
 
     def break_norm(tied_model: torch.nn.Module) -> None:
         refresh(tied_model)
         weight = network.model.embed_tokens.weight.data
-        weight.copy_(exchange_rows(weight))
+        weight[[1, 5]] = weight[[5, 1]]
 
-    vllm_worker.refresh_tied_lm_head = break_norm
+    worker_module.refresh_tied_lm_head = break_norm
     found["rows exchanged in the engine"] = engine.sync(first)
-    vllm_worker.refresh_tied_lm_head = refresh
+    worker_module.refresh_tied_lm_head = refresh
     found["last sync"] = engine.sync(first)
     return found
 

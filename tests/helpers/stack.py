@@ -69,11 +69,13 @@ class Stack:
         overlays: Sequence[str] = (),
         workers: Any = None,
         gym: Any = None,
+        manager: Any = None,
     ):
         """Yield a Trainer for the tiny recipe with overlays and changes, in runs/<name>.
 
         It uses the stack's vLLM. workers: used instead of the stack's workers, which otherwise get
         their initial weights and the recipe's loss. gym: used instead of the stack's Gym servers.
+        manager: of the rollout servers that `workers` sends to, instead of the stack's vLLM.
         """
         import inference
         import training
@@ -101,7 +103,12 @@ class Stack:
             [part.after_episode for part in features.parts],
         )
         servers = inference.Servers(
-            recipe, running.manager, workers.actor, context, gym or running.gym, running.loop
+            recipe,
+            manager or running.manager,
+            workers.actor,
+            context,
+            gym or running.gym,
+            running.loop,
         )
         state = LoopState()
         shutil.rmtree(self.workspace / "runs" / name, ignore_errors=True)
