@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from kit.errors import RunError
 from kit.recipe.keys import ROLLOUT
@@ -85,6 +85,11 @@ def add_up(tensor: torch.Tensor) -> torch.Tensor:
     of 1021 words are added first. So two words of such a block are not told apart if a multiple of
     1021 words is between them: two rows of a matrix only if a row has less than 16 words.
     """
+    with _disable_current_modes():  # which would record these operations, and slow them down
+        return _add_up(tensor)
+
+
+def _add_up(tensor: torch.Tensor) -> torch.Tensor:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8:
         data = F.pad(data, (0, -data.numel() % 8))
