@@ -129,7 +129,8 @@ def make_worker_extension() -> type:
             with Arrival(self.model_runner.model) as self.arrival:
                 self.receive_and_load(*args, **kwargs)
             report = self.arrival.finish()
-            self.weight_reports = [*self.take_weight_reports(), report]
+            # base weights and an adapter; the driver does not ask an engine that it cannot check
+            self.weight_reports = [*self.take_weight_reports(), report][-2:]
 
         def receive_and_load(self, *args: Any, **kwargs: Any) -> None:  # as for verl's
             super().update_weights_from_ipc(*args, **kwargs)

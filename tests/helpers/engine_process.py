@@ -1,4 +1,4 @@
-"""A vLLM engine with a tiny model, in a process of its own, that receives weights with faults.
+"""A vLLM engine with a tiny model, in a separate process, that receives weights with faults.
 
     python -m tests.helpers.engine_process weights|adapter FOLDER
 
