@@ -679,7 +679,8 @@ def test_a_rollout_runs_here_or_in_the_workers_with_the_sampling_of_the_call(
 def test_no_replica_samples_before_its_weights_are_proved(monkeypatch):
     """verl lets the replicas sample again at the end of a sync."""
     replica = AsyncMock()
-    sync = inference.WeightSync(Mock(backend="naive"), Mock(), [replica])
+    settings: Any = Mock(backend="naive", custom_backend_module=None)
+    sync = inference.WeightSync(settings, Mock(), [replica])
     ask = AsyncMock(side_effect=[RunError("replica 0"), {"proved": 1.0}])
     monkeypatch.setattr(inference.weight_proof, "ask_replicas", ask)
     sync.step = 3
