@@ -325,9 +325,9 @@ class Trainer:
         self.raise_if_nonfinite(batch, is_updated=True)
 
     def update_weights(self) -> None:
-        """Send the trainer's weights to the rollout engine."""
+        """Send the trainer's weights to the rollout engine, which proves that it has them."""
         with self.run.stage("update_weights"):
-            self.servers.update_weights(self.state.step)
+            self.metrics |= self.servers.update_weights(self.state.step)
 
     # --- checks, checkpoints, evaluation, metrics ------------------------------------------------
 
@@ -347,10 +347,10 @@ class Trainer:
         self.is_compared = True
 
     def raise_if_nonfinite(self, batch: DataProto, is_updated: bool = False) -> None:
-        """Raise NonFiniteStep for NaN, infinity, or samples from other weights."""
+        """Raise NonFiniteStep for NaN and infinity."""
         from kit.run import finite_check
 
-        if reason := finite_check.find_reason_to_skip(batch, self.metrics, self.recipe):
+        if reason := finite_check.find_reason_to_skip(batch, self.metrics):
             raise NonFiniteStep(reason, batch, is_updated)
 
     def skip(self, skipped: SkippedStep) -> None:

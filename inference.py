@@ -25,12 +25,14 @@ import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import ray
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.ray_utils import auto_await
 from verl.workers.rollout import llm_server
 from verl.workers.rollout.llm_server import LLMServerManager
 
@@ -50,6 +52,7 @@ from kit.data.episode import (
     set_sampled,
 )
 from kit.data.reward_scale import find_scale
+from kit.engine import weight_proof
 from kit.engine.interfaces import EpisodeWorkers, EventLoop, OnDone
 from kit.engine.sampling import (
     MAX_CHARS_PER_TOKEN,
@@ -595,6 +598,38 @@ async def start_standalone_servers(recipe: Recipe, start_rank: int = 0) -> LLMSe
     return manager
 
 
+class WeightSync(CheckpointEngineManager):
+    """verl's manager of syncs. No replica samples before it has proved its weights.
+
+    proof: the metric of the last sync. is_checked: whether the engine can be checked.
+    """
+
+    is_checked = True
+    is_proved = True
+    step: int | None = None
+    proof: Mapping[str, float] = MappingProxyType({})
+
+    @auto_await
+    async def update_weights(self, global_steps: int | None = None) -> None:
+        """Send the actor's weights to all replicas. Raises RunError if one has others."""
+        self.step = global_steps
+        self.is_proved = not self.is_checked
+        await super().update_weights(global_steps)
+        await self.prove()
+
+    @auto_await
+    async def resume_generation_replicas(self) -> None:
+        """Let the replicas sample again. verl calls it at the end of a sync, too."""
+        await self.prove()
+        await super().resume_generation_replicas()
+
+    async def prove(self) -> None:
+        """Check the last sync, once."""
+        if not self.is_proved:
+            self.proof = await weight_proof.ask_replicas(self.replicas, self.step)
+            self.is_proved = True
+
+
 class Servers:
     """The vLLM replicas and the Gym servers of a run: the source of its episodes.
 
@@ -619,15 +654,21 @@ class Servers:
         self.loop = loop
         self.workers = workers
         self.is_asleep = False
-        self.checkpoint_manager: CheckpointEngineManager | None = None
+        self.checkpoint_manager: WeightSync | None = None
         settings = omega_conf_to_dataclass(recipe.for_verl(f"{ROLLOUT}.checkpoint_engine"))
         replicas = manager.get_replicas()
         if actor:
-            self.checkpoint_manager = CheckpointEngineManager(
+            self.checkpoint_manager = WeightSync(
                 config=settings,
                 actor_wg=actor,  # type: ignore[arg-type]
                 replicas=replicas,
             )
+            obstacle = weight_proof.find_obstacle(recipe)
+            self.checkpoint_manager.is_checked = not obstacle
+            if obstacle:
+                weight_proof.warn_once(f"{obstacle}, so no sync of the weights is checked")
+            else:
+                weight_proof.attach_to_group(actor)
 
     def rollout(
         self,
@@ -666,12 +707,16 @@ class Servers:
             self.checkpoint_manager.sleep_replicas()
             self.is_asleep = True
 
-    def update_weights(self, step: int) -> None:
-        """Send the actor's weights after `step` to vLLM, which then samples from them."""
+    def update_weights(self, step: int) -> Mapping[str, float]:
+        """Send the actor's weights after `step` to vLLM, which then samples from them.
+
+        Returns metrics. Raises RunError if a replica does not have these weights.
+        """
         if not self.checkpoint_manager:
-            return
+            return {}
         self.checkpoint_manager.update_weights(step)
         self.is_asleep = False
         self.context.policy_version = step
         if self.workers:
             self.workers.set_policy_version(step)
+        return self.checkpoint_manager.proof

@@ -34,6 +34,7 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry,
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from env import Json
+from kit.engine.weight_proof import Arrival, Report
 from kit.recipe.model_files import stop_token_ids
 
 GATHER_S = 0.02  # how long to wait for more requests before a batch begins
@@ -110,6 +111,8 @@ class Server:
         self.queue: asyncio.Queue[Request] = asyncio.Queue()
         self.model_lock = asyncio.Lock()  # held while a batch uses the model
         self.step: int | None = None  # of the weights
+        self.arrival: Arrival | None = None  # of the sync in progress
+        self.reports: list[Report] = []
 
     async def start(self) -> None:
         """Load the model, and start to sample."""
@@ -199,10 +202,27 @@ class Server:
     async def load_weight(self, name: str, tensor: torch.Tensor, step: int | None) -> None:
         """Replace one of the model's weights by that of a training step. Raises KeyError."""
         self.step = step
+        arrival = self.arrival or Arrival(self.model)
+        self.arrival = arrival
+        if not arrival.receive([(name, tensor)]):  # the sums, which are last
+            self.reports.append(arrival.finish())
+            self.arrival = None
+            return
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         tied_names = getattr(self.model, "_tied_weights_keys", None) or ()
         if name in tensors or name not in tied_names:
-            tensors[name].data.copy_(tensor)
+            with arrival:
+                tensors[name].data.copy_(tensor)
+
+    async def collective_rpc(self, method: str) -> list[Any]:
+        """Return the result of a method, as vLLM's servers do for each of their workers."""
+        return [getattr(self, method)()]
+
+    def take_weight_reports(self) -> list[Report]:
+        """Return what the syncs since the last call have found."""
+        reports = self.reports
+        self.reports = []
+        return reports
 
     async def sleep(self) -> None:
         """Release the GPU's memory if rollout.free_cache_engine is set."""

@@ -75,7 +75,7 @@ class SkippedStep(Exception):  # noqa: N818  (not an error: the run continues)
 
 
 class NonFiniteStep(SkippedStep):
-    """A step with NaN or infinite numbers, or whose rollout engine had different weights.
+    """A step with NaN or infinite numbers.
 
     batch: the step's batch, which the run saves for inspection. is_updated: whether the workers
     have already trained on it. Old log-probs that the update computes are known only then.

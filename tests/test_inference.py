@@ -627,7 +627,8 @@ def test_standalone_servers_load_the_weights_of_the_model_folder(manager, nnodes
 @pytest.fixture
 def make_servers(monkeypatch):
     """Return a function that makes Servers with doubles of verl's managers."""
-    monkeypatch.setattr(inference, "CheckpointEngineManager", Mock())
+    monkeypatch.setattr(inference, "WeightSync", Mock())
+    monkeypatch.setattr(inference.weight_proof, "attach_to_group", Mock())
 
     def make(workers) -> inference.Servers:
         context = make_context(None)
@@ -645,13 +646,13 @@ def make_servers(monkeypatch):
 def test_weights_have_the_number_of_their_step(make_servers):
     workers = Mock()
     servers = make_servers(workers)
-    made: Any = inference.CheckpointEngineManager
+    made: Any = inference.WeightSync
     assert made.call_args.kwargs["config"].backend == "naive"
     assert made.call_args.kwargs["replicas"] is servers.manager.get_replicas.return_value
     assert not servers.is_asleep and servers.context.policy_version is None
     servers.sleep()
     assert servers.is_asleep
-    servers.update_weights(4)
+    assert servers.update_weights(4) is made.return_value.proof
     assert not servers.is_asleep and servers.context.policy_version == 4
     assert made.return_value.mock_calls == [mock.call.sleep_replicas(), mock.call.update_weights(4)]
     assert workers.mock_calls == [mock.call.set_policy_version(4)]
@@ -673,3 +674,21 @@ def test_a_rollout_runs_here_or_in_the_workers_with_the_sampling_of_the_call(
     assert result is run.return_value
     assert run.call_args == mock.call("requests", sampling, *others)
     assert servers.context.samples.sampling == sampling
+
+
+def test_no_replica_samples_before_its_weights_are_proved(monkeypatch):
+    """verl lets the replicas sample again at the end of a sync."""
+    replica = AsyncMock()
+    settings: Any = Mock(backend="naive", custom_backend_module=None)
+    sync = inference.WeightSync(settings, Mock(), [replica])
+    ask = AsyncMock(side_effect=[RunError("replica 0"), {"proved": 1.0}])
+    monkeypatch.setattr(inference.weight_proof, "ask_replicas", ask)
+    sync.step = 3
+    sync.is_proved = False
+    with pytest.raises(RunError):
+        sync.resume_generation_replicas()
+    assert not replica.mock_calls
+    for _ in range(2):
+        sync.resume_generation_replicas()
+    assert sync.proof == {"proved": 1.0} and ask.mock_calls == [mock.call([replica], 3)] * 2
+    assert replica.mock_calls == [mock.call.resume_generation()] * 2

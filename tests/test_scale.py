@@ -104,6 +104,7 @@ def run_ten_steps(workspace: Path, name: str, *changes: str, overlays: Sequence[
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
     steps = [m for m in metrics_of(workspace / "runs" / name) if "actor/grad_norm" in m]
     assert len(steps) == 10 and all(m["training/rollout_probs_diff_max"] < 1e-3 for m in steps)
+    assert all(m["training/weights_proved"] == 1 for m in steps)
     assert all(m["actor/grad_norm"] > 0 for m in steps)
     return workspace / "runs" / name
 

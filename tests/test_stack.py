@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import ray
 import torch
 
 import env
 import inference
 import training
 from kit.engine.sampling import build_sampling_params, repeat_per_group
+from kit.errors import RunError
 from tests.helpers.models import ACTIONS, END
 from tests.helpers.recipes import GYM_PYTHON, make_counter_row, row
 
@@ -89,6 +91,31 @@ def test_vllm_has_the_weights_of_the_trainer_after_a_sync(session):
     assert stale > 1000 * AGREE  # without a sync, the difference is large
     session.servers.update_weights(1)
     assert compute_disagreement(session, sample(session)) < AGREE
+
+
+def test_a_tensor_that_is_lost_on_the_way_ends_the_run_before_a_token_is_sampled(session):
+    """The next sync is whole again."""
+
+    def lose_a_tensor(worker):
+        role = getattr(worker, "worker_dict", {"actor": worker})["actor"]
+        engine = role.actor.engine
+        send = engine.get_per_tensor_param
+
+        def get_per_tensor_param(**options):
+            weights, adapter = send(**options)
+            engine.get_per_tensor_param = send
+            lost = "model.layers.0.mlp.down_proj.weight"
+            return ((name, tensor) for name, tensor in weights if name != lost), adapter
+
+        engine.get_per_tensor_param = get_per_tensor_param
+
+    actor = session.workers.actor
+    ray.get([worker.__ray_call__.remote(lose_a_tensor) for worker in actor.workers])
+    message = r"Step 5: replica 0 .* down_proj.weight: 8,192 of 8,192 elements were not written"
+    with pytest.raises(RunError, match=message):
+        session.servers.update_weights(5)
+    assert session.servers.update_weights(6) == {"training/weights_proved": 1.0}
+    session.servers.update_weights(0)
 
 
 def test_an_empty_answer_is_verified_like_any_other(session):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -106,9 +106,10 @@ class Servers(inference.Servers):
         """Stay awake, but set `is_asleep`: then even a skipped step calls `update_weights`."""
         self.is_asleep = True
 
-    def update_weights(self, step: int) -> None:
+    def update_weights(self, step: int) -> Mapping[str, float]:
         """Give vLLM the actor's weights after `step`, also for the responses in progress."""
         assert self.checkpoint_manager, "one_step_off is for training, which has an actor"
         self.checkpoint_manager.abort_replicas()
-        super().update_weights(step)
+        metrics = super().update_weights(step)
         self.checkpoint_manager.resume_generation_replicas()
+        return metrics

@@ -23,6 +23,7 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
 
 from kit.cpu import vllm_patches
 from kit.engine import verl_patches
+from kit.engine.weight_proof import Arrival
 
 vllm_patches.monkey_patch_vllm()
 
@@ -34,7 +35,7 @@ class WorkerExtension(verl_patches.WorkerExtension):
     whole set of weights.
     """
 
-    def update_weights_from_ipc(
+    def receive_and_load(
         self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
         """Receive the trainer's weights, or its LoRA adapter, and use them from now on.
@@ -44,7 +45,7 @@ class WorkerExtension(verl_patches.WorkerExtension):
         if peft_config and base_sync_done:
             # vLLM keeps an adapter apart from the packed weights, which do not change
             self.device = torch.device("cpu")
-            super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
+            super().receive_and_load(peft_config, base_sync_done, use_shm)
             return
         if peft_config:
             raise NotImplementedError(
@@ -52,20 +53,22 @@ class WorkerExtension(verl_patches.WorkerExtension):
                 "Set actor_rollout_ref.rollout.load_format=auto, so that vLLM loads them."
             )
         dtype = self.model_runner.model_config.dtype
-        weights = receive_weights(self._get_zmq_handle(), dtype, use_shm)
+        weights = receive_weights(self._get_zmq_handle(), dtype, use_shm, self.arrival)
+        self.arrival.trace(weights)
         self.model_runner.reload_weights(weights_iterator=iter(weights))
         refresh_tied_lm_head(self.model_runner.model)
 
 
 def receive_weights(
-    handle: str, dtype: torch.dtype, use_shm: bool
+    handle: str, dtype: torch.dtype, use_shm: bool, arrival: Arrival
 ) -> list[tuple[str, torch.Tensor]]:
     """Receive all weights that the trainer sends. handle: the address of its socket."""
     weights: list[tuple[str, torch.Tensor]] = []
 
     def copy_bucket(bucket: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
         # These are views of a buffer that the next bucket overwrites.
-        weights.extend((name, weight.to(dtype, copy=True)) for name, weight in bucket)
+        tensors = arrival.receive(bucket)
+        weights.extend((name, weight.to(dtype, copy=True)) for name, weight in tensors)
 
     receiver = BucketedWeightReceiver(
         zmq_handle=handle, device=torch.device("cpu"), use_shm=use_shm

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
-from verl.workers.rollout import base
+from verl.workers.rollout import base, replica
 
 from kit.engine import stores
 
@@ -26,9 +26,11 @@ from kit.engine import stores
 TIMEOUT_VARIABLE = "PROCESS_GROUP_TIMEOUT_S"
 
 
-def monkey_patch_server_adapter() -> None:
-    """Make the trainer's ranks send weights through `ServerAdapter` of this module."""
+def monkey_patch_vllm_classes() -> None:
+    """Make the trainer's ranks send weights through `ServerAdapter`, to servers of `Replica`."""
     base._ROLLOUT_REGISTRY["vllm", "async"] = f"{__name__}.ServerAdapter"
+    this_module = sys.modules[__name__]
+    replica.RolloutReplicaRegistry.register("vllm", lambda: this_module.Replica)
 
 
 def move_to_temp_folder(address: str) -> str:
@@ -108,16 +110,63 @@ def make_server_adapter() -> type:
 
 
 def make_worker_extension() -> type:
-    """Create the class with which vLLM's workers receive weights."""
+    """Create the class with which vLLM's workers receive weights, and prove that they have them."""
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+    from kit.engine.weight_proof import Arrival, Report, Weights, compare_adapter
 
     monkey_patch_clip_weights()
 
     class WorkerExtension(vLLMColocateWorkerExtension):
+        model_runner: Any  # of vLLM's worker
+        arrival: Arrival
+        weight_reports: list[Report]
+
         def _get_zmq_handle(self) -> str:
             return move_to_temp_folder(super()._get_zmq_handle())
 
+        def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:  # as for verl's
+            with Arrival(self.model_runner.model) as self.arrival:
+                self.receive_and_load(*args, **kwargs)
+            report = self.arrival.finish()
+            # base weights and an adapter; the driver does not ask an engine that it cannot check
+            self.weight_reports = [*self.take_weight_reports(), report][-2:]
+
+        def receive_and_load(self, *args: Any, **kwargs: Any) -> None:  # as for verl's
+            super().update_weights_from_ipc(*args, **kwargs)
+
+        def _update_weights(
+            self, weights: Weights, peft_config: dict[str, Any], base_sync_done: bool
+        ) -> None:
+            tensors = self.arrival.receive(weights)
+            super()._update_weights(tensors, peft_config, base_sync_done)
+            if peft_config and base_sync_done:
+                self.arrival.is_adapter = True
+                compare_adapter(self.arrival.report, self, tensors, peft_config)
+
+        def take_weight_reports(self) -> list[Report]:
+            """Return what the syncs since the last call have found."""
+            return vars(self).pop("weight_reports", [])
+
     return WorkerExtension
+
+
+def make_replica() -> type:
+    """Create verl's replica of vLLM, with a server that returns the results of its workers."""
+    import ray
+    from verl.workers.rollout.vllm_rollout import vllm_async_server
+
+    # the name is the title of its process
+    class vLLMHttpServer(vllm_async_server.vLLMHttpServer):  # noqa: N801
+        async def collective_rpc(self, *args: Any, **kwargs: Any) -> list[object]:  # as for verl's
+            return await self.engine.collective_rpc(*args, **kwargs)
+
+    class Replica(vllm_async_server.vLLMReplica):
+        def __init__(self, *args: Any, **kwargs: Any):  # as for verl's class
+            super().__init__(*args, **kwargs)
+            self.server_class = ray.remote(vLLMHttpServer)
+
+    return Replica
 
 
 def __getattr__(name: str) -> type:
@@ -125,10 +174,12 @@ def __getattr__(name: str) -> type:
         return globals().setdefault(name, make_server_adapter())
     if name == "WorkerExtension":
         return globals().setdefault(name, make_worker_extension())
+    if name == "Replica":
+        return globals().setdefault(name, make_replica())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 stores.monkey_patch_rendezvous()
 monkey_patch_group_timeout()
-monkey_patch_server_adapter()
+monkey_patch_vllm_classes()
 monkey_patch_training_workers()

@@ -273,10 +273,11 @@ class ReplayServers:
     def sleep(self) -> None:
         """Do nothing: no rollout engine runs."""
 
-    def update_weights(self, step: int) -> None:
-        """Load the episodes that the recorded run sampled after this step."""
+    def update_weights(self, step: int) -> dict[str, float]:
+        """Load the episodes that the recorded run sampled after this step. No metrics."""
         path = self.replay.recording.files.get(step + 1)
         self.batches = load_replay(path, self.replay.tasks) if path else []
+        return {}
 
 
 def set_old_log_probs(

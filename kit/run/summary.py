@@ -14,6 +14,7 @@ from kit.chat import template_trial
 from kit.chat.template import TURNS, ChatTemplate, RenderError, find_opening
 from kit.chat.tool_calls import list_tool_formats
 from kit.data.ground_truths import find_marks, is_missing
+from kit.engine import weight_proof
 from kit.engine.inputs import RunInputs
 from kit.recipe import adapters
 from kit.recipe.fused_head import find_obstacle
@@ -211,8 +212,14 @@ def list_warnings(
         settings = ", ".join(f"rollout.{key}={value}" for key, value in distortions.items())
         yield (
             f"{settings}: the rollout engine's log-probs are of the probabilities that this "
-            "changes, the trainer's of the model's. So no step is checked for their difference, "
-            "and algorithm.rollout_correction is biased. Remove this unless you want that."
+            "changes, the trainer's of the model's. So their difference says nothing, and "
+            "algorithm.rollout_correction is biased. Remove this unless you want that."
+        )
+    obstacle = weight_proof.find_obstacle(recipe)
+    if obstacle and recipe.command == "train":
+        yield (
+            f"{obstacle}, so no sync of the weights is checked, and {weight_proof.METRIC} is not "
+            "logged. Compare training/rollout_probs_diff_mean instead."
         )
     yield from warn_of_template(recipe, inputs)
     for name, is_here in find_unsandboxed(recipe, inputs).items():

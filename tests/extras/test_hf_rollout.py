@@ -24,7 +24,9 @@ from tests.helpers.stack import AGREE, SESSION, kill_workers
 def trainer_with_servers(stack, name, workers, manager, *changes):
     """Yield a Trainer with these workers and servers, which get the initial weights."""
     workers.actor.load_checkpoint(str(stack.fresh))
-    with stack.trainer(name, *changes, overlays=[name], workers=workers) as trainer:
+    with stack.trainer(
+        name, *changes, overlays=[name], workers=workers, manager=manager
+    ) as trainer:
         addresses = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
         context = make_rollout_context(
             trainer.recipe, Client(trainer.recipe, addresses), trainer.inputs, 60.0

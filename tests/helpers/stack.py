@@ -69,11 +69,13 @@ class Stack:
         overlays: Sequence[str] = (),
         workers: Any = None,
         gym: Any = None,
+        manager: Any = None,
     ):
         """Yield a Trainer for the tiny recipe with overlays and changes, in runs/<name>.
 
         It uses the stack's vLLM. workers: used instead of the stack's workers, which otherwise get
         their initial weights and the recipe's loss. gym: used instead of the stack's Gym servers.
+        manager: of the rollout servers that `workers` sends to, instead of the stack's vLLM.
         """
         import inference
         import training
@@ -101,7 +103,12 @@ class Stack:
             [part.after_episode for part in features.parts],
         )
         servers = inference.Servers(
-            recipe, running.manager, workers.actor, context, gym or running.gym, running.loop
+            recipe,
+            manager or running.manager,
+            workers.actor,
+            context,
+            gym or running.gym,
+            running.loop,
         )
         state = LoopState()
         shutil.rmtree(self.workspace / "runs" / name, ignore_errors=True)
@@ -194,6 +201,7 @@ def train_until(trainer, bound: float, over: int = 3) -> list[float]:
             break
         metrics = trainer.step_or_skip()
         assert metrics["training/rollout_probs_diff_max"] < AGREE
+        assert metrics["training/weights_proved"] == 1
         assert metrics["rollout/failed_frac"] == 0
         rewards.append(metrics["rollout/reward/mean"])
     print("rewards", [round(r, 2) for r in rewards])

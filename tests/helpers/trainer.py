@@ -93,6 +93,7 @@ class Servers:
         self.calls.append(f"update_weights {step}")
         self.is_asleep = False
         self.version = step
+        return {}
 
 
 class Recorder:
