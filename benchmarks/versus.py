@@ -324,7 +324,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="resolve all settings without a GPU")
     args = parser.parse_args()
     if importlib.util.find_spec("trl"):
-        parser.error(f"verl does not start beside TRL 1.x. Move TRL to {TRL_FOLDER}, as in --help.")
+        parser.error(f"verl does not start where TRL 1.x is. Move TRL to {TRL_FOLDER}: see --help.")
     model = str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model
     has_flash_attn = importlib.util.find_spec("flash_attn") is not None
     work = Work(model, args.steps, args.prompts, args.response, args.tokens, has_flash_attn)

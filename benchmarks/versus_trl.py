@@ -110,7 +110,7 @@ def train(work: dict[str, Any]) -> None:
                 torch.cuda.synchronize()
                 clock.begin = time.perf_counter()
 
-        def on_step_end(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
             if state.global_step % UPDATES == 0 and clock.begin is not None:
                 torch.cuda.synchronize()
                 seconds = clock.finish(time.perf_counter() - clock.begin)
