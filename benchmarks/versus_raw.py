@@ -109,7 +109,8 @@ class BareTrainer:
 
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.device = device
-        self.model = AutoModelForCausalLM.from_pretrained(work["model"], dtype=dtype).to(device)
+        model: Any = AutoModelForCausalLM.from_pretrained(work["model"], dtype=dtype)
+        self.model = model.to(device)
         self.model.train()
         self.model.gradient_checkpointing_enable()
         if device == "cuda":
