@@ -135,9 +135,9 @@ def describe_verifiers(recipe: Recipe, inputs: RunInputs) -> list[str]:
             f"verifier    {names}: {pool.processes or cores()} processes, "
             f"{pool.timeout_s:g} s a call, {pool.memory_gb:g} GiB each"
         )
-        lines += [f"tried       {trial.result}" for trial in inputs.trials if trial.result]
     else:
         lines.append("verifier    Gym servers, which start with the run (to try them: `probe`)")
+    lines += [f"tried       {trial.result}" for trial in inputs.trials if trial.result]
     return lines + (describe_functions(recipe) if recipe.command == "train" else [])
 
 
