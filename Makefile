@@ -33,6 +33,10 @@ SETUP := $(VENV)/ready
 TOOLS := .venv
 UV := $(TOOLS)/bin/uv
 
+# uv prints a line when the download of a large package begins and ends, also if its output is a file. The list of all
+# packages at the end is left out.
+PROGRESS := 2> >(grep --line-buffered -v '^ + ' >&2)
+
 .PHONY: demo math fast test bench algorithms docs site site-serve soak mutate lint clean
 .PHONY: setup gym model gemma data gpu gpu-check
 .DELETE_ON_ERROR:
@@ -116,7 +120,7 @@ gemma: models/gemma-3-270m/config.json
 	for folder in $$(.venv/bin/pip config list | sed -n "s/.*find-links='\(.*\)'/\1/p"); do \
 	  if ls "$$folder"/torch-2.13.0+cpu-* >/dev/null 2>&1; then from="--find-links $$folder"; fi; \
 	done; \
-	set -x; .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps $$from -r requirements-cpu.txt
+	set -x; .venv/bin/uv pip install --python .venv/bin/python --no-deps $$from -r requirements-cpu.txt $(PROGRESS)
 	@echo "compiling the packages (about a minute)"
 	.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # some packages contain Python 2 files
 	@touch $@
@@ -131,7 +135,7 @@ gemma: models/gemma-3-270m/config.json
 	@echo "== .venv-gpu: verl, vLLM and torch for CUDA 13 (9.7 GB)"
 	@python=$$(bash extras/preflight/find_python.sh .venv-uv/bin/uv) || exit 1; \
 	set -x; .venv-uv/bin/uv venv --quiet --clear --python "$$python" .venv-gpu
-	.venv-uv/bin/uv pip install --quiet --python .venv-gpu/bin/python --no-deps --require-hashes -r requirements-gpu.txt
+	.venv-uv/bin/uv pip install --python .venv-gpu/bin/python --no-deps --require-hashes -r requirements-gpu.txt $(PROGRESS)
 	.venv-gpu/bin/python -m compileall -q -j 0 .venv-gpu/lib >/dev/null 2>&1 || true  # some contain Python 2 files
 	@touch $@
 
@@ -151,7 +155,7 @@ gemma: models/gemma-3-270m/config.json
 	  export UV_PYTHON_DOWNLOADS=never; \
 	done
 	.venv-gym/bin/python -V
-	$(UV) pip install --quiet --python .venv-gym/bin/python --no-deps -r requirements-gym.txt
+	$(UV) pip install --python .venv-gym/bin/python --no-deps -r requirements-gym.txt $(PROGRESS)
 	$(TOOLS)/bin/pip --disable-pip-version-check --python .venv-gym/bin/python install --quiet --no-deps --ignore-requires-python nemo-gym==0.7.0
 	.venv-gym/bin/python -m compileall -q -j 0 .venv-gym/lib >/dev/null 2>&1 || true  # some packages contain Python 2 files
 	@touch $@
@@ -188,4 +192,4 @@ data/gsm8k_train.jsonl: | $(SETUP)
 	$(VENV)/bin/python env.py gsm8k --out data $(if $(GSM8K),--source $(GSM8K))
 
 clean:
-	rm -rf .venv .venv-docs .venv-templates .venv-gpu .venv-uv .venv-gym .venv-gym*-servers .venv-trl models data site
+	rm -rf .venv .venv-docs .venv-templates .venv-gpu .venv-uv .venv-gym .venv-gym*-servers .venv-trl .versus-trl models data site

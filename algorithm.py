@@ -55,7 +55,9 @@ from typing import TYPE_CHECKING
 try:
     import omegaconf  # noqa: F401
 except ModuleNotFoundError as error:  # another Python than this project's
-    raise SystemExit(f"error: {error}. Run `source .venv/bin/activate` first.") from None
+    from kit.recipe.packages import describe_wrong_python
+
+    raise SystemExit(f"error: {describe_wrong_python(error)}") from None
 
 import env
 from kit.data import batch_keys as keys
@@ -71,7 +73,12 @@ from kit.data.metrics import (
     warn_about_failures,
 )
 from kit.data.rollout_files import assign_record_indices
-from kit.data.selection import check_failures, select_trainable, take_groups
+from kit.data.selection import (
+    check_failures,
+    describe_nothing_left,
+    select_trainable,
+    take_groups,
+)
 from kit.engine.inputs import RunInputs
 from kit.engine.sampling import make_rollout_args
 from kit.errors import NonFiniteStep, SkippedStep
@@ -205,8 +212,7 @@ class Trainer:
         self.metrics["rollout/prompt_batches"] = batches
         self.metrics |= {f"rollout/filtered/{name}": n for name, n in filtered.items()}
         if not kept:
-            path = f"{self.run.folder}/rollouts/step_{self.state.step}.jsonl"
-            raise SkippedStep(f"no group is left to train on. See {path}")
+            raise SkippedStep(describe_nothing_left(episodes, filtered))
         return kept
 
     def take_tasks(self) -> list[env.Task]:
@@ -315,7 +321,11 @@ class Trainer:
                 self.metrics |= training.update_critic(self.workers.critic, batch, self.recipe)
         has_signal = training.has_advantages(batch) or self.loss_has_other_terms
         if self.updates_actor and not has_signal:
-            say(f"step {self.state.step} changes no weights: all advantages are 0")
+            equal = int(self.metrics.get(ZERO_VARIANCE, 0))
+            say(
+                f"step {self.state.step} changes no weights: all advantages are 0 ({equal} groups "
+                'have equal rewards). See docs/guides/diagnosis.md, "3. A flat reward".'
+            )
         elif self.updates_actor:
             training.set_schedule_position(batch, done - self.recipe.trainer.critic_warmup)
             with self.run.stage("update_actor"):

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +61,24 @@ def run(
     look: Callable[[list[psutil.Process]], Any],
     every: float,
     folder: Path = ROOT,
+    variables: Mapping[str, str] | None = None,
 ) -> None:
     """Run a command in a folder to its end. Its output goes to the file `log`.
 
+    variables: of the environment, added to those of this process.
     look: called every `every` seconds with the process and all its descendants. If it raises, the
     command is terminated. Exits with the end of the log if the command fails.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
         log.open("w") as out,
-        psutil.Popen(command, cwd=folder, stdout=out, stderr=subprocess.STDOUT) as process,
+        psutil.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | (variables or {}),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        ) as process,
     ):
         try:
             while process.poll() is None:

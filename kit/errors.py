@@ -86,8 +86,8 @@ class NonFiniteStep(SkippedStep):
         self.batch = batch
         if is_updated:
             self.outcome = (
-                "has bad numbers after its update (verl skips only mini-batches with a non-finite "
-                "gradient)"
+                "was trained on NaN or infinity (verl leaves out mini-batches whose gradient is "
+                "not finite, and the others changed the weights)"
             )
 
 

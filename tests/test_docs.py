@@ -139,7 +139,7 @@ def test_the_blocks_of_a_page_work_in_order(page, clone, tmp_path, monkeypatch, 
     printed = capsys.readouterr().out
     if page == README:
         assert VALID_MESSAGE in printed
-        assert "tried on row data/arithmetic_train.jsonl:1: reward" in printed
+        assert "tried       on row data/arithmetic_train.jsonl:1: reward" in printed
 
 
 def test_readmes_reward_pays_for_the_rows_answer_as_the_page_says(clone):

@@ -6,7 +6,7 @@ Protects: advantages, from failed episodes and incomplete groups.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 from kit.data.episode import Episode
@@ -72,6 +72,20 @@ def take_groups(episodes: Sequence[Episode], count: int) -> list[Episode]:
     """Take the episodes of the first `count` groups."""
     groups = list(group_episodes(episodes).values())
     return list(chain.from_iterable(groups[:count]))
+
+
+def describe_nothing_left(episodes: Sequence[Episode], filtered: Mapping[str, int]) -> str:
+    """Describe why no group is left. filtered: {filter: episodes that it dropped or masked}."""
+    failed = sum(episode.status != "ok" for episode in episodes)
+    reasons = [f"{failed} failed"] if failed else []
+    reasons += [f"{count} dropped by {name}" for name, count in filtered.items() if count]
+    alone = len(episodes) - failed - sum(filtered.values())
+    if alone > 0:
+        reasons.append(f"{alone} alone in their groups")
+    advice = "Use rows of which the policy solves some."
+    if failed * 2 > len(episodes):
+        advice = "Correct the verifier."
+    return f"of {len(episodes)} responses {', '.join(reasons)}, so the weights stay. {advice}"
 
 
 def check_failures(episodes: Sequence[Episode], max_failed_frac: float) -> None:

@@ -7,6 +7,7 @@ Protects: rewards, from a row that goes to another server, and shares, from rows
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,11 +27,21 @@ if TYPE_CHECKING:
     from kit.recipe.entries import Entry
 
 
+class LongRow(NamedTuple):
+    """A row that was dropped, because its prompt is too long. tokens: of the prompt."""
+
+    row_id: str
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.row_id} ({self.tokens} tokens)"
+
+
 class LoadedTasks(NamedTuple):
     """The tasks of some files, and the rows that were dropped."""
 
     tasks: list[Task]
-    dropped: list[str]  # rows whose prompt is too long, and counts of rows of other servers
+    dropped: list[LongRow | str]  # also counts of rows of other servers
 
 
 def find_entry_files(
@@ -107,7 +118,7 @@ class TaskLoader:
         folders share nothing, since relative paths of images begin there.
         """
         tasks: list[Task] = []
-        dropped: list[str] = []
+        dropped: list[LongRow | str] = []
         skipped = 0  # rows of other servers
         unused: Counter[str] = Counter()  # {field that is not used here: number of rows}
         first: dict[tuple[str, str], Task] = {}  # {folder and digest: the first task of a problem}
@@ -125,7 +136,7 @@ class TaskLoader:
             if task.template_arguments:
                 unused.update(self.template.list_unused(task.template_arguments))
             if len(task.prompt_ids) > self.max_prompt_length:
-                dropped.append(f"{row_id} ({len(task.prompt_ids)} tokens)")
+                dropped.append(LongRow(row_id, len(task.prompt_ids)))
             else:
                 first.setdefault(place, task)
                 tasks.append(task)
@@ -174,11 +185,11 @@ class TaskLoader:
         if server is None:
             references = {"server": name} if name else list_references(row)
             named = ", ".join(f"{key} {value!r}" for key, value in references.items())
-            servers = ", ".join(sorted(set(self.aliases.values()))) or "empty"
+            servers = ", ".join(sorted(set(self.aliases.values()))) or "none"
             raise DataError(
-                f"{row_id}: {named or 'agent_ref None'} matches none of gym.servers "
-                f"({servers}). Add it there, set the server of the file, or skip such rows with "
-                'env.only_servers. See docs/environments.md, "Which server a row uses".'
+                f"{row_id}: the row names {named or 'no server'}, and the recipe has these Gym "
+                f"servers: {servers}. {describe_missing_server(list(references.values()))} "
+                'See docs/environments.md, "Which server a row uses".'
             )
         return server
 
@@ -224,6 +235,14 @@ def match_server(row: Json, aliases: Mapping[str, str], name: str = "") -> str |
         if prefixes:
             return max(prefixes, key=len)
     return None
+
+
+def describe_missing_server(references: Sequence[str]) -> str:
+    """Return what to do about a row of another server. references: to it, the best first."""
+    if not references:
+        return "Set `server:` of its file in env.train_files."
+    name = re.sub(r"(_simple)?_agent$", "", references[0])  # Gym's agents have their server's name
+    return f"Add 'gym.servers.{name}={{start: {{}}}}'."
 
 
 def list_references(row: Json) -> dict[str, str]:

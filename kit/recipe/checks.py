@@ -94,8 +94,9 @@ def check_batch_sizes(settings: Settings) -> Iterator[str]:
             continue  # as for the actor
         if prompts % mini_batch:
             yield (
-                f"data.train_batch_size={prompts} must be a multiple of "
-                f"{section}.ppo_mini_batch_size={mini_batch}. Change one of them."
+                f"data.train_batch_size={prompts}: a batch of {prompts} prompts cannot be divided "
+                f"into optimizer steps of {mini_batch}. For one step per batch, set "
+                f"{section}.ppo_mini_batch_size={prompts}."
             )
         world = settings.world_size(role)
         if mini_batch * n % world:

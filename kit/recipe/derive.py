@@ -130,14 +130,27 @@ def derive_lengths(settings: Settings, model: ModelFacts, changes: Json) -> Json
     max_model_len = settings.rollout.max_model_len or int(changes.get(key, longest))
     positions = model.max_positions or max_model_len
     if settings.has_episodes and max_model_len > positions:
-        raise ConfigError(
-            f"data.max_prompt_length + max_response_length = {longest}, rollout.max_model_len="
-            f"{max_model_len}: the model has only {positions} positions. Lower these."
-        )
+        raise ConfigError(describe_long_episode(settings, max_model_len, positions))
     # verl packs whole episodes, in parts on the GPUs that share the tokens of one
     share = math.ceil(longest / settings.engine.sequence_gpus)
     sizes = {name: max(settings.get(name), share) for name in MICRO_BATCH_TOKENS}
     return {key: max_model_len} | sizes
+
+
+def describe_long_episode(settings: Settings, max_model_len: int, positions: int) -> str:
+    """Describe an episode of more tokens than the model has positions, with a length that fits."""
+    if settings.rollout.max_model_len:
+        return (
+            f"{ROLLOUT}.max_model_len={max_model_len} is more than the model's {positions} "
+            f"positions. Set it to {positions} or less."
+        )
+    prompt = settings.data.max_prompt_length
+    key = "data.max_response_length" if prompt < positions else "data.max_prompt_length"
+    fits = positions - prompt if prompt < positions else positions // 2
+    return (
+        f"Prompt and response may have {max_model_len} tokens, and the model reads {positions}. "
+        f"Set {key}={fits}."
+    )
 
 
 def derive_weight_sync(settings: Settings, model: ModelFacts) -> Json:

@@ -191,7 +191,10 @@ def read_overlays(
     messages = []
     for text in overrides:
         if "=" not in text:
-            messages.append(f"{text!r} is not key=value and no command. Remove it.")
+            messages.append(
+                f"{text!r} is neither key=value nor a command. Remove it, or choose a command of "
+                "`python algorithm.py --help`."
+            )
             continue
         try:
             overlays.append(Overlay(text, expand_paths(parse_argument(text, base)), False))

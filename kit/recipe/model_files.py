@@ -105,7 +105,7 @@ def read_chat_template(settings: Settings) -> str | None:
             value = text
     raise ConfigError(
         f"{MODEL}.custom_chat_template={value!r:.80} is neither a file in the current folder "
-        f"({Path.cwd()}) or the kit's, nor a template: it has no {{. Give one of these."
+        f"({Path.cwd()}) or in {ROOT}, nor a template: it has no {{. Give one of these."
     )
 
 

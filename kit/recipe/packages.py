@@ -6,6 +6,17 @@ Convenience: an error of an import names the package and its version.
 from __future__ import annotations
 
 import importlib.metadata
+import sys
+from pathlib import Path
+
+ENVIRONMENTS = (".venv", ".venv-gpu")  # folders that `make` installs the packages in
+
+
+def describe_wrong_python(error: ModuleNotFoundError) -> str:
+    """Describe that this Python lacks a package that each environment of this copy has."""
+    made = [name for name in ENVIRONMENTS if Path(name, "bin", "python").is_file()]
+    fix = f"Run: source {made[0]}/bin/activate" if made else "Run: make setup (GPUs: make gpu)"
+    return f"{error} in {sys.executable}, which is not Quintet's environment. {fix}"
 
 
 def describe_import_error(error: ImportError) -> str:

@@ -111,8 +111,8 @@ def find_user_file(reference: str, key: str = "") -> Path:
         if file.endswith(".py") and path.is_file():
             return path
     raise UserFunctionError(
-        f"{begin(reference, key)}no file {file} in the current folder ({Path.cwd()}) or the "
-        "kit's. Write path.py:function, with a path from one of these."
+        f"{begin(reference, key)}no file {file} in the current folder ({Path.cwd()}) or in {KIT}. "
+        "Write path.py:function, with a path from one of these."
     )
 
 

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import itertools
 import logging
+import shlex
 import signal
 import sys
 import warnings
@@ -221,6 +222,11 @@ def read_plan() -> Plan | None:
         return None
     args = parse_arguments()
     console.is_interactive = console.is_interactive and not args.quiet
+    for word in args.words:
+        if word in optional.TOOLS:
+            others = [argument for argument in sys.argv[1:] if argument != word]
+            first = shlex.join(["python", "algorithm.py", word, *others])
+            raise ConfigError(f"The command {word} must be the first word. Run: {first}")
     commands = [word for word in args.words if word in prepare.COMMANDS] or ["train"]
     overrides = [word for word in args.words if word not in prepare.COMMANDS]
     if len(commands) > 1:

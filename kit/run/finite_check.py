@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Engine = Any  # of verl
 # With the same weights: the Kullback-Leibler divergence of the trainer from the rollout engine, in
 # nats for each token. In bfloat16 on GPUs, it was at most 0.0044 without a merged adapter, which
-# step 1 has not (docs/gpu_results.md, "vLLM and the trainer").
+# step 1 has not (docs/gpu_results.md, "Do engine and trainer agree?").
 MAX_KL = 0.05
 MAX_KL_FLOAT32 = 1e-4  # if both compute in float32
 CHECKED_TENSORS = (  # of verl's DataProto, each [B, R]

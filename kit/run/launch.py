@@ -377,11 +377,17 @@ def find_missing_resources(recipe: Recipe, resources: Mapping[str, float]) -> st
     """
     gpus = resources.get("GPU", 0)
     needed = recipe.all_gpus
+    plural = "" if needed == 1 else "s"
+    if not gpus and needed:
+        return (
+            f"The recipe needs {needed} GPU{plural}, and Ray found none. To train on a CPU, add "
+            "--config cpu."
+        )
     if gpus < needed:
         return (
-            f"Config needs {needed} GPUs (trainer.n_gpus_per_node * nnodes, and separate pools), "
-            f"Ray has {gpus:g}. Lower trainer.n_gpus_per_node, list more in CUDA_VISIBLE_DEVICES, "
-            "join more nodes (`ray start`, ray_kwargs.ray_init.address=auto), or add --config cpu."
+            f"The recipe needs {needed} GPU{plural} (trainer.n_gpus_per_node * trainer.nnodes, and "
+            f"separate pools), and Ray has {gpus:g}. Lower trainer.n_gpus_per_node, list more in "
+            "CUDA_VISIBLE_DEVICES, or join more nodes (ray_kwargs.ray_init.address=auto)."
         )
     processes = needed
     if not recipe.trains or (recipe.rollout.nnodes and recipe.has_episodes):

@@ -26,7 +26,7 @@ from kit.chat.processor import TextProcessor
 from kit.chat.template import OUTPUTS, PARALLEL, TURNS, ChatTemplate
 from kit.data import generated_rows
 from kit.data.row_files import find_files, read_raw_rows
-from kit.data.tasks import TaskLoader, limit_rows
+from kit.data.tasks import LongRow, TaskLoader, limit_rows
 from kit.engine.inputs import RunInputs
 from kit.errors import ConfigError, UserFunctionError
 from kit.recipe import adapters, checks, model_files, parallel_sizes, user_functions
@@ -256,8 +256,8 @@ def check_early(
     has_server = servers or settings.gym.head_server or settings.env.verifier
     if settings.has_episodes and not (has_server or verifiers.specs):
         errors.append(
-            "gym.servers is not set. Name the servers of the rows, as in configs/math.yaml, or set "
-            "gym.head_server, or env.verifier to a function."
+            "The recipe names no verifier, so nothing gives rewards. Set "
+            "env.verifier=FILE.py:FUNCTION, or a Gym server as in configs/math_cpu.yaml."
         )
     raise_all(errors)
     return verifiers
@@ -415,8 +415,15 @@ def check_enough_rows(settings: Settings, inputs: RunInputs, share: float = 1.0)
     needed = 0 if command == "train" and all(entry.function for entry in entries) else 1
     if settings.trains:
         needed = max(needed, math.ceil(share * size - 1e-9))  # without the rounding error
+    lengths = [row.tokens for row in inputs.dropped if isinstance(row, LongRow)]
+    if needed and not found and lengths and len(lengths) == len(inputs.dropped):
+        raise ConfigError(
+            f"All {len(lengths)} prompts are longer than data.max_prompt_length="
+            f"{settings.data.max_prompt_length} tokens (the longest has {max(lengths)}). Set "
+            f"data.max_prompt_length={max(lengths)}."
+        )
     if found < needed:
-        dropped = ", ".join(inputs.dropped[:3]) or "none"
+        dropped = ", ".join(map(str, inputs.dropped[:3])) or "none"
         limits = f"data.max_prompt_length={settings.data.max_prompt_length}"
         if not settings.has_episodes:  # the rows have the responses
             limits += f" or data.max_response_length={settings.data.max_response_length}"

@@ -282,9 +282,9 @@ class RunFiles:
         limit = MAX_NONFINITE_STEPS if self.recipe.engine.is_fsdp else 1
         if self.nonfinite_steps == limit:
             raise RunError(
-                f"{self.nonfinite_steps} non-finite steps in a row, the last: {reason}. Inspect "
-                f"{path.parent} with torch.load. Then resume from the last checkpoint with another "
-                "precision, or with a lower actor_rollout_ref.actor.optim.lr and "
+                f"{self.nonfinite_steps} non-finite steps in a row, the last: {reason}. Their "
+                f"batches are in {path.parent}. Resume from the last checkpoint with a lower "
+                "actor_rollout_ref.actor.optim.lr and "
                 "actor_rollout_ref.actor.checkpoint.load_contents=[model]. "
                 'See docs/guides/diagnosis.md, "8. Gradient norm and clipping".'
             )

@@ -137,9 +137,9 @@ def describe_verifiers(recipe: Recipe, inputs: RunInputs) -> list[str]:
             f"verifier    {names}: {pool.processes or cores()} processes, "
             f"{pool.timeout_s:g} s a call, {pool.memory_gb:g} GiB each"
         )
-        lines += [f"            {line}" for line in inputs.trials]
     else:
         lines.append("verifier    Gym servers, which start with the run (to try them: `probe`)")
+    lines += [f"tried       {trial.result}" for trial in inputs.trials if trial.result]
     return lines + (describe_functions(recipe) if recipe.command == "train" else [])
 
 
@@ -207,6 +207,7 @@ def list_warnings(
     yield from warn_of_lost_updates(recipe)
     if not recipe.has_episodes:
         return
+    yield from [trial.warning for trial in inputs.trials if trial.warning]
     distortions = find_distortions(recipe)
     if distortions and recipe.command == "train":
         settings = ", ".join(f"rollout.{key}={value}" for key, value in distortions.items())
@@ -346,7 +347,7 @@ def describe_changes(recipe: Recipe) -> list[str]:
             continue
         is_in_recipe = key in written and (written[key] == value or "${" in str(written[key]))
         if (recipe.has_critic or not is_below(key, "critic")) and not is_in_recipe:
-            lines.append(f"    {key}: {value} (was {default})")
+            lines.append(f"    {key}: {value} (verl: {default})")
     return lines
 
 

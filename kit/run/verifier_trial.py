@@ -23,6 +23,7 @@ from kit.data.ground_truths import (
     read_expected_answers,
 )
 from kit.data.reward_scale import UNKNOWN, RewardScale, Scales, are_equal
+from kit.engine.inputs import Trial
 from kit.errors import ConfigError, UserFunctionError
 from kit.recipe.recipe import Recipe
 from kit.run.event_loops import make_runner
@@ -36,6 +37,7 @@ FULL_FORM = f"<think>\n{WORK}\n</think>\n<answer>{{}}</answer>"
 # Responses with the expected answer. They are tried in this order, until only the answer earns 1.
 FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", FULL_FORM)
 MAX_ANSWER = 60  # characters of an expected answer that is tried as a response
+SHOWN_FORMS = 3  # in a warning
 MAX_SOURCES = 20  # data sources that are tried
 
 
@@ -45,8 +47,8 @@ def check_verifiers(
     recipe: Recipe,
     scales: Scales | None = None,
     response: str = RESPONSE,
-) -> list[str]:
-    """Call each verifier for some of its rows. Return a line with the rewards of each row.
+) -> list[Trial]:
+    """Call each verifier for some of its rows. Return a trial with the rewards of each row.
 
     Python verifiers are called for a row of each data_source, Gym servers that run already for one
     row: a server to start does not run yet, and an agent needs the policy. The responses are
@@ -66,36 +68,35 @@ def check_verifiers(
         pools = {name: Pool(specs[name], recipe, Path(logs)) for name in rows if name in specs}
         router, _ = make_verifiers(recipe, urls, pools)
 
-        async def check_all() -> list[str]:
-            lines: list[str] = []
+        async def check_all() -> list[Trial]:
+            trials: list[Trial] = []
             async with router:
                 for some in rows.values():
-                    lines += await check_verifier(router, some, scales, response)
-            return lines
+                    trials += await check_verifier(router, some, scales, response)
+            return trials
 
         return runner.run(check_all())
 
 
 async def check_verifier(
     router: VerifierRouter, tasks: Sequence[Task], scales: Scales | None, first: str
-) -> list[str]:
-    """Call one verifier for some of its tasks, as `check_verifiers` does. Return lines."""
-    lines: list[str] = []
+) -> list[Trial]:
+    """Call one verifier for some of its tasks, as `check_verifiers` does."""
+    trials: list[Trial] = []
     is_python = tasks[0].server in router.pools
     for task in select_tasks(tasks)[: MAX_SOURCES if is_python else 1]:
         try:
-            lines.append(await check_row(router, task, scales, first))
+            trials.append(await check_row(router, task, scales, first))
         except GymError as error:
-            lines.append(f"tried on row {task.row_id}: {error}")
+            trials.append(Trial(f"on row {task.row_id}: {error}"))
     if not is_python or await router.kind(tasks[0].server) != "verify":
-        return lines
+        return trials
     missing = [task.row_id for task in tasks if is_missing(task.row)]
     if 0 < len(missing) < len(tasks):
-        lines.append(
-            f"{len(missing):,} of {len(tasks):,} rows have no ground truth ({missing[0]}). If the "
-            "verifier needs one, remove these rows."
-        )
-    return lines
+        count = f"{len(missing):,} of {len(tasks):,} rows have no ground truth ({missing[0]})"
+        warning = f"{count}. If the verifier needs one, remove these rows."
+        trials.append(Trial("", warning))
+    return trials
 
 
 def select_tasks(tasks: Sequence[Task]) -> list[Task]:
@@ -137,19 +138,19 @@ async def call_once(router: VerifierRouter, task: Task, response: str) -> float 
 
 async def check_row(
     router: VerifierRouter, task: Task, scales: Scales | None, first: str = RESPONSE
-) -> str:
-    """Verify responses to a row. Return a line with the rewards of `first` and the ground truth.
+) -> Trial:
+    """Verify responses to a row. Return the rewards of `first` and of the ground truth.
 
     first: no answer unless the user gave it. Raises what `call_once` does.
     """
     other = await call_once(router, task, first)
-    line = f"tried on row {task.row_id}: reward {show(other)} for {first!r}"
+    line = f"on row {task.row_id}: reward {show(other)} for {first!r}"
     if await router.kind(task.server) != "verify":
         is_python = task.server in router.pools
-        return line if is_python else f"tried on row {task.row_id}: a session opens"
+        return Trial(line if is_python else f"on row {task.row_id}: a session opens")
     responses = list_responses(task)
     if not responses:
-        return f"{line}. The row has no ground truth that can be tried as a response."
+        return Trial(f"{line}. The row has no ground truth that can be tried as a response.")
     scale = RewardScale(other or UNKNOWN.nothing, UNKNOWN.full)  # that of most verifiers
     rewards: dict[str, float | None] = {}
     for response in responses:
@@ -161,18 +162,23 @@ async def check_row(
     right = rewards[best]
     line += f", {show(right)} for the ground truth {best!r}"
     if right is None:
-        return line
+        return Trial(line)
     # the same form, so that a reward for the form alone is not one for the answer
     wrong = await call_once(router, task, responses[best])
     scale = RewardScale(wrong or UNKNOWN.nothing, right)
     if not scale.tells_apart:
-        earned = "no more than a wrong answer" if right else "nothing"
-        return f"{line}. The ground truth earns {earned}. Does the verifier require another format?"
+        forms = ", ".join(map(repr, list(responses)[:SHOWN_FORMS]))
+        return Trial(
+            line,
+            f"Row {task.row_id}: the right answer earns at most {show(right)}, no more than a "
+            "wrong one in the same form, so the reward would stay flat. Tried: "
+            f"{forms}, ... Let the verifier accept one of these forms.",
+        )
     if scales is not None:
         scales[task.server, str(task.row.get("data_source"))] = scale
     if not are_equal([scale.full, UNKNOWN.full]):
         line += f". A reward of {scale.full:g} counts as right (acc, pass@k)"
-    return line
+    return Trial(line)
 
 
 def rank(reward: float | None) -> float:

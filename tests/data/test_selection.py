@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kit.data.episode import Episode
-from kit.data.selection import check_failures, select_trainable
+from kit.data.selection import check_failures, describe_nothing_left, select_trainable
 from kit.errors import RunError
 from tests.data.test_metrics import episode
 
@@ -80,6 +80,17 @@ def make_with_statuses(*statuses):
     for e in episodes:
         e.error = f"error of {e.row_id}" if e.status != "ok" else ""
     return episodes
+
+
+def test_a_step_without_a_group_says_what_happened_to_the_responses():
+    """One response is the rest of its group, because the other one failed."""
+    text = describe_nothing_left(make_with_statuses("ok", "timeout", "ok", "ok"), {"drop_all": 2})
+    assert text.startswith(
+        "of 4 responses 1 failed, 2 dropped by drop_all, 1 alone in their groups"
+    )
+    assert text.endswith("Use rows of which the policy solves some.")
+    failed = describe_nothing_left(make_with_statuses("ok", "timeout", "timeout"), {})
+    assert failed.endswith("Correct the verifier.")
 
 
 def test_one_failure_more_than_the_recipe_allows_stops_the_run():

@@ -73,7 +73,9 @@ def test_a_row_matches_its_server(fields, aliases, server):
 
 
 def test_a_row_that_matches_no_server_shows_all_that_it_names():
-    with pytest.raises(env.DataError, match=r"^x:1: agent_ref 'mcqaplus_agent' matches none"):
+    with pytest.raises(
+        env.DataError, match=r"agent_ref 'mcqaplus_agent', .*: mcqa\. Add 'gym\.servers\.mcqaplus="
+    ):
         make_loader(["mcqa"]).find_server(row(agent_ref={"name": "mcqaplus_agent"}), "x:1", "")
 
 
@@ -103,7 +105,9 @@ def test_an_entry_gives_its_rows_a_server_and_a_weight(tmp_path):
         ("b", 0.5),
     ]
     assert [task.row for task in tasks] == rows * 2  # verbatim
-    with pytest.raises(env.DataError, match=r"rows\.jsonl:1: server 'c' matches none .*\(a, b\)"):
+    with pytest.raises(
+        env.DataError, match=r"rows\.jsonl:1: .* server 'c', .*: a, b\. Add 'gym\.servers\.c={"
+    ):
         load_tasks([{"path": path, "server": "c"}])
 
 
@@ -176,7 +180,7 @@ def test_a_prompt_at_the_limit_is_kept_and_a_longer_one_is_dropped_and_listed(tm
     path = str(write_rows(tmp_path / "rows.jsonl", rows))
     loaded = make_loader(["a"]).load_files([Entry(path)])
     assert [task.row_id for task in loaded.tasks] == [f"{path}:1", f"{path}:3"]
-    assert loaded.dropped == [f"{path}:2 ({LIMIT + 1} tokens)"]
+    assert loaded.dropped == [(f"{path}:2", LIMIT + 1)]
     assert loaded.tasks[1].prompt_ids == [ord(letter) for letter in "short"]
 
 

@@ -146,10 +146,12 @@ COMBINATIONS = [
     (["trainer.experiment_name=../a"], "is outside of runs/"),
     (["trainer.logger=[swanlab]"], "needs the package swanlab"),
     # sizes
-    ([f"{ACTOR}.ppo_mini_batch_size=3"], "train_batch_size=8 must be a multiple"),
+    ([f"{ACTOR}.ppo_mini_batch_size=3"], f"set {ACTOR}.ppo_mini_batch_size=8"),
     (["trainer.n_gpus_per_node=3"], "must be a multiple of 3 GPUs"),
     ([f"{ACTOR}.use_dynamic_bsz=false"], "ppo_micro_batch_size_per_gpu and"),
-    (["data.max_response_length=5000"], "only 2048 positions"),
+    (["data.max_response_length=5000"], "Set data.max_response_length=2016"),
+    (["data.max_prompt_length=5000"], "Set data.max_prompt_length=1024"),
+    ([f"{ROLLOUT}.max_model_len=5000"], "the model's 2048 positions"),
     (["critic.optim.lr_warmup_steps=0", "critic.optim.lr_warmup_steps_ratio=0.1"], "verl then"),
     ([f"{ROLLOUT}.n=1"], "at least two responses"),
     # names
@@ -189,7 +191,8 @@ COMBINATIONS = [
     (["trainer.one_step_off=1", f"{ROLLOUT}.full_determinism=true"], "cannot repeat"),
     # files and servers
     (["env.train_files=[nowhere.jsonl]"], "nowhere.jsonl: no such file"),
-    (["data.max_prompt_length=3"], "have 0 usable rows"),
+    (["data.max_prompt_length=3"], "Set data.max_prompt_length=13"),
+    (["env.max_rows=1"], "have 1 usable rows"),
     (["gym.servers.reasoning_gym.url=http://127.0.0.1:1"], "must have either url"),
     (["gym.servers.reasoning_gym.start.python=nowhere"], "no interpreter at nowhere"),
     ([f"{ROLLOUT}.multi_turn.format=no", "env.train_files=[tools.jsonl]"], "no such tool parser"),
@@ -237,7 +240,7 @@ def test_all_problems_with_sizes_and_files_are_in_one_message(workspace, monkeyp
         lambda *_, **__: pytest.fail("a request to the hub"),
     )
     mistakes = {
-        f"{ACTOR}.ppo_mini_batch_size=3": f"must be a multiple of {ACTOR}.ppo_mini_batch_size",
+        f"{ACTOR}.ppo_mini_batch_size=3": "cannot be divided into optimizer steps of 3",
         "env.train_files=[nowhere.jsonl]": "nowhere.jsonl: no such file",
         "gym.servers.reasoning_gym.start.python=gone": "no interpreter at gone",
         f"{ROLLOUT}.temperature=0": "decode greedily",

@@ -142,7 +142,7 @@ def test_a_server_needs_two_routes_and_no_description(workspace, has_description
     server.openapi = server.openapi if has_description else None
     recipe, inputs, _ = load_with_server(workspace, server, "null")
     assert (recipe.gym.servers["s"].url, recipe.gym.servers["s"].kind) == (server.url, "verify")
-    assert any("reward 0.25 for" in line for line in inputs.trials)
+    assert any("reward 0.25 for" in trial.result for trial in inputs.trials)
 
 
 def test_a_public_policy_endpoint_needs_a_key(workspace, monkeypatch):

@@ -156,13 +156,20 @@ def test_invalid_input_is_a_one_line_error_and_exit_status_1(workspace):
     assert "Traceback" not in result.stderr
 
 
+def test_a_command_that_must_come_first_gets_its_command_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["algorithm.py", "--config", "math", "probe", "a.b=1 2"])
+    message = r"python algorithm\.py probe --config math 'a\.b=1 2'$"
+    with pytest.raises(ConfigError, match=message):
+        cli.read_plan()
+
+
 def test_dry_run_checks_everything_and_starts_nothing(workspace, monkeypatch, capsys):
     words = command(workspace, *tiny(workspace, "trainer.experiment_name=dry"), "--dry-run")[2:]
     call_command(words, workspace, monkeypatch)
     printed = capsys.readouterr().out
     assert "say 7" in printed
     assert printed.endswith("nothing was started\n")
-    changed_keys = re.findall(r"^    ([\w.]+): .* \(was .*\)$", printed, re.MULTILINE)
+    changed_keys = re.findall(r"^    ([\w.]+): .* \(verl: .*\)$", printed, re.MULTILINE)
     assert "actor_rollout_ref.rollout.max_model_len" in changed_keys  # it follows from others
     # values of configs/base.yaml, the recipe's file, an argument, and the recipe for CPUs
     written = ["algorithm.adv_estimator", "rollout.n", "trainer.experiment_name", "trainer.device"]
@@ -192,5 +199,9 @@ def test_the_wrong_python_gets_a_one_line_error(tmp_path):
     """With -S, Python has no site-packages, like the Python of the system."""
     done = run([sys.executable, "-S", str(ROOT / "algorithm.py"), "--help"], tmp_path)
     assert done.returncode == 1
-    message = "error: No module named 'omegaconf'. Run `source .venv/bin/activate` first.\n"
-    assert done.stderr == message
+    problem = f"error: No module named 'omegaconf' in {sys.executable}, which is not Quintet's "
+    assert done.stderr == f"{problem}environment. Run: make setup (GPUs: make gpu)\n"
+    (tmp_path / ".venv-gpu" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv-gpu" / "bin" / "python").touch()
+    done = run([sys.executable, "-S", str(ROOT / "algorithm.py"), "--help"], tmp_path)
+    assert done.stderr == f"{problem}environment. Run: source .venv-gpu/bin/activate\n"

@@ -62,7 +62,15 @@ def test_a_python_with_an_odd_path_is_quoted_for_ray(
 @pytest.mark.parametrize(
     ("gpus", "cpus", "pool", "has_servers", "command", "expected"),
     [
-        (1.0, 64.0, "null", False, "train", "Config needs 2 GPUs"),
+        (
+            0.0,
+            64.0,
+            "null",
+            False,
+            "train",
+            "The recipe needs 2 GPUs, and Ray found none. .*--config cpu",
+        ),
+        (1.0, 64.0, "null", False, "train", "The recipe needs 2 GPUs .*, and Ray has 1. Lower"),
         (2.0, 1.0, "null", False, "train", "Ray has 1 CPUs, .*num_cpus=2"),
         (4.0, 4.0, "null", True, "train", "Ray has 4 CPUs, .*num_cpus=6"),
         (4.0, 6.0, "null", True, "train", "$"),

@@ -2,6 +2,8 @@
 
 import pytest
 
+from kit.engine.inputs import Trial
+from kit.recipe.neutral_sampling import requires_same_probs
 from kit.run import summary
 from tests.helpers.recipes import load
 
@@ -13,6 +15,16 @@ def test_the_summary_warns_of_a_server_that_runs_the_models_code(workspace):
     text = summary.summarize(recipe, inputs)
     warning = "reasoning_gym RUNS THE MODEL'S CODE on this machine, as your user, WITHOUT A SANDBOX"
     assert f"WARNING     {warning}" in text
+
+
+def test_the_summary_has_what_verifiers_paid_in_their_trial_and_its_warnings(workspace):
+    recipe, inputs, _ = load(workspace)
+    inputs.trials = [Trial("on row a:1: reward 0", "Row a:1: earns at most 0"), Trial("", "2 rows")]
+    lines = summary.summarize(recipe, inputs).splitlines()
+    assert [line for line in lines if line.startswith("tried")] == [
+        "tried       on row a:1: reward 0"
+    ]
+    assert {"WARNING     Row a:1: earns at most 0", "WARNING     2 rows"} <= set(lines)
 
 
 @pytest.mark.parametrize(

@@ -34,16 +34,18 @@ def in_the_repository(monkeypatch):
 def test_a_response_of_the_user_is_tried_on_the_first_row(tmp_path):
     (tmp_path / "my.py").write_text(EXAMPLE_SOURCE)
     rows = {"a:1": {"answer": "7"}, "a:2": {}}
-    (line, *_) = try_rows(f"{tmp_path}/my.py:count_sevens", rows, "7 and 7")
-    assert line == "tried on row a:1: reward 2 for '7 and 7', 1 for the ground truth '7'"
+    (trial, *_) = try_rows(f"{tmp_path}/my.py:count_sevens", rows, "7 and 7")
+    assert trial.result == "on row a:1: reward 2 for '7 and 7', 1 for the ground truth '7'"
 
 
 @pytest.mark.parametrize("verifier", [MATH, "verl"])
 def test_other_rows_without_a_ground_truth_are_counted_in_the_summary(verifier):
     rows = {"a:1": {"answer": "5", "data_source": "openai/gsm8k"}}
     rows["b:7"] = {"data_source": "openai/gsm8k"}
-    *_, line = try_rows(verifier, rows)
-    assert line.startswith("1 of 2 rows have no ground truth (b:7). If the verifier needs one")
+    *_, trial = try_rows(verifier, rows)
+    assert trial.warning.startswith(
+        "1 of 2 rows have no ground truth (b:7). If the verifier needs one"
+    )
     assert len(try_rows(verifier, {"a:1": rows["a:1"]})) == 1
 
 
@@ -59,9 +61,9 @@ GSM8K = {"question": "How many?", "answer": "She has 48 - 7 = 41.\n#### 41"}
     ],
 )
 def test_the_expected_answer_is_tried_in_the_usual_formats(verifier, row, earning):
-    (line,) = try_rows(verifier, {"a:1": row})
+    (trial,) = try_rows(verifier, {"a:1": row})
     expected = f"reward 0 for 'So the answer is 7.', 1 for the ground truth {earning!r}"
-    assert line == f"tried on row a:1: {expected}"
+    assert trial == (f"on row a:1: {expected}", "")
 
 
 PARTS = """
@@ -84,9 +86,9 @@ def test_a_reward_for_the_form_alone_is_not_full(tmp_path):
     (name,) = specs
     scales: Scales = {}
     task = Task("a:1", {"answer": "5"}, name, prompt, [])
-    (line,) = verifier_trial.check_verifiers(specs, [task], recipe, scales)
+    (trial,) = verifier_trial.check_verifiers(specs, [task], recipe, scales)
     assert list(scales.values()) == [RewardScale(1, 2)]
-    assert line.endswith("A reward of 2 counts as right (acc, pass@k)")
+    assert trial.result.endswith("A reward of 2 counts as right (acc, pass@k)")
 
 
 def test_a_verifier_that_pays_the_form_alone_is_named(tmp_path):
@@ -94,8 +96,10 @@ def test_a_verifier_that_pays_the_form_alone_is_named(tmp_path):
     (tmp_path / "my.py").write_text(
         "def tags(solution_str, **row): return float('</answer>' in solution_str)"
     )
-    (line,) = try_rows(f"{tmp_path}/my.py:tags", {"a:1": {"answer": "5"}})
-    assert "1 for the ground truth '<answer>5</answer>'. The ground truth earns no more" in line
+    (trial,) = try_rows(f"{tmp_path}/my.py:tags", {"a:1": {"answer": "5"}})
+    assert trial.result.endswith("1 for the ground truth '<answer>5</answer>'")
+    assert trial.warning.startswith("Row a:1: the right answer earns at most 1, no more than a ")
+    assert "Tried: '5', '\\\\boxed{5}', '#### 5', ..." in trial.warning
 
 
 # --- a Gym server that runs already --------------------------------------------------------------
@@ -120,5 +124,5 @@ def test_a_server_that_runs_verifies_one_row_before_the_run(answer, text):
         with pytest.raises(ConfigError, match=text):
             verifier_trial.check_verifiers({}, tasks, recipe)
         return
-    (line,) = verifier_trial.check_verifiers({}, tasks, recipe)
-    assert line.startswith("tried on row a:1: ") and text in line
+    (trial,) = verifier_trial.check_verifiers({}, tasks, recipe)
+    assert trial.result.startswith("on row a:1: ") and text in trial.result
