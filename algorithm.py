@@ -357,10 +357,10 @@ class Trainer:
         self.is_compared = True
 
     def raise_if_nonfinite(self, batch: DataProto, is_updated: bool = False) -> None:
-        """Raise NonFiniteStep for NaN and infinity."""
+        """Raise NonFiniteStep for NaN, infinity, or samples from other weights."""
         from kit.run import finite_check
 
-        if reason := finite_check.find_reason_to_skip(batch, self.metrics):
+        if reason := finite_check.find_reason_to_skip(batch, self.metrics, self.recipe):
             raise NonFiniteStep(reason, batch, is_updated)
 
     def skip(self, skipped: SkippedStep) -> None:

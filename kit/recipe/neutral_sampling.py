@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kit.recipe.keys import ROLLOUT
+from kit.recipe.recipe import Recipe
 from kit.recipe.settings import Settings
 
 # {key of actor_rollout_ref.rollout: the values with which the engine samples like the trainer}
@@ -45,3 +46,12 @@ def find_distortions(
         if value is not None and value not in neutral:
             distortions[key] = value
     return distortions
+
+
+def requires_same_probs(recipe: Recipe) -> bool:
+    """Return whether the rollout engine and the trainer should compute the same probabilities.
+
+    With top_p, a penalty and others, the engine changes its probabilities before it samples. With
+    one_step_off, it has older weights by design.
+    """
+    return not (find_distortions(recipe) or recipe.trainer.one_step_off)

@@ -1,4 +1,4 @@
-"""Check batches and weights for NaN and infinity, and the rollout engine's first log-probs.
+"""Check batches and weights for NaN and infinity, and batches for samples from other weights.
 
 Protects: weights and checkpoints, from updates with numbers that no step should use.
 """
@@ -19,6 +19,7 @@ from kit.recipe.neutral_sampling import (
     EXACT_VALUES,
     NEUTRAL_VALUES,
     find_distortions,
+    requires_same_probs,
 )
 from kit.recipe.recipe import Recipe
 
@@ -28,9 +29,12 @@ if TYPE_CHECKING:
     from training import Workers
 
 Engine = Any  # of verl
+# Mean difference between the token probabilities of the rollout engine and the trainer.
+# Above it, the engine samples from different weights.
+MAX_PROBS_DIFF = 0.1
 # With the same weights: the Kullback-Leibler divergence of the trainer from the rollout engine, in
 # nats for each token. In bfloat16 on GPUs, it was at most 0.0044 without a merged adapter, which
-# step 1 has not (docs/gpu_results.md, "Do engine and trainer agree?").
+# step 1 has not (docs/gpu_results.md, "vLLM and the trainer").
 MAX_KL = 0.05
 MAX_KL_FLOAT32 = 1e-4  # if both compute in float32
 CHECKED_TENSORS = (  # of verl's DataProto, each [B, R]
@@ -44,7 +48,7 @@ CHECKED_TENSORS = (  # of verl's DataProto, each [B, R]
 )
 
 
-def find_reason_to_skip(batch: DataProto, metrics: Mapping[str, float]) -> str:
+def find_reason_to_skip(batch: DataProto, metrics: Mapping[str, float], recipe: Recipe) -> str:
     """Return all reasons not to use a batch or its update; "" if there is none.
 
     metrics: they contain the gradient norms and losses.
@@ -56,6 +60,12 @@ def find_reason_to_skip(batch: DataProto, metrics: Mapping[str, float]) -> str:
     for name, value in metrics.items():
         if name.startswith(("actor/", "critic/")) and not math.isfinite(value):
             reasons.append(f"{name} is {value}")
+    diff = metrics.get("training/rollout_probs_diff_mean", 0.0)
+    if not diff <= MAX_PROBS_DIFF and requires_same_probs(recipe):
+        reasons.append(
+            f"the rollout engine's probabilities differ from the trainer's by {diff:.2f} on "
+            "average, so it has different weights"
+        )
     return "; ".join(reasons)
 
 

@@ -10,19 +10,21 @@ import torch
 import training
 from kit.errors import NonFiniteStep, RunError
 from kit.run.finite_check import find_reason_to_skip, raise_if_engines_differ
-from tests.helpers.recipes import changed, load
+from tests.helpers.recipes import changed, load, make_partial
 from tests.helpers.workers import make_episode
 
 
 def test_nonfinite_numbers_are_found_under_the_mask_and_named():
-    def find(names="", value=math.nan, where=(0, 0), metrics=None):
+    settings = make_partial()
+
+    def find(names="", value=math.nan, where=(0, 0), metrics=None, recipe=settings):
         episodes = [make_episode([5, 6], [7, 8]), make_episode([5], [7])]
         batch = training.build_batch(episodes, 0, 1.0)
         batch.batch["old_log_probs"] = torch.zeros(2, 2)
         batch.batch["advantages"] = torch.zeros(2, 2)
         for name in names.split():
             batch.batch[name][where] = value
-        return find_reason_to_skip(batch, metrics or {})
+        return find_reason_to_skip(batch, metrics or {}, recipe)
 
     assert find() == ""
     assert find(metrics={"actor/grad_norm": 3.0, "timing_s/gen": math.nan}) == ""
@@ -34,6 +36,13 @@ def test_nonfinite_numbers_are_found_under_the_mask_and_named():
     tensors = "1 of 3 rollout_log_probs, 1 of 3 old_log_probs are NaN or infinite"
     assert both == f"{tensors}; actor/grad_norm is nan"
     assert find(metrics={"critic/vf_loss": math.nan}) == "critic/vf_loss is nan"
+    difference = {"training/rollout_probs_diff_mean": 0.3}
+    message = "the rollout engine's probabilities differ from the trainer's by 0.30"
+    assert message in find(metrics=difference)
+    assert "differ" in find(metrics={"training/rollout_probs_diff_mean": math.nan})
+    # with a penalty, the engine changes its probabilities before it samples
+    penalty = changed(settings, f"{ROLLOUT}.repetition_penalty=1.1")
+    assert find(metrics=difference, recipe=penalty) == ""
 
 
 ROLLOUT = "actor_rollout_ref.rollout"

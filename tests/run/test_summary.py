@@ -3,7 +3,6 @@
 import pytest
 
 from kit.engine.inputs import Trial
-from kit.recipe.neutral_sampling import requires_same_probs
 from kit.run import summary
 from tests.helpers.recipes import load
 
