@@ -213,8 +213,8 @@ def list_warnings(
         settings = ", ".join(f"rollout.{key}={value}" for key, value in distortions.items())
         yield (
             f"{settings}: the rollout engine's log-probs are of the probabilities that this "
-            "changes, the trainer's of the model's. So their difference says nothing, and "
-            "algorithm.rollout_correction is biased. Remove this unless you want that."
+            "changes, the trainer's of the model's. So no step is checked for their difference, "
+            "and algorithm.rollout_correction is biased. Remove this unless you want that."
         )
     obstacle = weight_proof.find_obstacle(recipe)
     if obstacle and recipe.command == "train":

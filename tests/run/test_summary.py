@@ -3,6 +3,7 @@
 import pytest
 
 from kit.engine.inputs import Trial
+from kit.recipe.neutral_sampling import requires_same_probs
 from kit.run import summary
 from tests.helpers.recipes import load
 
@@ -32,10 +33,12 @@ def test_the_summary_has_what_verifiers_paid_in_their_trial_and_its_warnings(wor
 def test_the_summary_warns_of_a_parameter_that_changes_only_the_engines_probabilities(
     workspace, change
 ):
-    """The temperature is not one, since the trainer applies it, too."""
+    """The same parameters turn off the check of these probabilities. The temperature is not one."""
     recipe, inputs, _ = load(workspace, "actor_rollout_ref.rollout.temperature=0.9")
+    assert requires_same_probs(recipe)
     assert "the rollout engine's log-probs" not in summary.summarize(recipe, inputs)
     recipe = recipe.change(f"actor_rollout_ref.rollout.{change}")
+    assert not requires_same_probs(recipe)
     lines = summary.summarize(recipe, inputs).splitlines()
     [line] = [line for line in lines if "the rollout engine's log-probs are of" in line]
     assert line.startswith(f"WARNING     rollout.{change.partition('=')[0]}=")
