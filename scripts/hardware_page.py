@@ -107,7 +107,7 @@ def find_fit(card: Card, model: PretrainedConfig, trained: str) -> Fit:
         share = max(sums.values()) * GIB / size
         is_possible = share <= 1 and fit.has_cache(recipe, model, size)
         tried.append(Fit(files, recipe, sums, share, is_possible))
-        if fit.fits(recipe, model, size):
+        if is_possible and share <= fit.ROOM:
             break
     return next((each for each in reversed(tried) if each.is_possible), tried[-1])
 

@@ -33,12 +33,18 @@ TRL_FILES = ("experimental/ppo/__init__.py", "__init__.py")
 FLASH_ATTENTION = "flash_attn_varlen_func"  # transformers imports this function of flash-attn 2
 
 
+def uses_own_gpus(settings: Settings) -> bool:
+    """Return whether a run uses this machine's GPUs: on a CPU or with another Ray it does not."""
+    is_on_cpu = settings.trainer.device == "cpu"
+    return not (is_on_cpu or settings.ray_kwargs.ray_init.get("address"))
+
+
 def find_problems(settings: Settings) -> Iterator[str]:
     """Yield what this machine lacks for any run with its GPUs. Without a GPU, only packages."""
     trains = settings.trains and settings.engine.is_fsdp
     if trains:
         yield from check_trl()
-    if settings.trainer.device == "cpu" or settings.ray_kwargs.ray_init.get("address"):
+    if not uses_own_gpus(settings):
         return
     yield from check_names()
     found = gpus.list_gpus()
@@ -51,7 +57,7 @@ def find_problems(settings: Settings) -> Iterator[str]:
 
 def check_start(settings: Settings) -> Iterator[str]:
     """Yield a problem if this machine has fewer GPUs than the run needs."""
-    if settings.trainer.device == "cpu" or settings.ray_kwargs.ray_init.get("address"):
+    if not uses_own_gpus(settings):
         return
     found = gpus.list_gpus()
     needed = settings.all_gpus

@@ -97,7 +97,7 @@ class HeadInBlocks(torch.autograd.Function):
 
 
 def summarize(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the label's logit, `log_norm` and `mean`: logits [n, V], labels [n, 1] -> [3, n, 1]"""
+    """Return the label's logit, `log_norm` and `mean`: [n, V], [n, 1] -> [3, n, 1]."""
     maximum = logits.amax(-1, keepdim=True)
     weights = (logits - maximum).exp_()
     total = weights.sum(-1, keepdim=True)

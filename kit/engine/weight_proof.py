@@ -81,9 +81,9 @@ def add_up(tensor: torch.Tensor) -> torch.Tensor:
     """Return two sums of a tensor's bits, int64 [2], on its device. They wrap.
 
     The first is the sum of the elements, as 64-bit words; exchanged words do not change it. The
-    second weights each word by its position, so it differs then. To save time, 16 neighboring runs
-    of 1021 words are added first. So two words of such a block are not told apart if a multiple of
-    1021 words is between them: two rows of a matrix only if a row has less than 16 words.
+    second weights each word by its position, so it differs then. To save time, words are first
+    added in blocks of 16 neighboring runs of 1021 words. An exchange of two words of a block is
+    missed if their distance is a multiple of 1021: of two rows only if a row has under 16 words.
     """
     with _disable_current_modes():  # which would record these operations, and slow them down
         return _add_up(tensor)

@@ -294,7 +294,7 @@ def list_resets(overlay: Overlay, has_steps_argument: bool) -> Json:
 
 
 def remove_misplaced(content: Json, base: Json, prefix: str = "") -> Iterator[str]:
-    """Remove values in the place of sections, and return a message for each.
+    """Remove values that are given for whole sections. Yields a message for each.
 
     base: the values that `content` overrides.
     """

@@ -147,17 +147,11 @@ def check(source: Source, command: str, on_features: OnFeatures = ignore_feature
     models = {"policy": files.hf_config}
     models |= model_files.load_other_models(settings, files.tokenizer)
     raise_all([*parallel_sizes.check_models(settings, models)])
-    positions = getattr(text_config, "max_position_embeddings", None)
     facts = Facts(
         chat_template=template_text,
         adapter=adapter,
         replaced_servers=frozenset(replaced),
-        model=ModelFacts(
-            text_config.vocab_size,
-            text_config.hidden_size,
-            positions,
-            find_head_obstacle(files.hf_config),
-        ),
+        model=make_model_facts(files.hf_config),
     )
     inputs: RunInputs = RunInputs(
         train=[],
@@ -172,6 +166,17 @@ def check(source: Source, command: str, on_features: OnFeatures = ignore_feature
         verifiers=verifiers,
     )
     return Draft(source, settings, active, functions, facts, files.hf_config, inputs)
+
+
+def make_model_facts(hf_config: PretrainedConfig) -> ModelFacts:
+    """Return what a recipe takes from the configuration of the policy's model."""
+    text_config = hf_config.get_text_config()
+    return ModelFacts(
+        text_config.vocab_size,
+        text_config.hidden_size,
+        getattr(text_config, "max_position_embeddings", None),
+        find_head_obstacle(hf_config),
+    )
 
 
 def finish(draft: Draft, rows: RowFacts, image_values: Mapping[str, object]) -> Recipe:

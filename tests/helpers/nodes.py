@@ -10,12 +10,12 @@ from typing import Any
 
 from transformers import Qwen2Config
 
-from kit.recipe.derive import Facts, ModelFacts
-from kit.recipe.fused_head import find_head_obstacle
+from kit.recipe.derive import Facts
 from kit.recipe.load import read_source
 from kit.recipe.recipe import Recipe, build
 from kit.recipe.settings import make_settings
 from kit.run.features import make_features
+from kit.run.prepare import make_model_facts
 
 SCRIPT = """#!/usr/bin/env bash
 gpus=({lines})
@@ -111,15 +111,9 @@ def make_recipe(
     """Make a recipe for one GPU, with the sizes of a run. model: of QWEN, or its configuration."""
     source = read_source(recipes, ["trainer.n_gpus_per_node=1", *changes])
     hf_config = qwen(model) if isinstance(model, str) else model
-    text_config = hf_config.get_text_config()
     checks = make_features(make_settings(source, command)).checks
     facts = Facts(
-        model=ModelFacts(
-            text_config.vocab_size,
-            text_config.hidden_size,
-            text_config.max_position_embeddings,
-            find_head_obstacle(hf_config),
-        ),
+        model=make_model_facts(hf_config),
         derivations=tuple(functools.partial(each.derive, hf_config=hf_config) for each in checks),
     )
     return build(source, command, facts)
