@@ -52,6 +52,23 @@ NOT_WRITTEN = RecordIndex(-1, -1)
 
 
 @dataclass
+class Branch:
+    """Tokens of an episode that are a training row beside its main one. R: of this row.
+
+    An agent that compacts its history or calls a subagent makes several prompts. The prompt of a
+    branch may hold tokens that another row of the episode trains. Each is in one response only.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int] = field(default_factory=list)  # [R]
+    response_mask: list[int] = field(default_factory=list)  # [R], 1 = sampled, 0 = observed
+    log_probs: list[float] = field(default_factory=list)  # [R], by the rollout engine; 0 = observed
+    turns: list[TurnSpan] = field(default_factory=list)
+    policy_versions: PolicyVersions = field(default_factory=list)  # of the sampled tokens, in order
+    output: list[Json] = field(default_factory=list)  # the response as Responses items
+
+
+@dataclass
 class Episode:
     """One conversation about one task. R is the number of response tokens.
 
@@ -70,6 +87,7 @@ class Episode:
     responses: list[ParsedResponse] = field(default_factory=list, compare=False)
     policy_versions: PolicyVersions = field(default_factory=list)  # of the sampled tokens, in order
     output: list[Json] = field(default_factory=list)  # the response as Responses items
+    branches: list[Branch] = field(default_factory=list)  # further rows of an agent's episode
     ended: str = ""  # stop, length, turns, terminated, or truncated (a limit of the environment)
     reward: float | None = None  # the verifier's; None: not verified
     shaped_reward: float | None = None  # env.reward's, to train on; None: the verifier's
