@@ -470,12 +470,12 @@ def compute_episodes_loss(model, episodes, mode) -> torch.Tensor:
     sums = []
     counts = []
     for group in group_episodes(episodes).values():
-        mean = sum(episode.reward for episode in group) / len(group)
-        for episode in group:
+        rewards = torch.tensor([episode.reward for episode in group])
+        for episode, advantage in zip(group, rewards - rewards.mean(), strict=True):
             losses = []
             for row in episode.rows:
                 new, old = compute_log_probs(model, row), torch.tensor(row.log_probs)
-                loss = plain_torch.ppo()(new, old, torch.tensor(episode.reward - mean), old)
+                loss = plain_torch.ppo()(new, old, advantage, old)
                 losses.append(loss[torch.tensor(row.response_mask).bool()])
             sums.append(torch.cat(losses).sum())
             counts.append(sum(map(len, losses)))
