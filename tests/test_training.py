@@ -20,7 +20,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 import training
 from kit.data.episode import Branch, Episode, TurnSpan
 from kit.data.selection import select_trainable
-from kit.data.training_rows import find_reason_against
+from kit.data.training_rows import find_reason_against, join_rows
 from kit.errors import RunError
 from kit.recipe.recipe import Recipe
 from tests.helpers.recipes import ALGORITHM, changed, make_partial
@@ -338,6 +338,8 @@ def test_an_estimator_gets_one_line_for_each_episode(recipe, monkeypatch):
     assert batch.batch["advantages"].tolist() == [[0, 1, 2], [3, 4, 0], [0, 0, 0]]
     assert batch.batch["returns"].tolist() == [[1, 2, 3], [4, 5, 0], [1, 0, 0]]
     assert batch.batch["turn"].tolist() == [[0, -1, 1], [0, 0, -1], [0, -1, -1]]
+    (is_sampled,) = join_rows(batch, batch.batch["turn"] >= 0)
+    assert is_sampled.tolist() == [[1, 0, 1, 1, 1], [1, 0, 0, 0, 0]]
     metrics = training.compute_step_metrics(batch, {"step": 1.0}, recipe)
     assert metrics["critic/rewards/mean"] == 0.5 and metrics["response_length/mean"] == 2.0
 
