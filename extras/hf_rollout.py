@@ -202,7 +202,7 @@ class Server:
     async def load_weight(self, name: str, tensor: torch.Tensor, step: int | None) -> None:
         """Replace one of the model's weights by that of a training step. Raises KeyError."""
         self.step = step
-        arrival = self.arrival or Arrival(self.model)
+        arrival = self.arrival or Arrival(self.model, getattr(torch, self.config.dtype))
         self.arrival = arrival
         if not arrival.receive([(name, tensor)]):  # the sums, which are last
             self.reports.append(arrival.finish())

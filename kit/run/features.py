@@ -220,7 +220,7 @@ ENTRIES = (
     Entry(
         "extras.rollout_workers", "RolloutWorkers", "actor_rollout_ref.rollout.agent.num_workers"
     ),
-    Entry("kit.cpu.fork_server", "Preload", "PRELOAD_MODULES", forks_workers),
+    Entry("kit.run.fork_server", "Preload", "PRELOAD_MODULES", forks_workers, True),
 )
 
 
