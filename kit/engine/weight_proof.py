@@ -33,6 +33,8 @@ from kit.errors import RunError
 from kit.recipe.keys import MODEL, ROLLOUT
 
 if TYPE_CHECKING:
+    from vllm.lora.layers import BaseLayerWithLoRA
+
     from kit.engine.worker_group import WorkerGroup
     from kit.recipe.recipe import Recipe
 
@@ -152,10 +154,9 @@ def attach_to_group(actor: WorkerGroup, dtype: str) -> None:
 
 
 class Source(NamedTuple):
-    """An arrived tensor, by its place in memory."""
+    """An arrived tensor."""
 
     start: int  # address
-    end: int
     name: str
     tensor: torch.Tensor
 
@@ -182,6 +183,7 @@ class Arrival(TorchDispatchMode):
         self.sent: dict[str, list[int]] | None = None
         self.arrived: set[str] = set()
         self.added_up: dict[str, torch.Tensor] = {}  # arrived tensors of which parts were copied
+        self.addresses = {address_of(each) for each in model.parameters()}
         # by the address of the storage, and by the place in it
         self.parts: dict[int, dict[tuple[object, ...], Part]] = {}
         modules = model.named_modules()
@@ -201,8 +203,7 @@ class Arrival(TorchDispatchMode):
 
     def trace(self, weights: Weights) -> None:
         """Recognize copies from these tensors, until the next call."""
-        starts = ((tensor.data_ptr(), name, tensor) for name, tensor in weights)
-        sources = (Source(at, at + tensor.nbytes, name, tensor) for at, name, tensor in starts)
+        sources = [Source(tensor.data_ptr(), name, tensor) for name, tensor in weights]
         self.sources = sorted(sources, key=lambda source: source.start)
 
     def __torch_dispatch__(
@@ -224,8 +225,8 @@ class Arrival(TorchDispatchMode):
         start = tensor.data_ptr()
         index = bisect.bisect_right(self.sources, start, key=lambda source: source.start)
         source = self.sources[index - 1] if index else None
-        if source and start < source.end:
-            is_whole = tensor.nbytes == source.end - source.start and tensor.is_contiguous()
+        if source and start < source.start + source.tensor.nbytes:
+            is_whole = tensor.nbytes == source.tensor.nbytes and tensor.is_contiguous()
             if is_whole and target.dtype == self.dtype:
                 return Part(target, source.name, None)
             self.add_up(source.name, source.tensor)
@@ -265,8 +266,12 @@ class Arrival(TorchDispatchMode):
         parameters = {address_of(each): (name, each) for name, each in self.model.named_buffers()}
         for name, parameter in self.model.named_parameters():
             parameters[address_of(parameter)] = (name, parameter)
-            if parameter.numel() and address_of(parameter) not in self.parts:
+            if not parameter.numel() or address_of(parameter) in self.parts:
+                continue
+            if address_of(parameter) in self.addresses:
                 problems += self.find_gap(name, parameter, [])
+            else:  # vLLM has packed what was written into a new tensor
+                self.compare(name, Part(parameter, "", None), sent)
         for address, parts in self.parts.items():
             written = [*parts.values()]
             tensor = written[0].tensor
@@ -311,15 +316,10 @@ class Arrival(TorchDispatchMode):
     def compare_adapter(
         self, worker: Worker, weights: Weights, peft_config: dict[str, object]
     ) -> None:
-        """Let vLLM load the arrived adapter again, which must not change the one that it uses.
-
-        vLLM's own functions scale, fuse and split its tensors.
-        """
+        """Let vLLM load the arrived adapter again, which must not change the one that it uses."""
         from verl.workers.rollout.vllm_rollout import utils
 
         self.is_adapter = True
-        loader = worker.model_runner.lora_manager
-        manager = loader._adapter_manager
         tensors = {name: tensor.clone() for name, tensor in weights}  # vLLM scales them
         for name, tensor in tensors.items():
             self.add_up(name, tensor)
@@ -330,28 +330,25 @@ class Arrival(TorchDispatchMode):
             peft_config=peft_config,
             lora_tensors=tensors,
         )
-        adapter = loader._load_adapter(request)
-        manager._create_merged_loras_inplace(adapter)
+        loader = worker.model_runner.lora_manager
+        manager = loader._adapter_manager
+        used = {name: torch.cat(list_buffers(layer)) for name, layer in manager.modules.items()}
+        loader.remove_adapter(utils.VLLM_LORA_INT_ID)
+        loader.add_adapter(request)
         problems = self.report["problems"]
-        for name in adapter.loras.keys() - manager.modules.keys():
+        for name in manager.get_adapter(utils.VLLM_LORA_INT_ID).loras.keys() - used.keys():
             problems.append(f"{name} has an adapter, and vLLM has no such layer")
-        if utils.VLLM_LORA_INT_ID not in manager.lora_index_to_id:
-            problems.append("vLLM has no adapter")
-            return
-        slot = manager.lora_index_to_id.index(utils.VLLM_LORA_INT_ID)
-        for name, module in manager.modules.items():
-            buffers = [each[slot] for each in (*module.lora_a_stacked, *module.lora_b_stacked)]
-            used = [buffer.clone() for buffer in buffers]
-            layer = manager._get_lora_layer_weights(adapter, name)
-            if layer:
-                module.set_lora(slot, layer.lora_a, layer.lora_b)
-            else:
-                module.reset_lora(slot)
-            size = sum(buffer.numel() for buffer in buffers)
-            self.report["total"] += size
-            self.report["compared"] += size
-            if not all(map(torch.equal, used, buffers)):
+        for name, layer in manager.modules.items():
+            self.report["total"] += used[name].numel()
+            self.report["compared"] += used[name].numel()
+            if not torch.equal(used[name], torch.cat(list_buffers(layer))):
                 problems.append(f"{name}: the values of the adapter differ")
+
+
+def list_buffers(layer: BaseLayerWithLoRA) -> list[torch.Tensor]:
+    """Return the tensors in which a layer of vLLM has its adapter, flattened."""
+    buffers = (*layer.lora_a_stacked, *layer.lora_b_stacked)
+    return [buffer.flatten() for buffer in buffers]
 
 
 def address_of(tensor: torch.Tensor) -> int:

@@ -215,7 +215,7 @@ def serve(listener: socket.socket, wrapper: str, modules: list[str]) -> None:
     import gc
     import select
 
-    import_modules(modules)
+    variables = import_modules(modules)
     sys.stdout.buffer.write(READY)
     sys.stdout.flush()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -236,29 +236,33 @@ def serve(listener: socket.socket, wrapper: str, modules: list[str]) -> None:
                 children.remove(child)
                 reap(child, kill=child.pid_fd not in ready)
         if listener in ready:
-            children.append(spawn(listener, wrapper))
+            children.append(spawn(listener, wrapper, variables))
 
 
-def import_modules(modules: list[str]) -> None:
-    """Import the modules. Before `ray`, wait for the environment that `set_env` sends.
+def import_modules(modules: list[str]) -> dict[str, str]:
+    """Import the modules, and return the environment variables that they set.
 
-    When ray is imported, it reads from the environment which raylet the process has. Exits with an
-    error if a module starts CUDA.
+    Before `ray`, wait for the environment that `set_env` sends. When ray is imported, it reads from
+    the environment which raylet the process has. Exits with an error if a module starts CUDA.
     """
     import importlib
     import json
 
+    before = dict(os.environ)
     for module in modules:
         if module == "ray":
             line = sys.stdin.readline()
             if not line:
                 sys.exit()
-            os.environ.update(json.loads(line))
+            shared = json.loads(line)
+            os.environ.update(shared)
+            before |= shared
         importlib.import_module(module)
         if module == "ray":
             monkey_patch_actor_class_ids()
         if CUDA_DEVICE in map(read_link, os.scandir("/proc/self/fd")):
             sys.exit(f"The import of {module} started CUDA, which no fork could use then.")
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
 def read_link(entry: os.DirEntry[str]) -> str:
@@ -289,10 +293,11 @@ def monkey_patch_actor_class_ids() -> None:
     ray.actor.ActorClassID = RandomActorClassID  # type: ignore[misc,assignment]
 
 
-def spawn(listener: socket.socket, wrapper: str) -> Child:
+def spawn(listener: socket.socket, wrapper: str, variables: dict[str, str]) -> Child:
     """Accept a client, fork a child that runs its request, and send its process id to the client.
 
-    Only the server returns from this function. The child runs its command and exits.
+    Only the server returns from this function. The child runs its command and exits. variables:
+    those that the imports have set, and would set in the child.
     """
     import ctypes
     import json
@@ -308,7 +313,9 @@ def spawn(listener: socket.socket, wrapper: str) -> Child:
             sys.exit()
         listener.close()
         client.close()
-        exec_as(Request(*json.loads(request)), descriptors, wrapper)
+        received = Request(*json.loads(request))
+        environment = variables | received.environment
+        exec_as(received._replace(environment=environment), descriptors, wrapper)
         sys.exit()
     for fd in descriptors:
         os.close(fd)
@@ -379,7 +386,6 @@ def reset_libraries(wrapper: str) -> None:
     if "verl" in sys.modules:
         for module in filter(None, os.environ.get(EXTERNAL_MODULES, "").split(",")):
             importlib.import_module(module)
-
     raylet = sys.modules.get("ray._raylet")
     if raylet:  # setproctitle's own function needs the original environment
         setproctitle.setproctitle = raylet.setproctitle

@@ -191,6 +191,35 @@ def test_the_modules_of_a_gpu_run_start_no_cuda() -> None:
     assert done.stdout.splitlines()[-1:] == ["[] 1"], done.stdout + done.stderr[-3000:]
 
 
+RAY = """
+import os, sys, ray
+from kit.run import fork_server, isolation
+
+class Worker:
+    def look(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"], "wave" in sys.modules
+
+server = fork_server.start(["wave", "ray", "ray._private.workers.default_worker"])
+with isolation.set_ray_token():
+    environment = {"py_executable": server.python}
+    ray.init("local", num_cpus=2, num_gpus=2, include_dashboard=False, runtime_env=environment)
+    processes = ray._private.worker._global_node.all_processes
+    secrets = {name: os.environ[name] for name in fork_server.SECRETS}
+    job = ray.get_runtime_context().get_job_id()
+    pid = str(processes["raylet"][0].process.pid)
+    server.set_env(RAY_JOB_ID=job, RAY_RAYLET_PID=pid, **secrets)
+    assert server.wait_ready() == ""
+    workers = [ray.remote(Worker).options(num_gpus=1).remote() for _ in range(2)]
+    print(sorted(ray.get([worker.look.remote() for worker in workers])))
+    ray.shutdown()
+"""
+
+
+def test_each_worker_of_ray_has_its_own_gpu() -> None:
+    done = subprocess.run([sys.executable, "-c", RAY], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1:] == ["[('0', True), ('1', True)]"], done.stderr[-3000:]
+
+
 def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """The process exits before it uses the server, as after an error in a recipe."""
     code = (
