@@ -141,10 +141,11 @@ def make_worker_extension() -> type:
             self, weights: Weights, peft_config: dict[str, Any], base_sync_done: bool
         ) -> None:
             tensors = self.arrival.receive(weights)
+            self.arrival.trace(tensors)
             super()._update_weights(tensors, peft_config, base_sync_done)
             if peft_config and base_sync_done:
                 self.arrival.compare_adapter(self, tensors, peft_config)
-            self.arrival.trace(())  # the trainer cannot free what is still used here
+            self.arrival.trace(())  # the memory is the trainer's
 
         def take_weight_reports(self) -> list[Report]:
             """Return what the syncs since the last call have found."""

@@ -198,11 +198,10 @@ class Arrival(TorchDispatchMode):
         if SUMS in tensors:
             self.sent = json.loads(bytes(tensors.pop(SUMS).cpu().numpy()))
         self.arrived |= tensors.keys()
-        self.trace(tensors.items())
         return [*tensors.items()]
 
     def trace(self, weights: Weights) -> None:
-        """Recognize copies from these tensors, until the next call."""
+        """Recognize copies from these tensors, and keep them until the next call."""
         sources = [Source(tensor.data_ptr(), name, tensor) for name, tensor in weights]
         self.sources = sorted(sources, key=lambda source: source.start)
 

@@ -216,6 +216,8 @@ def serve(listener: socket.socket, wrapper: str, modules: list[str]) -> None:
     import select
 
     variables = import_modules(modules)
+    # Ray tells a fork its GPUs later. CUDA must not start before, since it reads them only then.
+    variables[NVML_CHECK] = "1"
     sys.stdout.buffer.write(READY)
     sys.stdout.flush()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
