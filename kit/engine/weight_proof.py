@@ -33,7 +33,7 @@ from kit.errors import RunError
 from kit.recipe.keys import MODEL, ROLLOUT
 
 if TYPE_CHECKING:
-    from vllm.lora.layers import BaseLayerWithLoRA
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
     from kit.engine.worker_group import WorkerGroup
     from kit.recipe.recipe import Recipe
@@ -98,7 +98,7 @@ def add_up(tensor: torch.Tensor) -> torch.Tensor:
         blocks = words[:whole].view(-1, RUNS, RUN).sum(1)  # [blocks, RUN]
         columns = blocks.sum(0)
         rest = words[whole:]
-        second = 0
+        second = torch.zeros((), dtype=torch.int64, device=words.device)
         # sums over one axis, so that few numbers are weighted
         for values in (blocks.sum(1), columns, rest):
             weights = make_weights(len(values), words.device)
@@ -262,7 +262,9 @@ class Arrival(TorchDispatchMode):
     def compare_parameters(self, sent: Mapping[str, list[int]]) -> None:
         """Compare what was written to the parameters. A buffer may keep its values."""
         problems = self.report["problems"]
-        parameters = {address_of(each): (name, each) for name, each in self.model.named_buffers()}
+        parameters: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, buffer in self.model.named_buffers():
+            parameters[address_of(buffer)] = (name, buffer)
         for name, parameter in self.model.named_parameters():
             parameters[address_of(parameter)] = (name, parameter)
             if not parameter.numel() or address_of(parameter) in self.parts:
@@ -277,10 +279,10 @@ class Arrival(TorchDispatchMode):
             count = tensor.untyped_storage().nbytes() // tensor.itemsize
             packed = tensor.as_strided((count,), (1,), 0)
             default = (f"the parameter with {written[0].source}", packed)
-            name, parameter = parameters.get(address, default)
-            if parameter is packed and not written[0].source:
+            name, tensor = parameters.get(address, default)
+            if tensor is packed and not written[0].source:
                 continue  # no parameter
-            problems += self.find_gap(name, parameter, written)
+            problems += self.find_gap(name, tensor, written)
             for part in written:
                 self.compare(name, part, sent)
         for name, function in self.packed.items():
@@ -344,7 +346,7 @@ class Arrival(TorchDispatchMode):
                 problems.append(f"{name}: the values of the adapter differ")
 
 
-def list_buffers(layer: BaseLayerWithLoRA) -> list[torch.Tensor]:
+def list_buffers(layer: BaseLinearLayerWithLoRA) -> list[torch.Tensor]:
     """Return the tensors in which a layer of vLLM has its adapter, flattened."""
     buffers = (*layer.lora_a_stacked, *layer.lora_b_stacked)
     return [buffer.flatten() for buffer in buffers]
