@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import functools
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -377,8 +378,8 @@ async def ask_replicas(replicas: Sequence[Any], step: int | None) -> dict[str, f
     calls = [server.collective_rpc.remote("take_weight_reports") for server in servers]
     everything: list[Report] = []
     for replica, workers in zip(replicas, await asyncio.gather(*calls), strict=True):
-        reports = [report for reports in workers for report in reports]
-        problems = [problem for report in reports for problem in report["problems"]]
+        reports = [*itertools.chain(*workers)]
+        problems = [*itertools.chain(*(report["problems"] for report in reports))]
         if not all(workers):
             problems.append("no weights arrived")
         if problems:
