@@ -686,7 +686,7 @@ class Servers:
             if obstacle:
                 weight_proof.warn_once(f"{obstacle}, so no sync of the weights is checked")
             else:
-                weight_proof.attach_to_group(actor)
+                weight_proof.attach_to_group(actor, recipe.rollout.dtype)
 
     def rollout(
         self,

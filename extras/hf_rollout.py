@@ -202,12 +202,14 @@ class Server:
     async def load_weight(self, name: str, tensor: torch.Tensor, step: int | None) -> None:
         """Replace one of the model's weights by that of a training step. Raises KeyError."""
         self.step = step
-        arrival = self.arrival or Arrival(self.model)
+        arrival = self.arrival or Arrival(self.model, getattr(torch, self.config.dtype))
         self.arrival = arrival
-        if not arrival.receive([(name, tensor)]):  # the sums, which are last
+        weights = arrival.receive([(name, tensor)])
+        if not weights:  # the sums, which are last
             self.reports.append(arrival.finish())
             self.arrival = None
             return
+        arrival.trace(weights)
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         tied_names = getattr(self.model, "_tied_weights_keys", None) or ()
         if name in tensors or name not in tied_names:

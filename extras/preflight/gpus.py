@@ -8,6 +8,7 @@ reason why CUDA does not start (make math).
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -62,13 +63,17 @@ def query(value: str) -> list[str]:
 # --- the GPUs ------------------------------------------------------------------------------------
 
 
-def read_gpus() -> list[Gpu]:
-    """Return all GPUs of this machine. The parts of one that MIG has divided are not listed."""
+@functools.cache
+def read_gpus() -> tuple[Gpu, ...]:
+    """Return all GPUs of this machine. The parts of one that MIG has divided are not listed.
+
+    nvidia-smi takes up to a second, and a start asks several times.
+    """
     gpus = []
     for line in read_smi(f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits"):
         number, uuid, name, mib, driver, capability = (part.strip() for part in line.split(","))
         gpus.append(Gpu(number, uuid, name, int(mib) if mib.isdigit() else 0, driver, capability))
-    return gpus
+    return tuple(gpus)
 
 
 def list_visible() -> list[str] | None:
@@ -95,7 +100,7 @@ def list_gpus() -> list[Gpu]:
     gpus = read_gpus()
     visible = list_visible()
     if visible is None:
-        return gpus
+        return [*gpus]
     found = [match(entry, gpus) for entry in visible]
     return [gpu for gpu in found if gpu]
 

@@ -113,7 +113,7 @@ def make_worker_extension() -> type:
     """Create the class with which vLLM's workers receive weights, and prove that they have them."""
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-    from kit.engine.weight_proof import Arrival, Report, Weights, compare_adapter
+    from kit.engine.weight_proof import Arrival, Report, Weights
 
     monkey_patch_clip_weights()
 
@@ -126,9 +126,11 @@ def make_worker_extension() -> type:
             return move_to_temp_folder(super()._get_zmq_handle())
 
         def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:  # as for verl's
-            with Arrival(self.model_runner.model) as self.arrival:
+            dtype = self.model_runner.model_config.dtype
+            with Arrival(self.model_runner.model, dtype) as self.arrival:
                 self.receive_and_load(*args, **kwargs)
             report = self.arrival.finish()
+            del self.arrival  # and the tensors that it keeps
             # base weights and an adapter; the driver does not ask an engine that it cannot check
             self.weight_reports = [*self.take_weight_reports(), report][-2:]
 
@@ -139,10 +141,11 @@ def make_worker_extension() -> type:
             self, weights: Weights, peft_config: dict[str, Any], base_sync_done: bool
         ) -> None:
             tensors = self.arrival.receive(weights)
+            self.arrival.trace(tensors)
             super()._update_weights(tensors, peft_config, base_sync_done)
             if peft_config and base_sync_done:
-                self.arrival.is_adapter = True
-                compare_adapter(self.arrival.report, self, tensors, peft_config)
+                self.arrival.compare_adapter(self, tensors, peft_config)
+            self.arrival.trace(())  # the memory is the trainer's
 
         def take_weight_reports(self) -> list[Report]:
             """Return what the syncs since the last call have found."""

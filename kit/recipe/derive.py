@@ -37,6 +37,7 @@ class ModelFacts(NamedTuple):
     hidden_size: int
     max_positions: int | None  # None: any number
     head_obstacle: str = ""  # why log-probs need all logits (fused_head.py)
+    quantization: str = ""  # the method with which its files are quantized, such as fp8
 
 
 class RowFacts(NamedTuple):

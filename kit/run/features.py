@@ -181,9 +181,13 @@ def samples_ahead(settings: Settings) -> bool:
 
 
 def forks_workers(settings: Settings) -> bool:
-    """Return whether workers are forked from a process that has imported their modules."""
-    is_other_cluster = settings.ray_kwargs.ray_init.get("address")
-    return bool(os.environ.get("PRELOAD_MODULES")) and not is_other_cluster
+    """Return whether workers are forked from a process that has imported their modules.
+
+    A Ray that already runs starts its workers itself. Megatron's packages may start CUDA when they
+    are imported.
+    """
+    can_fork = not settings.ray_kwargs.ray_init.get("address") and not uses_megatron(settings)
+    return bool(os.environ.get("PRELOAD_MODULES")) and can_fork
 
 
 class Entry(NamedTuple):
@@ -220,7 +224,7 @@ ENTRIES = (
     Entry(
         "extras.rollout_workers", "RolloutWorkers", "actor_rollout_ref.rollout.agent.num_workers"
     ),
-    Entry("kit.cpu.fork_server", "Preload", "PRELOAD_MODULES", forks_workers),
+    Entry("kit.run.fork_server", "Preload", "PRELOAD_MODULES", forks_workers, True),
 )
 
 

@@ -171,11 +171,13 @@ def check(source: Source, command: str, on_features: OnFeatures = ignore_feature
 def make_model_facts(hf_config: PretrainedConfig) -> ModelFacts:
     """Return what a recipe takes from the configuration of the policy's model."""
     text_config = hf_config.get_text_config()
+    quantization = getattr(hf_config, "quantization_config", None) or {}
     return ModelFacts(
         text_config.vocab_size,
         text_config.hidden_size,
         getattr(text_config, "max_position_embeddings", None),
         find_head_obstacle(hf_config),
+        quantization.get("quant_method", ""),
     )
 
 

@@ -41,13 +41,15 @@ SUBSTITUTE = attention.SUBSTITUTE_MODULE
 
 @pytest.fixture
 def smi(tmp_path, monkeypatch):
-    """Return a function that puts an `nvidia-smi` with these GPUs on the PATH."""
+    """Yield a function that puts an `nvidia-smi` with these GPUs on the PATH."""
 
     def install(**settings) -> None:
         monkeypatch.setenv("PATH", nodes.write_nvidia_smi(tmp_path, **settings)["PATH"])
+        gpus.read_gpus.cache_clear()
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return install
+    yield install
+    gpus.read_gpus.cache_clear()
 
 
 @pytest.fixture

@@ -48,9 +48,11 @@ def node(tmp_path, monkeypatch):
             write_package(tmp_path, *package)
             monkeypatch.syspath_prepend(tmp_path)
         is_installed.cache_clear()
+        gpus.read_gpus.cache_clear()
 
     yield change
     is_installed.cache_clear()
+    gpus.read_gpus.cache_clear()
     sys.modules.pop("flash_attn", None)
 
 
@@ -150,6 +152,13 @@ def test_an_old_driver_may_have_a_newer_cuda(node, monkeypatch):
     node({"driver_version": "550.54.14"})
     monkeypatch.setattr(machine, "read_cuda_version", lambda: 13000)
     assert find_problems("trainer.n_gpus_per_node=1") == []
+
+
+def test_a_start_asks_nvidia_smi_once(node):
+    node(H100)
+    with mock.patch.object(gpus, "read_smi", wraps=gpus.read_smi) as read_smi:
+        find_problems()
+    read_smi.assert_called_once()
 
 
 class Good(NamedTuple):

@@ -68,7 +68,7 @@ class Engine:
 
         from kit.engine.weight_proof import send_with_sums
 
-        arriving = alter(list(send_with_sums(weights)))
+        arriving = alter(list(send_with_sums(weights, torch.float32)))
 
         def receive_weights(_: object, on_bucket_received: Callable[..., None]) -> None:
             # in two buckets

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from kit.cpu import fork_server
 from kit.errors import RunError
-from kit.run import isolation, launch
+from kit.run import fork_server, isolation, launch
 from tests.helpers.recipes import ROOT, load
 
 

@@ -3,10 +3,11 @@
 A run starts an actor, vLLM's server and its engine one after the other. Each imports torch, verl
 and vLLM, which takes 10 to 20 s of a core. A fork of a process that has imported them has its first
 response 10 to 20 s sooner on two cores (docs/performance.md), and shares its memory with the
-others. That is why this file exists. The imports use no device, so it would also work on GPUs.
+others. On GPUs, the server must not start CUDA, which no fork could use. So torch counts the GPUs
+by NVML meanwhile, and a module that starts CUDA when it is imported ends the run.
 
-    server    `fork_server.py serve FD WRAPPER MODULE...`: imports the modules, then forks a child
-              for each request. It ends when the run closes its stdin
+    server    `fork_server.py serve FD WRAPPER MODULE...`: imports the modules, writes a line to its
+              stdout, then forks a child for each request. It ends when the run closes its stdin
     client    FOLDER/python, a wrapper that is started instead of Python. It sends its arguments,
               environment, folder, signal mask and file descriptors to the server, and waits for
               the child. It passes SIGTERM on and ends as the child ends
@@ -14,9 +15,9 @@ others. That is why this file exists. The imports use no device, so it would als
 
 Ray starts its workers with the wrapper (py_executable in runtime_env.py). The workers start vLLM's
 engine with it, too (multiprocessing.set_executable). For any other command, the wrapper runs Python
-itself. It also does so if there is no server, as on other nodes.
+itself. It also does so if the server has ended.
 
-Convenience: a run on a laptop starts in half of the time.
+Convenience: a run starts in half of the time.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ STDIN = 0
 # A command is forked if one of its arguments contains one of these: Ray's workers, vLLM's engine.
 FORKED_COMMANDS = ("default_worker.py", "from multiprocessing.spawn import spawn_main")
 SECRETS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")  # Ray sets them after the server was started
+READY = b"ready\n"  # written to the server's stdout when all modules are imported
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch.cuda.is_available then starts no CUDA
+CUDA_DEVICE = "/dev/nvidia-uvm"  # CUDA opens it when it starts. NVML does not
+EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"  # verl imports them when it is imported
+KEY = "ray_kwargs.ray_init.runtime_env.env_vars.PRELOAD_MODULES"
 
 
 # --- the driver ----------------------------------------------------------------------------------
@@ -66,6 +72,14 @@ class ForkServer(NamedTuple):
         with contextlib.suppress(BrokenPipeError):
             os.write(self.process.stdin.fileno(), json.dumps(environment).encode() + b"\n")
 
+    def wait_ready(self) -> str:
+        """Wait until the server has imported its modules. Return why it ended, "" if it did not."""
+        assert self.process.stdout
+        if READY in iter(self.process.stdout.readline, b""):
+            return ""
+        with open(os.path.join(self.folder, "log")) as log:
+            return ([*log] or ["it was killed"])[-1].strip()
+
     def stop(self) -> None:
         """End the server and remove its folder. A second call, when Python exits, does nothing."""
         import shutil
@@ -75,8 +89,8 @@ class ForkServer(NamedTuple):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def start(modules: str) -> ForkServer:
-    """Start a server that imports `modules`, separated by spaces."""
+def start(modules: list[str]) -> ForkServer:
+    """Start a server that imports `modules`."""
     import atexit
     import shlex
     import subprocess
@@ -95,15 +109,16 @@ def start(modules: str) -> ForkServer:
     ):
         listener.bind(os.path.join(folder, "socket"))
         listener.listen(64)
-        parameters = ["serve", str(listener.fileno()), wrapper, *modules.split()]
+        parameters = ["serve", str(listener.fileno()), wrapper, *modules]
         process = subprocess.Popen(
             [sys.executable, "-P", path, *parameters],
             stdin=subprocess.PIPE,
-            stdout=log,
+            stdout=subprocess.PIPE,
             stderr=log,
             start_new_session=True,  # Ctrl-C is for the driver
             pass_fds=[listener.fileno()],
-            env=os.environ | {"TMPDIR": folder},
+            # OpenMP reads its number of threads when torch is imported. Ray's workers have 1.
+            env={"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": folder, NVML_CHECK: "1"},
         )
     server = ForkServer(folder, process)
     atexit.register(server.stop)
@@ -200,7 +215,12 @@ def serve(listener: socket.socket, wrapper: str, modules: list[str]) -> None:
     import gc
     import select
 
-    import_modules(modules)
+    variables = import_modules(modules)
+    # Ray tells a fork its GPUs later. CUDA must not start before, since it reads them only then.
+    variables[NVML_CHECK] = "1"
+    sys.stdout.buffer.write(READY)
+    sys.stdout.flush()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # Without this, the first garbage collection of each fork would write to every page. That would
     # copy the page.
     gc.freeze()
@@ -218,26 +238,41 @@ def serve(listener: socket.socket, wrapper: str, modules: list[str]) -> None:
                 children.remove(child)
                 reap(child, kill=child.pid_fd not in ready)
         if listener in ready:
-            children.append(spawn(listener, wrapper))
+            children.append(spawn(listener, wrapper, variables))
 
 
-def import_modules(modules: list[str]) -> None:
-    """Import the modules. Before `ray`, wait for the environment that `set_env` sends.
+def import_modules(modules: list[str]) -> dict[str, str]:
+    """Import the modules, and return the environment variables that they set.
 
-    When ray is imported, it reads from the environment which raylet the process has.
+    Before `ray`, wait for the environment that `set_env` sends. When ray is imported, it reads from
+    the environment which raylet the process has. Exits with an error if a module starts CUDA.
     """
     import importlib
     import json
 
+    before = dict(os.environ)
     for module in modules:
         if module == "ray":
             line = sys.stdin.readline()
             if not line:
                 sys.exit()
-            os.environ.update(json.loads(line))
+            shared = json.loads(line)
+            os.environ.update(shared)
+            before |= shared
         importlib.import_module(module)
         if module == "ray":
             monkey_patch_actor_class_ids()
+        if CUDA_DEVICE in map(read_link, os.scandir("/proc/self/fd")):
+            sys.exit(f"The import of {module} started CUDA, which no fork could use then.")
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
+def read_link(entry: os.DirEntry[str]) -> str:
+    """Return the file of a descriptor; "" if it is closed by now."""
+    try:
+        return os.readlink(entry)
+    except FileNotFoundError:
+        return ""
 
 
 def monkey_patch_actor_class_ids() -> None:
@@ -260,10 +295,11 @@ def monkey_patch_actor_class_ids() -> None:
     ray.actor.ActorClassID = RandomActorClassID  # type: ignore[misc,assignment]
 
 
-def spawn(listener: socket.socket, wrapper: str) -> Child:
+def spawn(listener: socket.socket, wrapper: str, variables: dict[str, str]) -> Child:
     """Accept a client, fork a child that runs its request, and send its process id to the client.
 
-    Only the server returns from this function. The child runs its command and exits.
+    Only the server returns from this function. The child runs its command and exits. variables:
+    those that the imports have set, and would set in the child.
     """
     import ctypes
     import json
@@ -279,7 +315,9 @@ def spawn(listener: socket.socket, wrapper: str) -> Child:
             sys.exit()
         listener.close()
         client.close()
-        exec_as(Request(*json.loads(request)), descriptors, wrapper)
+        received = Request(*json.loads(request))
+        environment = variables | received.environment
+        exec_as(received._replace(environment=environment), descriptors, wrapper)
         sys.exit()
     for fd in descriptors:
         os.close(fd)
@@ -336,12 +374,20 @@ def renumber(received: list[int], numbers: list[int]) -> None:
 
 def reset_libraries(wrapper: str) -> None:
     """Set the state of libraries that a new process would have."""
+    import importlib
     import multiprocessing
     import tempfile
 
     import numpy
     import setproctitle
 
+    # The run sets these variables when it has checked the recipe, which is after the imports.
+    hub = sys.modules.get("huggingface_hub.constants")
+    if hub:
+        hub.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE") == "1"  # type: ignore[attr-defined]
+    if "verl" in sys.modules:
+        for module in filter(None, os.environ.get(EXTERNAL_MODULES, "").split(",")):
+            importlib.import_module(module)
     raylet = sys.modules.get("ray._raylet")
     if raylet:  # setproctitle's own function needs the original environment
         setproctitle.setproctitle = raylet.setproctitle
@@ -375,6 +421,7 @@ if __name__ == "__main__":
     else:
         sys.exit(request_fork(parameters[0], parameters[1:]))
 else:
+    from kit.errors import RunError
     from kit.run import isolation
     from kit.run.features import RecipeCheck, RunPart
 
@@ -385,8 +432,11 @@ else:
 
         def begin_imports(self, settings: Settings) -> None:
             """Start the server, so that it imports the modules while the recipe is checked."""
+            modules = os.environ["PRELOAD_MODULES"].split()
+            if not settings.has_episodes or settings.rollout.name != "vllm":
+                modules = [module for module in modules if "vllm" not in module]
             with isolation.show_logical_gpus(settings.trainer.device):
-                Preload._server = start(os.environ["PRELOAD_MODULES"])
+                Preload._server = start(modules)
 
         def before_ray(self, launch: Launch) -> None:
             """Make Ray start its workers through the server."""
@@ -411,5 +461,11 @@ else:
                 job = ray.get_runtime_context().get_job_id()
                 secrets = {name: os.environ[name] for name in SECRETS}
                 server.set_env(RAY_JOB_ID=job, RAY_RAYLET_PID=str(raylet_pid), **secrets)
+                reason = server.wait_ready()  # until then no worker could start
+                if reason:
+                    raise RunError(
+                        f"The process that imports the workers' modules has ended: {reason} To let "
+                        f"each worker import them itself, which takes longer, add {KEY}=''."
+                    )
 
             launch.on_ray.append(set_variables)

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
-from kit.cpu import fork_server
+from kit.run import fork_server
+from tests.helpers import engine_process
 from tests.helpers.recipes import ROOT
 
 # The fork server forks only for code that begins with this line, as that of vLLM's engine does.
@@ -24,7 +26,7 @@ SPAWN = "from multiprocessing.spawn import spawn_main\n"
 @contextlib.contextmanager
 def running(modules: str) -> Iterator[fork_server.ForkServer]:
     """Start a server that imports these modules."""
-    server = fork_server.start(modules)
+    server = fork_server.start(modules.split())
     try:
         yield server
     finally:
@@ -37,6 +39,7 @@ def python() -> Iterator[str]:
     # ray.util.collective.util defines a class with ray.remote
     with running("json wave ray ray.util.collective.util") as server:
         server.set_env(SHARED="by all")
+        assert server.wait_ready() == ""
         yield server.python
         assert not Path(server.folder, "log").read_text()
     assert not Path(server.python).exists()
@@ -140,11 +143,88 @@ def test_commands_of_another_form_run_in_a_new_python_process(python: str, tmp_p
     assert run_code(wrapper, SPAWN + code).stdout == expected
 
 
+def test_a_server_that_ends_says_why() -> None:
+    with running("json no_such_module") as server:
+        assert server.wait_ready() == "ModuleNotFoundError: No module named 'no_such_module'"
+
+
+def test_a_module_that_starts_cuda_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file stands for the device that CUDA opens."""
+    device = tmp_path / "device"
+    (tmp_path / "starts_cuda.py").write_text(f"device = open({str(device)!r}, 'w')")
+    monkeypatch.setattr(fork_server, "CUDA_DEVICE", str(device))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match="The import of starts_cuda started CUDA"):
+        fork_server.import_modules(["json", "starts_cuda"])
+    sys.modules.pop("starts_cuda").device.close()
+
+
+# This torch has no CUDA. So it is changed to count one GPU by NVML, and to record other calls.
+PRETEND_CUDA = """
+import os, sys, threading, torch
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+calls = []
+torch._C._cuda_getCurrentRawStream = None
+torch._C._cuda_getDeviceCount = lambda: calls.append("count") or 1
+torch.cuda._device_count_nvml = lambda: 1
+torch.cuda._lazy_init = lambda: calls.append("init")
+from kit.run.fork_server import import_modules
+import_modules([module for module in sys.argv[1:] if module != "ray"])
+assert torch.cuda.is_available() and not torch.cuda.is_initialized()
+print(calls, threading.active_count())
+"""
+
+
+def test_the_modules_of_a_gpu_run_start_no_cuda() -> None:
+    base = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())
+    variables = base["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"]
+    modules = variables["PRELOAD_MODULES"].split()
+    done = subprocess.run(
+        [sys.executable, "-c", PRETEND_CUDA, *modules],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | engine_process.VARIABLES,
+    )
+    assert done.stdout.splitlines()[-1:] == ["[] 1"], done.stdout + done.stderr[-3000:]
+
+
+RAY = """
+import os, sys, ray
+from kit.run import fork_server, isolation
+
+class Worker:
+    def look(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"], "wave" in sys.modules
+
+server = fork_server.start(["wave", "ray", "ray._private.workers.default_worker"])
+with isolation.set_ray_token():
+    environment = {"py_executable": server.python}
+    ray.init("local", num_cpus=2, num_gpus=2, include_dashboard=False, runtime_env=environment)
+    processes = ray._private.worker._global_node.all_processes
+    secrets = {name: os.environ[name] for name in fork_server.SECRETS}
+    job = ray.get_runtime_context().get_job_id()
+    pid = str(processes["raylet"][0].process.pid)
+    server.set_env(RAY_JOB_ID=job, RAY_RAYLET_PID=pid, **secrets)
+    assert server.wait_ready() == ""
+    workers = [ray.remote(Worker).options(num_gpus=1).remote() for _ in range(2)]
+    print(sorted(ray.get([worker.look.remote() for worker in workers])))
+    ray.shutdown()
+"""
+
+
+def test_each_worker_of_ray_has_its_own_gpu() -> None:
+    done = subprocess.run([sys.executable, "-c", RAY], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1:] == ["[('0', True), ('1', True)]"], done.stderr[-3000:]
+
+
 def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """The process exits before it uses the server, as after an error in a recipe."""
     code = (
-        "from kit.cpu import fork_server; import sys\n"
-        "print(fork_server.start('json ray').process.pid, flush=True)\n"
+        "from kit.run import fork_server; import sys\n"
+        "print(fork_server.start(['json', 'ray']).process.pid, flush=True)\n"
         "sys.exit(1)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
