@@ -53,11 +53,11 @@ math:
 	.venv-gpu/bin/python algorithm.py --config math --config warm_math $$machine \
 	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL)) $(ARGS)
 
-fast: lint gym .venv-templates/ready
+fast: lint gym .venv-templates/ready .venv-agents/ready
 	.venv/bin/python -m pytest -n 2 --dist loadgroup --max-worker-restart=0 -m "not slow and not docs and not soak"
 
 # --max-worker-restart=0: if a process of the tests dies (a hang, a crash), pytest-xdist would wait for it without end.
-test: lint gym .venv-templates/ready
+test: lint gym .venv-templates/ready .venv-agents/ready
 	.venv/bin/python -m pytest -n 2 --dist loadgroup --max-worker-restart=0
 
 bench: setup gym model data
@@ -144,6 +144,13 @@ gemma: models/gemma-3-270m/config.json
 	.venv/bin/uv pip install --quiet --target .venv-templates --no-deps --require-hashes -r requirements-templates.txt
 	@touch $@
 
+# Agents run in a separate environment: their SDKs need other versions than vLLM (env.agent.python).
+.venv-agents/ready: requirements-agents.txt | .venv/bin/uv
+	@echo "== .venv-agents: SDKs of agents, for the tests and docs/guides/agents.md (120 MB)"
+	.venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-agents
+	.venv/bin/uv pip install --quiet --python .venv-agents/bin/python --no-deps --require-hashes -r requirements-agents.txt
+	@touch $@
+
 # NeMo Gym 0.7.0 declares Python 3.13.14. If this machine does not have it and uv cannot fetch it, Gym also runs on 3.12
 # and on .venv's 3.11, with --ignore-requires-python. On 3.13 reasoning-gym needs a C compiler.
 .venv-gym/ready: requirements-gym.txt | $(SETUP)
@@ -192,4 +199,4 @@ data/gsm8k_train.jsonl: | $(SETUP)
 	$(VENV)/bin/python env.py gsm8k --out data $(if $(GSM8K),--source $(GSM8K))
 
 clean:
-	rm -rf .venv .venv-docs .venv-templates .venv-gpu .venv-uv .venv-gym .venv-gym*-servers .venv-trl .versus-trl models data site
+	rm -rf .venv .venv-docs .venv-templates .venv-agents .venv-gpu .venv-uv .venv-gym .venv-gym*-servers .venv-trl .versus-trl models data site

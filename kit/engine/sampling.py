@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from verl.workers.rollout.replica import TokenOutput
 
     from kit.engine.client import Client
+    from kit.engine.interfaces import Agent
 
 AfterEpisode = Callable[[Episode, Gym], Awaitable[None]]
 Sampling = Json  # vLLM's sampling parameters, from `build_sampling_params`
@@ -110,6 +111,7 @@ class RolloutContext:
     component_names: dict[str, set[str]] = field(default_factory=dict)
     # functions of optional features that look at a verified episode
     after_episode: Sequence[AfterEpisode] = ()
+    agent: Agent | None = None  # runs the turns in place of inference.run_turns
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

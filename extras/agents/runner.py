@@ -1,0 +1,129 @@
+"""Run the turns of an episode by an agent. It calls the policy endpoint with the episode's key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+import gym_client
+from env import Task
+from extras.agents.processes import AgentCall, CommandAgent, FunctionAgent
+from gym_client import GymError, Session
+from kit.chat.parsed_response import ParsedResponse
+from kit.data.episode import Episode
+from kit.errors import RunError
+
+if TYPE_CHECKING:
+    from kit.engine.endpoint.sessions import AgentSession, Limits, Sessions
+    from kit.engine.sampling import RolloutContext, Sampling
+
+
+class UrlAgent:
+    """An agent that runs elsewhere: POST {row, base_url, key} returns {answer}."""
+
+    def __init__(self, url: str):
+        self.url = url
+
+    async def run(self, call: AgentCall) -> str | None:
+        """Run an episode, and return its answer. Raises GymError."""
+        body = {"row": call.row, "base_url": call.base_url, "key": call.key}
+        text = ""
+        try:
+            async with aiohttp.request("POST", self.url, json=body) as response:
+                text = await response.text()
+                response.raise_for_status()
+                answer: str | None = json.loads(text)["answer"]
+                return answer
+        except (aiohttp.ClientError, ValueError, KeyError, TypeError) as error:
+            raise GymError("agent_raised", f"{self.url}: {error!r} {text[:200]}") from None
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class AgentRunner:
+    """The agent of a run (kit.engine.interfaces.Agent). base_url: of the endpoint, without /v1."""
+
+    def __init__(
+        self,
+        kind: FunctionAgent | CommandAgent | UrlAgent,
+        sessions: Sessions,
+        base_url: str,
+        limits: Limits,
+    ):
+        self.kind = kind
+        self.sessions = sessions
+        self.base_url = base_url
+        self.limits = limits
+
+    @contextlib.asynccontextmanager
+    async def run_turns(
+        self,
+        episode: Episode,
+        task: Task,
+        session: Session,
+        context: RolloutContext,
+        sampling: Sampling,
+    ) -> AsyncIterator[None]:
+        """Run the turns on entry. At the end of the block, delete the files of the episode.
+
+        Raises GymError, and RunError if the verifier plays turns itself.
+        """
+        if session.kind != "verify":
+            problem = f"{task.server} plays turns, as env.agent does"
+            raise RunError(f"{problem}. Set a verifier that only scores.")
+        folder = Path(tempfile.mkdtemp(prefix="agent-"))
+        agent_session = self.sessions.open(context, sampling, self.limits)
+        prompt = "\n\n".join(str(message["content"]) for message in task.messages)
+        call = AgentCall(task.row, prompt, self.base_url, agent_session.key, folder)
+        try:
+            try:
+                answer = await self.run_until_over(call, agent_session)
+            finally:
+                self.sessions.close(agent_session)
+            agent_session.fill(episode)
+            set_answer(episode, answer)
+            if isinstance(self.kind, CommandAgent):
+                extra = {**(task.row.get("extra_info") or {}), "work_folder": str(folder / "work")}
+                session.row = {**task.row, "extra_info": extra}
+            yield
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def run_until_over(self, call: AgentCall, agent_session: AgentSession) -> str | None:
+        """Return the agent's answer, None if a limit has ended it. Raises GymError."""
+        run = asyncio.create_task(self.kind.run(call))
+        over = asyncio.create_task(agent_session.over.wait())
+        limit_s = self.limits.timeout_s
+        try:
+            await asyncio.wait({run, over}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            is_over = over.done()
+        finally:
+            over.cancel()
+            run.cancel()
+            await asyncio.wait({run})
+        error: BaseException | None = GymError(
+            "agent_timeout", f"the agent did not end within agents.timeout_s={limit_s:g}. Raise it."
+        )
+        if not run.cancelled():
+            error = run.exception()
+        if agent_session.failure:
+            raise agent_session.failure
+        if error and not (is_over and isinstance(error, GymError)):
+            raise error
+        return None if error else run.result()
+
+
+def set_answer(episode: Episode, answer: str | None) -> None:
+    """Let the verifier read the agent's answer, if that is not the policy's last text."""
+    if answer is not None and answer.strip() != episode.response.strip():
+        episode.output.append(gym_client.make_message(answer))
+        episode.responses[-1] = ParsedResponse.of_text(answer)
