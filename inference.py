@@ -14,7 +14,7 @@ reward.
 
 The kind of the Gym server (`Gym.kind`) decides who runs the turns. For `verify` and `step` servers
 it is `run_turns`. An `agent` or `environment` server runs the turns itself, and samples from the
-endpoint of kit/engine/openai_server.py. Its Response has the token ids (`episode_from_response`),
+endpoint of kit/engine/endpoint. Its Response has the token ids (`episode_from_response`),
 which must be those that the endpoint sampled.
 """
 
