@@ -14,9 +14,9 @@ reward.
 
 The kind of the Gym server (`Gym.kind`) decides who runs the turns. For `verify` and `step` servers
 it is `run_turns`. An `agent` or `environment` server runs the turns itself, and samples from the
-endpoint of kit/engine/openai_server.py. Its Response has the token ids (`episode_from_response`),
-which must be those that the endpoint sampled. With `env.agent` an agent of the recipe runs the
-turns (extras/agents), and the row's verifier verifies.
+endpoint of kit/engine/endpoint. Its Response has the token ids (`episode_from_response`), which
+must be those that the endpoint sampled. With `env.agent` an agent of the recipe runs the turns
+(extras/agents), and the row's verifier verifies.
 """
 
 from __future__ import annotations

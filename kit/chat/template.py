@@ -1,7 +1,7 @@
 """A model's chat template: prompts, answers and what stands between two answers, as token ids.
 
 All text that the policy reads becomes tokens here: the prompts of rows, first and later
-observations, the requests of agents (openai_server.py) and the chats of `sft`.
+observations, the requests of agents (kit/engine/endpoint) and the chats of `sft`.
 
     encode_prompt        messages and tools -> the ids before the first response
     encode_continuation  messages of the environment -> the ids between two responses

@@ -154,7 +154,7 @@ def join_text(message: Json) -> str:
 
 
 def append_tokens(
-    episode: Episode,
+    episode: Episode | Branch,
     ids: list[int],
     log_probs: list[float] | None = None,
     policy_versions: Sequence[PolicyVersion] = (),

@@ -56,11 +56,13 @@ class SampleStore:
     def __init__(self) -> None:
         # Requests of agents do not say which batch they belong to: to the last one that began.
         self.sampling: Sampling = {}
+        self.batch = 0
         self._responses: dict[bytes, list[SampledResponse]] = {}
 
     def begin_batch(self, sampling: Sampling) -> None:
         """Let the endpoint sample in this way, and forget the responses of the batch before."""
         self.sampling = sampling
+        self.batch += 1
         self._responses.clear()
 
     def add(self, prompt_ids: list[int], sampled: SampledResponse) -> None:

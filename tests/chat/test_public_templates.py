@@ -34,7 +34,6 @@ from kit.chat.template import (
 )
 from kit.chat.template_trial import ANSWERS, PROMPTS, find_tool_formats, try_template
 from kit.data.episode import Episode
-from kit.engine import openai_server
 from tests.helpers.public_templates import PublicTemplate, list_template_files, load
 from tests.helpers.rollouts import Game, Script, ToolSession, context_of, play
 
@@ -299,7 +298,7 @@ def test_the_endpoint_gives_an_agent_the_same_tokens(public):
     history = [*played.task.messages]
     for _ in played.answers:
         body = {"messages": history, "tools": played.task.tools}
-        reply = asyncio.run(openai_server.complete_chat(body, context))
+        reply = ask_endpoint(body, context)
         assert reply.status == 200, reply.body
         message = reply.body["choices"][0]["message"]
         history = [*history, message]

@@ -13,8 +13,6 @@ import env
 from kit.data import fields
 from kit.data.tasks import TaskLoader
 from kit.data.verl_rows import parse_row
-from kit.engine import openai_server
-from kit.engine.openai_requests import read_request
 from kit.recipe.entries import Entry
 from tests.data.test_tasks import Letters
 from tests.helpers.recipes import write_rows
@@ -88,7 +86,7 @@ def test_the_fields_of_a_request_that_are_not_used_are_logged_once(caplog):
     histories = openai_server.Histories(context)
     body = {"messages": [{**USER, "cache_control": 1}], "temperature": 0.1, "seed": None}
     for _ in range(2):
-        assert asyncio.run(openai_server.complete_chat(body, context, histories)).status == 200
+        assert ask_endpoint(body, context).status == 200
     (record,) = caplog.records
     assert record.getMessage().endswith("not used here: messages.cache_control, temperature")
 

@@ -21,7 +21,6 @@ from kit.chat.template import ChatTemplate
 from kit.data import rollout_files
 from kit.data.episode import Episode, TurnSpan
 from kit.data.tasks import TaskLoader
-from kit.engine import openai_server
 from kit.errors import ConfigError
 from kit.recipe.entries import Entry
 from kit.recipe.load import read_source
@@ -194,7 +193,7 @@ def test_text_of_the_environment_is_encoded_for_the_model(processor):
     part = {"type": "image_url", "image_url": {"url": "x"}}
     body = {"messages": [{"role": "user", "content": [part]}]}
     context = context_of(None, tokenizer, template=template)
-    reply = asyncio.run(openai_server.complete_chat(body, context))
+    reply = ask_endpoint(body, context)
     assert reply.status == 400 and reply.body["error"]["param"] == "messages"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,13 @@ from transformers import PreTrainedTokenizerFast
 import env
 import gym_client
 import inference
+from gym_client import GymError
 from kit.chat.processor import TextProcessor
 from kit.chat.template import ChatTemplate
 from kit.data.episode import PolicyVersion
+from kit.engine.endpoint.dialects import chat
+from kit.engine.endpoint.requests import RequestError
+from kit.engine.endpoint.server import Endpoint, complete, describe
 from kit.engine.sampling import (
     RolloutContext,
     SampledResponse,
@@ -325,6 +330,22 @@ def context_of(client, tokenizer, tool_format="hermes", template=None, **changes
         **changes,
     }
     return RolloutContext(client, template, **settings)
+
+
+def ask_endpoint(body, context) -> tuple[int, Any]:
+    """Send a chat request to the policy endpoint of a context -> (status, JSON)."""
+    return asyncio.run(ask_chat(body, context))
+
+
+async def ask_chat(body, context) -> tuple[int, Any]:
+    """Answer a chat request, without HTTP."""
+    endpoint = vars(context).setdefault("endpoint", Endpoint(context, "key"))
+    try:
+        parsed = endpoint.parse_body(json.dumps(body).encode())
+        return 200, await complete(endpoint.shared, chat, parsed)
+    except (RequestError, GymError, RecursionError) as error:
+        failure = describe(error, None, is_agent=False)
+        return failure.status, chat.write_error(failure)
 
 
 def task_of(tokenizer, tools=True, prompt="Look it up.") -> env.Task:

@@ -1,0 +1,143 @@
+"""OpenAI's chat API: /v1/chat/completions, with Gym's fields for token ids.
+
+Protects: a thought, which is in `reasoning_content` and not in the answer.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+
+import env
+from gym_client import Json
+from kit.data.episode import TOKEN_FIELDS
+from kit.data.fields import REQUEST
+from kit.engine.endpoint.dialects import Failure
+from kit.engine.endpoint.requests import (
+    CONTEXT_CODE,
+    Reply,
+    Request,
+    RequestError,
+    check_fields,
+    read_choice,
+    read_field,
+    read_items,
+    read_limit,
+    read_stop,
+    read_tools,
+)
+
+ENDED = {"stop": "stop", "stop_string": "stop", "calls": "tool_calls", "length": "length"}
+# Gym's model server takes a 400 with one of these for a conversation that is too long, and the
+# episode ends as `length`. So no other error may have them.
+OVERFLOW_WORDS = ("context length", "max_tokens")
+
+
+def read(body: Json) -> Request:
+    """Read the body of a request. Raises RequestError."""
+    unused = check_fields(REQUEST, body, body.get("messages"))
+    messages = read_items(body.get("messages"), "messages")
+    try:
+        tools, _, ignored = read_tools(body.get("tools"))
+    except env.DataError as error:
+        raise RequestError(str(error), "tools") from error
+    arguments = read_field(body, "chat_template_kwargs", dict | str, {})
+    try:
+        arguments = env.read_object({"a": arguments}, "a", "chat_template_kwargs")
+    except env.DataError as error:
+        raise RequestError(str(error), "chat_template_kwargs") from error
+    effort = read_field(body, "reasoning_effort", str, None)
+    arguments = {"reasoning_effort": effort, **arguments}
+    return Request(
+        messages,
+        tools,
+        choice=read_choice(body),
+        stop=read_stop(body, "stop"),
+        max_tokens=read_limit(body, "max_tokens", "max_completion_tokens"),
+        template_arguments={key: value for key, value in arguments.items() if value is not None},
+        # Gym's model server sets both fields, but reads the log-probs of the message
+        logprobs=bool(body.get("logprobs")) and not body.get("return_tokens_as_token_ids"),
+        for_training=body.get("for_training") is not False,
+        unused=unused | ignored,
+    )
+
+
+def resume(body: Json, stored: dict[str, Json]) -> Json:
+    """Return the body: a chat request has the whole conversation."""
+    return body
+
+
+def store(body: Json, reply: Json) -> Json | None:
+    """Store nothing."""
+    return None
+
+
+def write(body: Json, request: Request, reply: Reply) -> Json:
+    """Write a chat completion."""
+    response = reply.response
+    calls = []
+    for call in response.calls:
+        function = {"name": call["name"], "arguments": call["arguments"]}
+        calls.append({"id": call["call_id"], "type": "function", "function": function})
+    message = {"role": "assistant", "content": response.text, "tool_calls": calls}
+    if response.reasoning:
+        message["reasoning_content"] = response.reasoning
+    choice = {
+        "index": 0,
+        "finish_reason": ENDED[reply.ended],
+        "logprobs": {"content": reply.log_probs, "refusal": None} if reply.log_probs else None,
+        "message": message | (reply.token_fields or {}),
+    }
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": body.get("model") or "policy",
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": reply.prompt_length,
+            "completion_tokens": reply.length,
+            "total_tokens": reply.prompt_length + reply.length,
+        },
+    }
+
+
+def make_events(body: Json, reply: Json) -> Iterator[tuple[str, Json]]:
+    """Yield the chunks of a stream with the contents of a completion.
+
+    The first one has the token ids, and the log-probs.
+    """
+    choice = reply["choices"][0]
+    message = choice["message"]
+    deltas = [{key: message[key] for key in ("role", *TOKEN_FIELDS) if key in message}]
+    deltas += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
+    for index, call in enumerate(message["tool_calls"]):
+        deltas.append({"tool_calls": [{"index": index, **call}]})
+    deltas.append({})
+    includes_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+    shared = {**reply, "object": "chat.completion.chunk"}
+    usage = shared.pop("usage")
+    if includes_usage:
+        shared["usage"] = None
+    for number, delta in enumerate(deltas):
+        is_last = number == len(deltas) - 1
+        part = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": choice["logprobs"] if number == 0 else None,
+            "finish_reason": choice["finish_reason"] if is_last else None,
+        }
+        yield "", {**shared, "choices": [part]}
+    if includes_usage:
+        yield "", {**shared, "choices": [], "usage": usage}
+
+
+def write_error(failure: Failure) -> Json:
+    """Write an error."""
+    status, message, param, code = failure
+    if code != CONTEXT_CODE and param != "max_tokens":
+        for words in OVERFLOW_WORDS:
+            message = message.replace(words, words.replace(" ", "-").replace("_", "-"))
+    kind = "invalid_request_error" if status in (400, 401, 403, 404, 413) else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
