@@ -46,6 +46,7 @@ from kit.chat.parsed_response import ParsedResponse
 from kit.chat.template import TURNS
 from kit.data.episode import (
     Episode,
+    TrainingRow,
     append_tokens,
     from_output_items,
     from_turn_items,
@@ -311,7 +312,7 @@ async def run_episode(
             await run_agent(episode, request, context, gym)
         else:
             await run_session(episode, request, context, gym, sampling)
-        check_ids(episode)
+        check_ids(episode, context)
         limit_components(episode, context)
     except (ServerDownError, RunError, ray.exceptions.RayError):
         raise
@@ -423,19 +424,36 @@ def limit_components(episode: Episode, context: RolloutContext) -> None:
             del episode.reward_components[name]
 
 
-def check_ids(episode: Episode) -> None:
-    """Raise GymError('bad_ids') if the lists of an episode do not fit together."""
-    length = len(episode.response_ids)
-    masked_in = sum(episode.response_mask)
-    sampled = sum(turn.end - turn.start for turn in episode.turns)
-    problem = ""
-    if not length or len(episode.response_mask) != length or len(episode.log_probs) != length:
-        lengths = f"{len(episode.response_mask)} of mask, {len(episode.log_probs)} log-probs"
-        problem = f"the response's lists differ in length: {length} ids, {lengths}"
-    elif masked_in != sampled:
-        problem = f"{sampled} sampled tokens, {masked_in} in the mask"
-    if problem:
-        raise GymError("bad_ids", f"{episode.row_id}: {problem}")
+def check_ids(episode: Episode, context: RolloutContext) -> None:
+    """Check that the lists of an episode fit together, and its branches into a micro-batch.
+
+    Raises GymError('bad_ids' | 'prompt_too_long').
+    """
+    for row in episode.rows:
+        if problem := find_bad_ids(row):
+            raise GymError("bad_ids", f"{episode.row_id}: {problem}")
+    for branch in episode.branches:
+        length = len(branch.prompt_ids) + len(branch.response_ids)
+        if length > context.max_length:
+            raise GymError(
+                "prompt_too_long",
+                f"a branch of the agent's episode has {length} tokens, and a training row may have "
+                f"{context.max_length} (data.max_prompt_length + data.max_response_length). Raise "
+                "one of them.",
+            )
+
+
+def find_bad_ids(row: TrainingRow) -> str:
+    """Return how the lists of a training row do not fit together, "" if they do."""
+    length = len(row.response_ids)
+    masked_in = sum(row.response_mask)
+    sampled = sum(turn.end - turn.start for turn in row.turns)
+    if not length or len(row.response_mask) != length or len(row.log_probs) != length:
+        lengths = f"{len(row.response_mask)} of mask, {len(row.log_probs)} log-probs"
+        return f"the response's lists differ in length: {length} ids, {lengths}"
+    if masked_in != sampled:
+        return f"{sampled} sampled tokens, {masked_in} in the mask"
+    return ""
 
 
 def record_failure(episode: Episode, error: Exception) -> None:

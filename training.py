@@ -14,8 +14,9 @@ reads another tensor, add that in the second section, "batches". To change the l
 function in the recipe: the loss runs in the workers. templates/ has examples. The other sections
 move tensors to the workers and back. kit/run/workers.py starts them.
 
-Shapes: B episodes, P tokens in the longest prompt, R in the longest response. Prompts are padded on
-the left and responses on the right, so a row of `input_ids` [B, P+R] is one unbroken sequence. Only
+Shapes: B rows, P tokens in the longest prompt, R in the longest response. An episode is one row, or
+several if an agent has branches (kit/data/training_rows.py). Prompts are padded on the left and
+responses on the right, so a row of `input_ids` [B, P+R] is one unbroken sequence. Only
 `attention_mask` marks the padding. Token ids do not mark it: the pad id may equal the EOS id. The
 workers get S rows, a multiple of the number of their ranks. The workers take and return packed
 tensors, which have no padding (verl's `left_right_2_no_padding`).
@@ -47,8 +48,8 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from kit.data import batch_keys as keys
-from kit.data import token_rewards
-from kit.data.episode import Episode
+from kit.data import token_rewards, training_rows
+from kit.data.episode import Episode, TrainingRow, list_rows
 from kit.engine.inputs import RunInputs
 from kit.engine.worker_group import WorkerGroup, WorkerOutput
 from kit.errors import RunError, SkippedStep
@@ -122,18 +123,25 @@ def compute_advantages(batch: DataProto, recipe: Recipe) -> None:
     ones, and without the rounding errors of equal rewards (kit/data/token_rewards.py). A custom
     function gets those AdvantageInputs that it names (kit/recipe/user_functions.py). Raises
     SkippedStep if the estimator cannot work because only one token is trained: it whitens.
+
+    An episode of several rows is one line for the estimator.
     """
     name = recipe.algorithm.adv_estimator
     is_verl = name in [estimator.value for estimator in core_algos.AdvantageEstimator]
     call_estimator = call_verl_estimator if is_verl else call_custom_estimator
     is_trained = batch.batch[keys.RESPONSE_MASK].bool()  # [B, R]
     reason = f"{name} normalizes over the trained tokens, and the batch has only one"
+    lines = training_rows.find_lines(batch) if training_rows.has_branches(batch) else None
+    episodes = training_rows.join_batch(batch, lines) if lines else batch
     try:
-        advantages, returns = call_estimator(batch, recipe)
+        advantages, returns = call_estimator(episodes, recipe)
     except ValueError as error:  # of verl's whitening, or a UserFunctionError
         if is_trained.sum() > 1:
             raise
         raise SkippedStep(f"{reason}: {error}") from error
+    if lines:
+        advantages = lines.split(advantages)
+        returns = lines.split(returns)
     if is_trained.sum() == 1 and not advantages[is_trained].isfinite():
         raise SkippedStep(reason)
     batch.batch[keys.ADVANTAGES] = advantages
@@ -265,8 +273,17 @@ def loss_has_other_terms(recipe: Recipe) -> bool:
 def compute_step_metrics(
     batch: DataProto, timing: dict[str, float], recipe: Recipe
 ) -> dict[str, float]:
-    """Compute verl's metrics of a trained step: rewards, lengths, advantages, times, throughput."""
-    data_metrics = metric_utils.compute_data_metrics(batch, use_critic=keys.VALUES in batch.batch)
+    """Compute verl's metrics of a trained step: rewards, lengths, advantages, times, throughput.
+
+    Those of lengths and advantages are over rows, those of rewards over episodes.
+    """
+    use_critic = keys.VALUES in batch.batch
+    data_metrics = metric_utils.compute_data_metrics(batch, use_critic)
+    if training_rows.has_branches(batch):
+        main_rows = training_rows.select_main_rows(batch)
+        for name, value in metric_utils.compute_data_metrics(main_rows, use_critic).items():
+            if name.startswith(("critic/score/", "critic/rewards/")):
+                data_metrics[name] = value
     timing_metrics = metric_utils.compute_timing_metrics(batch, timing)
     throughput = metric_utils.compute_throughout_metrics(batch, timing, n_gpus=recipe.all_gpus)
     return data_metrics | timing_metrics | throughput
@@ -279,27 +296,39 @@ def to_batch(episodes: Sequence[Episode], inputs: RunInputs, recipe: Recipe) -> 
     """Make verl's batch from episodes, with the model inputs of their images.
 
     The trainer divides its logits by the temperature of sampling, as the rollout engine does.
+    Raises the RunError of check_branches.
     """
+    check_branches(episodes, recipe)
     temperature = recipe.rollout.temperature
     batch = build_batch(episodes, inputs.tokenizer.pad_token_id, temperature)
-    inputs.processor.add_images(batch, [episode.images for episode in episodes])
+    images = [episode.images for episode in episodes for _ in episode.rows]
+    inputs.processor.add_images(batch, images)
     return batch
 
 
+def check_branches(episodes: Sequence[Episode], recipe: Recipe) -> None:
+    """Raise RunError if an episode has several rows and the recipe needs one."""
+    has_branches = any(episode.branches for episode in episodes)
+    if has_branches and (reason := training_rows.find_reason_against(recipe)):
+        raise RunError(reason)
+
+
 def build_batch(episodes: Sequence[Episode], pad_token_id: int, temperature: float) -> DataProto:
-    """Make verl's batch from the token ids, masks, log-probs and rewards of B episodes.
+    """Make verl's batch from the token ids, masks, log-probs and rewards of episodes with B rows.
 
     The names of reward components come from verifiers. So the batch has all components in one array
     of dicts, where no name can replace a tensor.
     """
-    prompt_lengths = torch.tensor([len(e.prompt_ids) for e in episodes])  # [B]
-    response_lengths = torch.tensor([len(e.response_ids) for e in episodes])  # [B]
+    rows = list_rows(episodes)
+    owners = [number for number, e in enumerate(episodes) for _ in e.rows]  # [B]
+    prompt_lengths = torch.tensor([len(row.prompt_ids) for row in rows])  # [B]
+    response_lengths = torch.tensor([len(row.response_ids) for row in rows])  # [B]
     in_prompt = torch.arange(int(prompt_lengths.max())).flip(0) < prompt_lengths[:, None]  # [B, P]
     in_response = torch.arange(int(response_lengths.max())) < response_lengths[:, None]  # [B, R]
-    prompts = pad_rows([e.prompt_ids for e in episodes], in_prompt, pad_token_id)  # [B, P]
-    responses = pad_rows([e.response_ids for e in episodes], in_response, pad_token_id)  # [B, R]
-    response_mask = pad_rows([e.response_mask for e in episodes], in_response, 0)  # [B, R]
-    log_probs = pad_rows([e.log_probs for e in episodes], in_response, 0.0)  # [B, R]
+    prompts = pad_rows([row.prompt_ids for row in rows], in_prompt, pad_token_id)  # [B, P]
+    responses = pad_rows([row.response_ids for row in rows], in_response, pad_token_id)  # [B, R]
+    response_mask = pad_rows([row.response_mask for row in rows], in_response, 0)  # [B, R]
+    log_probs = pad_rows([row.log_probs for row in rows], in_response, 0.0)  # [B, R]
     attention_mask = torch.cat([in_prompt, in_response], dim=1).long()  # [B, P+R]
     tensors = {
         keys.PROMPTS: prompts,
@@ -310,13 +339,14 @@ def build_batch(episodes: Sequence[Episode], pad_token_id: int, temperature: flo
         keys.RESPONSE_MASK: response_mask,
         keys.ROLLOUT_LOG_PROBS: log_probs,
         keys.SCORES: place_rewards(episodes, responses.shape[1]),  # [B, R]
-        keys.TURN: number_turns(episodes, responses.shape[1]),  # [B, R]
+        keys.TURN: number_turns(rows, responses.shape[1]),  # [B, R]
     }
     if all(e.baseline is not None for e in episodes):
-        tensors[keys.BASELINES] = torch.tensor([e.baseline for e in episodes]).float()  # [B]
+        tensors[keys.BASELINES] = torch.tensor([episodes[k].baseline for k in owners]).float()
     arrays = {
-        keys.GROUPS: [e.group_id for e in episodes],
-        keys.COMPONENTS: [e.reward_components for e in episodes],
+        keys.GROUPS: [episodes[k].group_id for k in owners],
+        keys.COMPONENTS: [episodes[k].reward_components for k in owners],
+        keys.EPISODES: owners,
     }
     token_counts = attention_mask.sum(dim=1).tolist()  # [B]
     meta_info = {keys.TEMPERATURE: temperature, keys.TOKEN_COUNTS: token_counts}
@@ -324,13 +354,15 @@ def build_batch(episodes: Sequence[Episode], pad_token_id: int, temperature: flo
 
 
 def place_rewards(episodes: Sequence[Episode], width: int) -> torch.Tensor:
-    """Write the reward to the last token of each response, and return float32 [B, R]. width: R.
+    """Write the reward to the last token of each main row, and return float32 [B, R]. width: R.
 
     If the environment gave turn rewards, the last token of each turn gets the reward of that turn.
     The last token of the response also gets the shaped reward minus their sum.
     """
-    scores = np.zeros((len(episodes), width), np.float32)  # [B, R]
-    for row, episode in enumerate(episodes):
+    scores = np.zeros((len(list_rows(episodes)), width), np.float32)  # [B, R]
+    row = -1
+    for episode in episodes:
+        row += len(episode.rows)  # the main row is the last one
         turn_rewards = episode.turn_rewards or [0.0] * len(episode.turns)
         for k, span in enumerate(episode.turns):
             scores[row, span.end - 1] += turn_rewards[k]
@@ -340,15 +372,15 @@ def place_rewards(episodes: Sequence[Episode], width: int) -> torch.Tensor:
     return torch.from_numpy(scores)
 
 
-def number_turns(episodes: Sequence[Episode], width: int) -> torch.Tensor:
+def number_turns(rows: Sequence[TrainingRow], width: int) -> torch.Tensor:
     """Number the turns of the policy from 0, and return int64 [B, R], -1 elsewhere. width: R.
 
     A turn keeps its number if a filter masks it in `response_mask`.
     """
-    turn = np.full((len(episodes), width), -1)  # [B, R]
-    for row, episode in enumerate(episodes):
-        for k, span in enumerate(episode.turns):
-            turn[row, span.start : span.end] = k
+    turn = np.full((len(rows), width), -1)  # [B, R]
+    for number, row in enumerate(rows):
+        for k, span in enumerate(row.turns):
+            turn[number, span.start : span.end] = k
     return torch.from_numpy(turn)
 
 
@@ -512,8 +544,9 @@ def add_reward_model_scores(
     """Give each episode the reward component `reward_model`: the head's output at the last token.
 
     The model reads the policy's token ids, so it needs the policy's tokenizer and chat template.
-    Raises RunError if the verifier has a component of this name.
+    Raises RunError if the verifier has a component of this name, or an episode several rows.
     """
+    check_branches(episodes, recipe)
     for episode in episodes:
         if REWARD_MODEL in episode.reward_components:
             raise RunError(
@@ -586,11 +619,13 @@ def make_update_data(
     live = batch.batch[keys.RESPONSE_MASK].any(dim=1).nonzero()[:, 0]  # [L]
     mini_batches = max(1, min(mini_batches, len(live) // ranks))
     worker_rows = pad_to_ranks(batch, live, mini_batches, ranks)
+    if isinstance(settings, ActorSection):
+        batch = training_rows.weigh_advantages(batch, settings)
     data = to_worker_batch(batch, worker_rows)
     values = {
         "mini_batch_size": len(worker_rows.rows) // mini_batches,
         # the divisor of means over sequences: it counts masked episodes, but no padding
-        "global_batch_size": len(batch) / mini_batches,
+        "global_batch_size": training_rows.count_episodes(batch) / mini_batches,
         "epochs": settings.ppo_epochs,
         "seed": settings.data_loader_seed,
         "dataloader_kwargs": {"shuffle": settings.shuffle},

@@ -9,7 +9,8 @@ verifier's, before env.reward.
 
 A filter may also return copies with a mask of zeros. They have no loss. If the baseline of their
 group is a mean of rewards, they still count for it. The estimator opo and the token baselines use
-the mask, so they ignore such episodes.
+the mask, so they ignore such episodes. An agent's episode may have several training rows: mask each
+of `episode.rows`, or drop `episode.branches`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def mask_ended(episodes: Sequence[Episode], reasons: Sequence[str]) -> list[Epis
 
 def mask(episode: Episode) -> Episode:
     """Copy an episode, with a mask of zeros."""
-    return dataclasses.replace(episode, response_mask=[0] * len(episode.response_mask))
+    zeros = [0] * len(episode.response_mask)
+    return dataclasses.replace(episode, response_mask=zeros, branches=[])
 
 
 def with_answer(episodes: Sequence[Episode], field: str, model: str, limit: int) -> list[Episode]:
@@ -127,6 +129,7 @@ def make_answer_episode(episode: Episode, text: str, ids: list[int]) -> Episode:
         log_probs=[0.0] * len(ids),
         turns=[],
         output=[gym_client.make_message(text)],
+        branches=[],
         ended="stop",
         reward=episode.scale.full,
         turn_rewards=[],

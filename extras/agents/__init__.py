@@ -67,7 +67,7 @@ class Agents(RecipeCheck, RunPart, RunOutput):
 
     def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[str]:
         """Check that the algorithm can train on several rows of an episode."""
-        from kit.data.branches import find_reason_against
+        from kit.data.training_rows import find_reason_against
 
         if reason := find_reason_against(recipe):
             yield f"env.agent: {reason}"

@@ -1,6 +1,7 @@
 """The names of the tensors and arrays of a step's batch, which is verl's DataProto.
 
-verl's functions read most of these names. B episodes, P tokens in the longest prompt, R in the
+verl's functions read most of these names. B training rows (one for
+each episode, or several if an agent has branches), P tokens in the longest prompt, R in the
 longest response. kit/recipe/user_functions.py has the types of a custom advantage or loss.
 
 Convenience: one place says which names a batch has, and the shape of each.
@@ -36,6 +37,7 @@ RETURNS = "returns"  # float32 [B, R], which the critic's update reads
 
 GROUPS = "uid"  # [B] of texts: the group of each episode
 COMPONENTS = "reward_components"  # [B] of {name: value}: a verifier may choose any name
+EPISODES = "episode"  # [B] of ints: the episode of each row. Its last row is the main one
 IMAGES = "multi_modal_inputs"  # [B] of {name: tensor}, of a model that reads images
 
 # --- batch.meta_info, next to kit.recipe.schedule.POSITION ---------------------------------------

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -107,6 +108,11 @@ class Episode:
     record_index: RecordIndex = NOT_WRITTEN
 
     @property
+    def rows(self) -> list[TrainingRow]:
+        """Return the training rows: the branches, and then the episode itself, the main row."""
+        return [*self.branches, self]
+
+    @property
     def is_right(self) -> bool:
         """Return whether the verifier gave the full reward, which acc and pass rates count."""
         is_verified = self.status == "ok" and self.reward is not None
@@ -148,32 +154,40 @@ class Episode:
         return " ".join(parts)
 
 
+TrainingRow = Branch | Episode
+
+
+def list_rows(episodes: Iterable[Episode]) -> list[TrainingRow]:
+    """List the training rows of episodes, in the order of the episodes."""
+    return list(itertools.chain.from_iterable(episode.rows for episode in episodes))
+
+
 def join_text(message: Json) -> str:
     """Join the text parts of an assistant's message item."""
     return "".join(part["text"] for part in message["content"])
 
 
 def append_tokens(
-    episode: Episode | Branch,
+    row: TrainingRow,
     ids: list[int],
     log_probs: list[float] | None = None,
     policy_versions: Sequence[PolicyVersion] = (),
 ) -> None:
     """Append tokens to the response: sampled ones with log-probs, observed ones without."""
-    start = len(episode.response_ids)
-    episode.response_ids += ids
+    start = len(row.response_ids)
+    row.response_ids += ids
     if log_probs is None:
-        episode.response_mask += [0] * len(ids)
-        episode.log_probs += [0.0] * len(ids)
+        row.response_mask += [0] * len(ids)
+        row.log_probs += [0.0] * len(ids)
         return
-    episode.response_mask += [1] * len(ids)
-    episode.log_probs += log_probs
-    episode.policy_versions += policy_versions
-    episode.turns.append(TurnSpan(start, start + len(ids), len(episode.output)))
+    row.response_mask += [1] * len(ids)
+    row.log_probs += log_probs
+    row.policy_versions += policy_versions
+    row.turns.append(TurnSpan(start, start + len(ids), len(row.output)))
 
 
-def from_output_items(episode: Episode, output: Sequence[Json]) -> None:
-    """Fill an empty episode from Responses output items, some of which carry token ids.
+def from_output_items(row: TrainingRow, output: Sequence[Json]) -> None:
+    """Fill an empty episode or branch from Responses output items, some of which carry token ids.
 
     The prompt of each model call must begin with all earlier tokens, id for id. The new tokens at
     its end are then the observation. `set_sampled` sets the log-probs: an agent's items may have
@@ -183,10 +197,10 @@ def from_output_items(episode: Episode, output: Sequence[Json]) -> None:
     for item in output:
         prompt_ids, sampled_ids = (list(item.get(name) or []) for name in (PROMPT_IDS, SAMPLED_IDS))
         others = {name: value for name, value in item.items() if name not in TOKEN_FIELDS}
-        episode.output.append({name: value for name, value in others.items() if value is not None})
+        row.output.append({name: value for name, value in others.items() if value is not None})
         if not sampled_ids:
             continue
-        call = f"model call {len(episode.turns) + 1}"
+        call = f"model call {len(row.turns) + 1}"
         if not prompt_ids or prompt_ids[: len(earlier)] != earlier:
             raise GymError(
                 "not_contiguous",
@@ -194,10 +208,10 @@ def from_output_items(episode: Episode, output: Sequence[Json]) -> None:
                 f"ids at position {find_first_difference(prompt_ids, earlier)}",
             )
         if earlier:
-            append_tokens(episode, prompt_ids[len(earlier) :])
+            append_tokens(row, prompt_ids[len(earlier) :])
         else:
-            episode.prompt_ids = prompt_ids
-        append_tokens(episode, sampled_ids, [0.0] * len(sampled_ids))
+            row.prompt_ids = prompt_ids
+        append_tokens(row, sampled_ids, [0.0] * len(sampled_ids))
         earlier = prompt_ids + sampled_ids
 
 
@@ -211,7 +225,7 @@ def from_turn_items(items: Sequence[Json]) -> ParsedResponse:
 
 
 def set_sampled(
-    episode: Episode,
+    row: TrainingRow,
     turn: TurnSpan,
     log_probs: list[float],
     policy_versions: Sequence[PolicyVersion] = (),
@@ -220,8 +234,8 @@ def set_sampled(
     if len(log_probs) != turn.end - turn.start:
         counts = f"{turn.end - turn.start} sampled ids, {len(log_probs)} log-probs"
         raise GymError("bad_ids", f"the turn of the tokens from {turn.start} on has {counts}")
-    episode.log_probs[turn.start : turn.end] = log_probs
-    episode.policy_versions += policy_versions
+    row.log_probs[turn.start : turn.end] = log_probs
+    row.policy_versions += policy_versions
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 
 from env import Json
-from kit.data.episode import Episode
+from kit.data.episode import Episode, TrainingRow, list_rows
 from kit.data.fingerprint import name_problem
 from kit.data.reward_scale import are_equal
 from kit.data.selection import group_episodes
@@ -64,7 +64,7 @@ def compute_validation_metrics(episodes: Sequence[Episode], n: int) -> dict[str,
         if verified:
             metrics |= compute_scores(verified, n, name)
             metrics |= compute_measures(verified, f"val-aux/{name}")
-            lengths = mean(len(episode.response_ids) for episode in verified)
+            lengths = mean(count_response_tokens(episode) for episode in verified)
             metrics[f"val-aux/{name}/response_length/mean"] = lengths
     return metrics
 
@@ -232,7 +232,7 @@ def compute_rollout_metrics(
     metrics = {
         "rollout/episodes": float(len(episodes)),
         "rollout/kept": float(len(kept)),
-        ALL_TOKENS: float(sum(len(e.prompt_ids) + len(e.response_ids) for e in episodes)),
+        ALL_TOKENS: float(sum(map(count_tokens, list_rows(episodes)))),
         "rollout/failed_frac": 1 - len(verified) / len(episodes),
         "rollout/groups_dropped": float(groups_dropped),
         ZERO_VARIANCE: float(count_zero_variance_groups([*kept, *dropped])),
@@ -240,12 +240,14 @@ def compute_rollout_metrics(
     failures = Counter(episode.status for episode in episodes if episode.status != "ok")
     metrics |= {f"rollout/failed/{status}": float(count) for status, count in failures.items()}
     metrics |= compute_staleness(kept, step)
+    if any(episode.branches for episode in kept):
+        metrics["agents/rows_per_episode"] = mean(len(episode.rows) for episode in kept)
     if verified:
         endings = Counter(length=0)  # without a 0, Prometheus would keep the last step's fraction
         endings.update(episode.ended for episode in verified)
         for reason, count in endings.items():
             metrics[f"rollout/ended/{reason}_frac"] = count / len(verified)
-        metrics["rollout/turns/mean"] = mean(len(episode.turns) for episode in verified)
+        metrics["rollout/turns/mean"] = mean(count_turns(episode) for episode in verified)
         metrics["rollout/reward/mean"] = mean(e.reward or 0.0 for e in verified)
         metrics |= compute_measures(verified, "rollout")
     latencies = [e.timings["verify_call"] for e in verified if "verify_call" in e.timings]
@@ -254,6 +256,21 @@ def compute_rollout_metrics(
     for server, server_episodes in sorted(group_episodes(episodes, "server").items()):
         metrics |= compute_server_metrics(server, server_episodes)
     return metrics | compute_component_means(verified)
+
+
+def count_tokens(row: TrainingRow) -> int:
+    """Count the tokens of a training row, its prompt included."""
+    return len(row.prompt_ids) + len(row.response_ids)
+
+
+def count_turns(episode: Episode) -> int:
+    """Count the policy's turns in all rows of an episode."""
+    return sum(len(row.turns) for row in episode.rows)
+
+
+def count_response_tokens(episode: Episode) -> int:
+    """Count the response tokens in all rows of an episode, observed ones included."""
+    return sum(len(row.response_ids) for row in episode.rows)
 
 
 def count_zero_variance_groups(episodes: Sequence[Episode]) -> int:
@@ -272,8 +289,8 @@ def compute_staleness(kept: Sequence[Episode], step: int) -> dict[str, float]:
     age 0. The mean is over tokens. Tokens of unknown version do not count.
     """
     counts: Counter[int] = Counter()  # {age: tokens}
-    for episode in kept:
-        for token_count, version in episode.policy_versions:
+    for row in list_rows(kept):
+        for token_count, version in row.policy_versions:
             if version is not None:
                 counts[step - 1 - version] += token_count
     if not counts:
@@ -290,7 +307,7 @@ def compute_server_metrics(server: str, episodes: Sequence[Episode]) -> dict[str
     verified = select_verified(episodes)
     metrics = {f"rollout/{server}/failed_frac": 1 - len(verified) / len(episodes)}
     if verified:
-        lengths = [len(episode.response_ids) for episode in verified]
+        lengths = [count_response_tokens(episode) for episode in verified]
         metrics[f"reward/{server}/mean"] = mean(e.reward or 0.0 for e in verified)
         metrics[f"rollout/{server}/response_length/mean"] = mean(lengths)
     return metrics

@@ -6,7 +6,9 @@ one episode per line, in the format of Gym's own collector:
 - the fields of the row;
 - `response`: the output items, with token ids and log-probs on the last item of each model call;
 - `reward` and the other fields that the verifier returned;
-- `_ng_task_index` and `_ng_rollout_index`.
+- `_ng_task_index` and `_ng_rollout_index`;
+- `_branches`, if an agent's episode has further training rows: the output items of each, with token
+  ids and log-probs, and its policy versions.
 
 The first key is `_episode`: a summary for people, and the fields that only the kit has. If a
 function generated the row, `_episode` holds the row too. A failed episode has a status and no
@@ -38,9 +40,11 @@ from kit.data.episode import (
     LOG_PROBS,
     PROMPT_IDS,
     SAMPLED_IDS,
+    Branch,
     Episode,
     PolicyVersion,
     RecordIndex,
+    TrainingRow,
     from_output_items,
     set_sampled,
 )
@@ -49,6 +53,7 @@ from kit.data.json_lines import read_lines
 from kit.data.reward_scale import UNKNOWN, RewardScale
 from kit.errors import ConfigError
 
+BRANCHES = "_branches"
 SAVED_FIELDS = (  # of Episode, under `_episode`, by the same name
     "row_id",
     "group_id",
@@ -65,6 +70,7 @@ RECORD_FIELDS = (
     "response",
     "reward",
     "reward_components",
+    BRANCHES,
     "_ng_task_index",
     "_ng_rollout_index",
 )
@@ -102,7 +108,7 @@ def to_record(episode: Episode, task_index: int, rollout_index: int) -> Json:
         "reward": episode.reward,
         **{name: getattr(episode, name) for name in SAVED_FIELDS},
         "content": hash_row(episode.row),  # the row in any file
-        "versions": [tuple(version) for version in episode.policy_versions],
+        "versions": episode.policy_versions,
     }
     if episode.scale != UNKNOWN:
         summary["scale"] = episode.scale
@@ -118,20 +124,25 @@ def to_record(episode: Episode, task_index: int, rollout_index: int) -> Json:
     if episode.reward_components or "reward_components" in episode.row:
         record["reward_components"] = episode.reward_components
     record |= episode.verify_result
+    if episode.branches:
+        record[BRANCHES] = [
+            {"output": add_token_fields(branch), "versions": branch.policy_versions}
+            for branch in episode.branches
+        ]
     record |= {"_ng_task_index": task_index, "_ng_rollout_index": rollout_index}
     record["_episode"] = summary
     return record
 
 
-def add_token_fields(episode: Episode) -> list[Json]:
+def add_token_fields(row: TrainingRow) -> list[Json]:
     """Copy the output items, with the token ids and log-probs of each turn on its last item."""
-    output = [dict(item) for item in episode.output]
-    for turn in episode.turns:
+    output = [dict(item) for item in row.output]
+    for turn in row.turns:
         output[turn.output_end - 1] |= {
-            PROMPT_IDS: episode.prompt_ids + episode.response_ids[: turn.start],
-            SAMPLED_IDS: episode.response_ids[turn.start : turn.end],
+            PROMPT_IDS: row.prompt_ids + row.response_ids[: turn.start],
+            SAMPLED_IDS: row.response_ids[turn.start : turn.end],
             # 32 bits: the fewest digits in the file
-            LOG_PROBS: np.array(episode.log_probs[turn.start : turn.end], np.float32),
+            LOG_PROBS: np.array(row.log_probs[turn.start : turn.end], np.float32),
         }
     return output
 
@@ -174,15 +185,23 @@ def from_record(record: Json, row: Json) -> Episode:
     episode.reward_components = record.get("reward_components") or {}
     other_fields = {*RECORD_FIELDS, *row}
     episode.verify_result = {k: value for k, value in record.items() if k not in other_fields}
-    output = record["response"]["output"]
-    from_output_items(episode, output)
-    recorded = [item[LOG_PROBS] for item in output if item.get(SAMPLED_IDS)]
-    for turn, log_probs in zip(episode.turns, recorded, strict=True):
-        set_sampled(episode, turn, np.array(log_probs, np.float32).tolist())
-    episode.policy_versions = [
-        PolicyVersion(count, step) for count, step in saved.get("versions", ())
-    ]
+    restore_row(episode, record["response"]["output"], saved.get("versions", ()))
+    for recorded in record.get(BRANCHES, ()):
+        branch = Branch(prompt_ids=[])
+        restore_row(branch, recorded["output"], recorded["versions"])
+        episode.branches.append(branch)
     return episode
+
+
+def restore_row(
+    row: TrainingRow, output: Sequence[Json], versions: Sequence[tuple[int, int | None]]
+) -> None:
+    """Fill an empty episode or branch from its output items, as `add_token_fields` wrote them."""
+    from_output_items(row, output)
+    recorded = [item[LOG_PROBS] for item in output if item.get(SAMPLED_IDS)]
+    for turn, log_probs in zip(row.turns, recorded, strict=True):
+        set_sampled(row, turn, np.array(log_probs, np.float32).tolist())
+    row.policy_versions = [PolicyVersion(count, step) for count, step in versions]
 
 
 # --- record <-> file ------------------------------------------------------------------------------
@@ -195,7 +214,9 @@ def write_record(out: IO[bytes], record: Json) -> None:
     null for NaN and infinity. Such a record is written by json, with escapes where UTF-8 has no
     such character.
     """
-    output = record.get("response", {}).get("output", ())
+    output = list(record.get("response", {}).get("output", ()))
+    for branch in record.get(BRANCHES, ()):
+        output += branch["output"]
     sums = [float(item[LOG_PROBS].sum()) for item in output if LOG_PROBS in item]
     try:
         if not math.isfinite(sum(sums, record.get("reward") or 0.0)):

@@ -52,7 +52,7 @@ def drop_small_groups(episodes: Sequence[Episode], min_size: int) -> list[Episod
 
 def count_unmasked(episodes: Sequence[Episode]) -> int:
     """Count the episodes that have a token to train on."""
-    return sum(any(episode.response_mask) for episode in episodes)
+    return sum(any(any(row.response_mask) for row in episode.rows) for episode in episodes)
 
 
 def group_episodes(episodes: Sequence[Episode], by: str = "group_id") -> dict[str, list[Episode]]:

@@ -62,7 +62,8 @@ class AdvantageInputs:
     """The arguments that an advantage may have, by name. B episodes, R tokens of a response.
 
     A run computes what the function names: for `values` it starts a critic, for `ref_log_prob` a
-    reference, and for `reward_baselines` it samples a greedy response to each prompt.
+    reference, and for `reward_baselines` it samples a greedy response to each prompt. If an agent's
+    episode has several training rows, it is one line here, with the responses of all its rows.
     """
 
     token_level_rewards: Tensor  # float32 [B, R]: the scores minus the KL penalty

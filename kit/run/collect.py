@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 PRINTED_EXAMPLES = 3  # best and worst episodes
 MAX_SERVER_SCORES = 1000  # of one server's metrics: each name is kept for the whole run
 # large fields of a record, which Gym's /aggregate_metrics does not get
-LARGE_FIELDS = ("_episode", "response", "responses_create_params")
+LARGE_FIELDS = ("_episode", rollout_files.BRANCHES, "response", "responses_create_params")
 
 
 class Collected(NamedTuple):

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from env import Task
-from kit.data.episode import Episode
+from kit.data.episode import Episode, list_rows
 from kit.data.fingerprint import Fingerprint
 from kit.data.importance import PolicyShift, measure_shift
 from kit.data.json_lines import has_incomplete_line, read_metrics
 from kit.data.rollout_files import load_replay
+from kit.data.training_rows import count_episodes, join_rows
 from kit.engine.inputs import RunInputs
 from kit.errors import ConfigError, RunError
 from kit.recipe.keys import flatten, is_below
@@ -213,7 +214,7 @@ def check_tokens(path: Path, episodes: Sequence[Episode], inputs: RunInputs[Task
     It is an error if no text agrees. A few may differ: a parser removes calls and thoughts from
     them. Raises ConfigError.
     """
-    lists = [[*episode.prompt_ids, *episode.response_ids] for episode in episodes]
+    lists = [[*row.prompt_ids, *row.response_ids] for row in list_rows(episodes)]
     vocabulary = range(inputs.model.vocab_size)
     is_known = all(token_id in vocabulary for token_id in itertools.chain(*lists))
     compared = [e for e in episodes if e.turns and e.response.strip()]
@@ -302,7 +303,7 @@ def set_old_log_probs(
     tensors = batch.batch
     is_sampled = tensors["response_mask"].bool() & (tensors["turn"] >= 0)  # [B, R]
     behavior = tensors["rollout_log_probs"]
-    shift = measure_shift(computed["log_probs"], behavior, is_sampled)
+    shift = measure_shift(*join_rows(batch, computed["log_probs"], behavior, is_sampled))
     note_other_policy(replay, step, shift)
     metrics = {
         "replay/staleness": step - replay.recording.first if replay.changes else 0,
@@ -318,7 +319,7 @@ def set_old_log_probs(
         elif not recipe.is_on_policy or step <= recipe.trainer.critic_warmup:
             metrics |= training.set_old_log_probs(batch, **computed)
         return metrics
-    check_sample_size(shift, step, len(batch), recipe)
+    check_sample_size(shift, step, count_episodes(batch), recipe)
     others = training.set_old_log_probs(batch, **computed)  # it also fills `behavior`
     if correction.bypass_mode or not (correction.rollout_is or correction.rollout_rs):
         tensors["old_log_probs"] = behavior

@@ -245,10 +245,11 @@ class RunFiles:
         """Write advantages/step_N.npz: the advantages of the sampled tokens of each episode.
 
         If all tokens of an episode have the same advantage, it is written once. batch: has
-        advantages and turn, each [B, R].
+        advantages and turn, each [B, R]. Of an episode of several rows, the main row is written.
         """
+        main = np.cumsum([len(episode.rows) for episode in episodes]) - 1
         rows = []
-        for advantages, turn in zip(batch["advantages"], batch["turn"], strict=True):
+        for advantages, turn in zip(batch["advantages"][main], batch["turn"][main], strict=True):
             row = advantages[turn >= 0].float().numpy()
             is_constant = (row == row[:1]).all()
             rows.append(row[:1] if is_constant else row)

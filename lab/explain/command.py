@@ -24,6 +24,8 @@ from torch import Tensor
 from env import Json
 from kit.data.episode import Episode
 from kit.data.importance import measure_shift
+from kit.data.selection import group_episodes
+from kit.data.training_rows import join_rows
 from kit.errors import ConfigError, NonFiniteStep, SkippedStep
 from kit.run import checkpoints, files
 from kit.run.cli import plan
@@ -139,9 +141,11 @@ def explain_step(trainer: Trainer) -> Explanation:
     log_probs = training.compute_log_probs(actor, batch, trainer.recipe)["log_probs"]
     recorded = batch.batch["rollout_log_probs"]
     mask = batch.batch["response_mask"].bool()
-    shift = measure_shift(log_probs, recorded, mask & (batch.batch["turn"] >= 0))
+    is_sampled = mask & (batch.batch["turn"] >= 0)
+    shift = measure_shift(*join_rows(batch, log_probs, recorded, is_sampled))
     explanation.importance = shift._asdict()
-    for row, episode in enumerate(episodes):
+    for row, number in enumerate(batch.non_tensor_batch["episode"]):
+        episode = episodes[number]
         own = mask[row]
         values = {"recorded log-probs": recorded[row][own], "log-probs": log_probs[row][own]}
         reasons = list_bad_numbers(episode, values)
@@ -187,20 +191,20 @@ def measure_gradients(
     explanation: Explanation, episodes: Sequence[Episode], meter: GradientMeter
 ) -> None:
     """Measure the gradient of the batch and, if it is finite, of its groups."""
-    whole = meter.measure(range(len(episodes)))
+    whole = meter.measure(range(len(meter.batch)))
     explanation.gradient_norm = whole.norm
     if not whole.is_finite:
         explanation.reason = explanation.reason or f"the gradient norm is {whole.norm}"
         return
     members: dict[str, list[int]] = {}
-    for row, episode in enumerate(episodes):
-        members.setdefault(episode.group_id, []).append(row)
+    for row, name in enumerate(meter.batch.non_tensor_batch["uid"]):
+        members.setdefault(name, []).append(row)
     parts = {name: meter.measure(rows) for name, rows in members.items()}
     norms = [part.norm for part in parts.values()]
+    by_group = group_episodes(episodes)
     explanation.signal_to_noise = measure_signal(norms, whole.norm)
     explanation.groups = [
-        describe_group(name, [episodes[row] for row in members[name]], part, whole.norm)
-        for name, part in parts.items()
+        describe_group(name, by_group[name], part, whole.norm) for name, part in parts.items()
     ]
 
 

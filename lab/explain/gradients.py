@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import training
+from kit.data.training_rows import count_episodes
 from kit.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class GradientMeter:
             self.recipe.data_parallel_size(),
             1,
             settings,
-            global_batch_size=len(self.batch),
+            global_batch_size=count_episodes(self.batch),
             epochs=1,
             calculate_entropy=bool(training.is_entropy_in_loss(settings) or is_on_policy),
             compute_loss=True,
