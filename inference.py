@@ -342,11 +342,11 @@ async def run_session(
         async with context.episode_slots, asyncio.timeout(context.episode_timeout_s):
             opening = gym.session(task.server, task.row, episode_id.gym_index)
             session = await stack.enter_async_context(opening)
+            arguments = (episode, task, session, context, sampling, episode_id.request_id)
             if context.agent:
-                turns = context.agent.run_turns(episode, task, session, context, sampling)
-                await stack.enter_async_context(turns)
+                await stack.enter_async_context(context.agent.run_turns(*arguments))
             else:
-                await run_turns(episode, task, session, context, sampling, episode_id.request_id)
+                await run_turns(*arguments)
         await verify(episode, session)
 
 

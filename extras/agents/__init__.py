@@ -12,6 +12,7 @@ answer that the agent returns. docs/guides/agents.md has examples.
 from __future__ import annotations
 
 import asyncio
+import math
 import shlex
 import shutil
 import subprocess
@@ -24,7 +25,6 @@ from kit.recipe.settings import Settings
 from kit.run.features import RecipeCheck, RunOutput, RunPart
 
 if TYPE_CHECKING:
-    from kit.engine.endpoint.sessions import Sessions
     from transformers import PretrainedConfig
 
     from kit.data.episode import Episode
@@ -81,9 +81,7 @@ class Agents(RecipeCheck, RunPart, RunOutput):
             return
         command = processes.list_command(self.spec)
         variables = processes.list_variables(self.spec)
-        done = subprocess.run(
-            command, env=variables, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
         if done.returncode:
             problem = done.stderr[-MAX_PROBLEM:].strip()
             raise ConfigError(f"env.agent.function={self.spec.function}: {problem}")
@@ -99,12 +97,11 @@ class Agents(RecipeCheck, RunPart, RunOutput):
         """Have the policy endpoint started."""
         launch.serves_policy = True
 
-    def make_agent(self, launch: Launch, context: RolloutContext, sessions: Sessions) -> Agent:
+    def make_agent(self, launch: Launch, context: RolloutContext) -> Agent:
         """Make the agent, and limit the episodes that run at the same time."""
-        from kit.engine.endpoint.sessions import Limits
-
         from extras.agents.processes import CommandAgent, FunctionAgent
         from extras.agents.runner import AgentRunner, UrlAgent
+        from kit.engine.endpoint.sessions import Limits
 
         assert self.spec and launch.policy
         settings = self.settings
@@ -118,10 +115,11 @@ class Agents(RecipeCheck, RunPart, RunOutput):
         launch.stack.callback(kind.close)
         limits = settings.model_dump(exclude={"exit_code", "concurrency"})
         limits["max_tokens"] = (
-            settings.max_tokens or settings.max_rows * context.max_response_length
+            limits["max_tokens"] or settings.max_rows * context.max_response_length
         )
+        limits["timeout_s"] = math.inf  # a late agent is a failure, not a limit: AgentRunner
         base_url = launch.policy["base_url"].removesuffix("/v1")
-        return AgentRunner(kind, sessions, base_url, Limits(**limits))
+        return AgentRunner(kind, launch.sessions, base_url, Limits(**limits), settings.timeout_s)
 
     def describe_episodes(self, episodes: Sequence[Episode]) -> Iterable[str]:
         """Return the calls and the training rows of the episode that has most of them."""

@@ -58,11 +58,13 @@ class AgentRunner:
         sessions: Sessions,
         base_url: str,
         limits: Limits,
+        timeout_s: float,
     ):
         self.kind = kind
         self.sessions = sessions
         self.base_url = base_url
         self.limits = limits
+        self.timeout_s = timeout_s
 
     @contextlib.asynccontextmanager
     async def run_turns(
@@ -72,6 +74,7 @@ class AgentRunner:
         session: Session,
         context: RolloutContext,
         sampling: Sampling,
+        request_id: str,
     ) -> AsyncIterator[None]:
         """Run the turns on entry. At the end of the block, delete the files of the episode.
 
@@ -81,7 +84,7 @@ class AgentRunner:
             problem = f"{task.server} plays turns, as env.agent does"
             raise RunError(f"{problem}. Set a verifier that only scores.")
         folder = Path(tempfile.mkdtemp(prefix="agent-"))
-        agent_session = self.sessions.open(context, sampling, self.limits)
+        agent_session = self.sessions.open(context, sampling, self.limits, request_id)
         prompt = "\n\n".join(str(message["content"]) for message in task.messages)
         call = AgentCall(task.row, prompt, self.base_url, agent_session.key, folder)
         try:
@@ -102,10 +105,9 @@ class AgentRunner:
         """Return the agent's answer, None if a limit has ended it. Raises GymError."""
         run = asyncio.create_task(self.kind.run(call))
         over = asyncio.create_task(agent_session.over.wait())
-        limit_s = self.limits.timeout_s
+        limit_s = self.timeout_s
         try:
             await asyncio.wait({run, over}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            is_over = over.done()
         finally:
             over.cancel()
             run.cancel()
@@ -117,7 +119,7 @@ class AgentRunner:
             error = run.exception()
         if agent_session.failure:
             raise agent_session.failure
-        if error and not (is_over and isinstance(error, GymError)):
+        if error and not (agent_session.limit and isinstance(error, GymError)):
             raise error
         return None if error else run.result()
 

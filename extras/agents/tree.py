@@ -5,32 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from env import Json
-from kit.data.episode import Branch, Episode, join_text
+from kit.data.episode import Episode, TrainingRow, join_text
 
-MAX_ROWS = 8
+MAX_ROWS = 7
 MAX_CALLS = 4  # of a row
-MAX_CHARACTERS = 80
+MAX_CHARACTERS = 100
 
 
 def describe_rows(episode: Episode) -> Iterator[str]:
-    """Yield lines about the rows of an episode, at most 40."""
-    rows = [episode, *episode.branches]
-    calls = sum(len(row.turns) for row in rows)
-    tokens = sum(sum(row.response_mask) for row in rows)
-    yield f"an episode of {episode.row_id}: {calls} model calls, {tokens} sampled tokens"
-    for number, row in enumerate(rows[:MAX_ROWS], 1):
+    """Yield lines about the rows of an episode and their calls, at most 40."""
+    reward = "none" if episode.reward is None else f"{episode.reward:g}"
+    yield f"one episode, of {episode.row_id}, reward {reward}:"
+    for number, row in enumerate(episode.rows[:MAX_ROWS], 1):
         name = "main row" if number == 1 else f"row {number}"
-        yield f"    {name}: {len(row.prompt_ids)} tokens of prompt, {len(row.turns)} calls"
+        tokens = f"{len(row.prompt_ids)} tokens of prompt, {sum(row.response_mask)} sampled"
+        yield f"    {name}: {tokens} in {len(row.turns)} calls"
         yield from describe_calls(row)
 
 
-def describe_calls(row: Episode | Branch) -> Iterator[str]:
-    """Yield a line about each of the first calls of a row."""
+def describe_calls(row: TrainingRow) -> Iterator[str]:
+    """Yield a line about each of the first calls of a row: its tokens, then what was written."""
     start = 0
     for turn in row.turns[:MAX_CALLS]:
-        texts = list(map(describe_item, row.output[start : turn.output_end]))
+        texts = map(describe_item, row.output[start : turn.output_end])
         text = " ".join(" ".join(texts).split())
-        yield f"        {turn.end - turn.start:5} tokens  {text[:MAX_CHARACTERS]}"
+        yield f"        {turn.end - turn.start:4}  {text[:MAX_CHARACTERS]}"
         start = turn.output_end
 
 

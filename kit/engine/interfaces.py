@@ -51,6 +51,7 @@ class Agent(Protocol):
         session: Session,
         context: RolloutContext,
         sampling: Sampling,
+        request_id: str,
     ) -> AbstractAsyncContextManager[None]:
         """Run the turns on entry. At the end of the block, delete the files of the episode."""
         ...

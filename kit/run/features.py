@@ -19,7 +19,6 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from gym_client import Gym
     from inference import Servers
     from kit.data.episode import Episode
-    from kit.engine.endpoint.sessions import Sessions
     from kit.engine.inputs import RunInputs
     from kit.engine.interfaces import Agent, EpisodeWorkers, EventLoop
     from kit.engine.sampling import RolloutContext
@@ -113,10 +111,8 @@ class RunPart:
         """Return a class to use in place of inference.Servers."""
         return None
 
-    def make_agent(
-        self, launch: Launch, context: RolloutContext, sessions: Sessions
-    ) -> AbstractAsyncContextManager[Agent] | None:
-        """Return an agent that runs the turns of the episodes. sessions: of the endpoint."""
+    def make_agent(self, launch: Launch, context: RolloutContext) -> Agent | None:
+        """Return an agent that runs the turns of the episodes."""
         return None
 
     def after_start(self, launch: Launch, addresses: Sequence[str]) -> None:

@@ -247,8 +247,11 @@ def connect_to_engine(launch: Launch, manager: LLMServerManager) -> RolloutConte
     is_one_step_off = recipe.command == "train" and recipe.trainer.one_step_off == 1
     client = Client(recipe, addresses, is_one_step_off)
     timeout_s = max(MIN_RESPONSE_S, TOKEN_S * recipe.data.max_response_length)
-    after_episode = [part.after_episode for part in launch.run.features.parts]
-    return make_rollout_context(recipe, client, launch.inputs, timeout_s, after_episode)
+    parts = launch.run.features.parts
+    after_episode = [part.after_episode for part in parts]
+    context = make_rollout_context(recipe, client, launch.inputs, timeout_s, after_episode)
+    context.agent = first_not_none(part.make_agent(launch, context) for part in parts)
+    return context
 
 
 def finish_workers(launch: Launch, workers: Workers) -> None:

@@ -64,7 +64,9 @@ class Endpoint:
 
     def open(self, *_: object) -> Any:
         self.count += 1
-        session = SimpleNamespace(key=f"key-{self.count}", over=asyncio.Event(), failure=None)
+        session = SimpleNamespace(
+            key=f"key-{self.count}", over=asyncio.Event(), failure=None, limit=""
+        )
         session.fill = fill
         vars(session).update(self.changes)
         self.keys.add(session.key)
@@ -92,15 +94,14 @@ class Read(NamedTuple):
 async def play(agent: Any, row: dict[str, Any], timeout_s: float = 60.0, **changes: Any) -> Read:
     """Run the turns of an episode, and return what its verifier reads. changes: of the session."""
     endpoint: Any = Endpoint(**changes)
-    runner = AgentRunner(
-        agent, endpoint, "http://127.0.0.1:9", SimpleNamespace(timeout_s=timeout_s)
-    )  # type: ignore[arg-type]
+    limits: Any = None
+    runner = AgentRunner(agent, endpoint, "http://127.0.0.1:9", limits, timeout_s)
     task = Task("rows:1", row, "s", [{"role": "user", "content": "What is 'x'?"}], [])
     episode = Episode(task.row_id, "0/0", task.server, [], row=row)
     session: Any = SimpleNamespace(kind="verify", row=row)
     context: Any = None
     try:
-        async with runner.run_turns(episode, task, session, context, {}):
+        async with runner.run_turns(episode, task, session, context, {}, "0/0-0"):
             folder = Path((session.row.get("extra_info") or {}).get("work_folder", "none"))
             files = {path.name: path.read_text() for path in folder.rglob("*") if path.is_file()}
             read = Read(episode.responses[-1].written, session.row, files)
@@ -214,7 +215,7 @@ def test_a_limit_ends_the_agent_and_its_last_text_is_verified(functions, tmp_pat
     row = {"path": str(tmp_path / "pids"), "number": 0}
     over = asyncio.Event()
     over.set()
-    assert run(functions("blocks"), row, over=over).answer == POLICY
+    assert run(functions("blocks"), row, over=over, limit="turns").answer == POLICY
     error = GymError("aborted", "vLLM")
     assert failure_of(functions("blocks"), row, over=over, failure=error) is error
 
