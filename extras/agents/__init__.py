@@ -114,9 +114,8 @@ class Agents(RecipeCheck, RunPart, RunOutput):
             kind = CommandAgent(self.spec, settings.exit_code == "fail")
         launch.stack.callback(kind.close)
         limits = settings.model_dump(exclude={"exit_code", "concurrency"})
-        limits["max_tokens"] = (
-            limits["max_tokens"] or settings.max_rows * context.max_response_length
-        )
+        if not settings.max_tokens:
+            limits["max_tokens"] = settings.max_rows * context.max_response_length
         limits["timeout_s"] = math.inf  # a late agent is a failure, not a limit: AgentRunner
         base_url = launch.policy["base_url"].removesuffix("/v1")
         return AgentRunner(kind, launch.sessions, base_url, Limits(**limits), settings.timeout_s)

@@ -70,6 +70,7 @@ class FunctionAgent:
             if not self.process or self.process.returncode is not None:
                 await self.start()
         process = self.process
+        assert process
         arguments = {"row": call.row, "base_url": call.base_url, "key": call.key}
         try:
             line = await self.ask(json.dumps(arguments))

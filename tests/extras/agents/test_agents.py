@@ -198,7 +198,7 @@ def test_an_agent_that_blocks_its_loop_meets_its_deadline_and_is_replaced(functi
         agent.spec = functions("echo").spec
         assert (await play(agent, {"number": 3})).answer
         agent.close()
-        return results
+        return list(results)
 
     results: list[Any] = []
 

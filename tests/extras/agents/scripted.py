@@ -1,0 +1,175 @@
+"""Episodes of an agent over the policy endpoint, with a scripted policy in place of a model.
+
+    unshare -rn python -m tests.extras.agents.scripted codex
+
+runs a coding agent without a network, and prints what its episode has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import env
+import inference
+from extras.agents.processes import CommandAgent, FunctionAgent
+from extras.agents.runner import AgentRunner
+from gym_client import VerifyResult
+from kit.data.episode import Episode
+from kit.engine.endpoint.server import serve
+from kit.engine.endpoint.sessions import Limits, Sessions
+from kit.engine.sampling import request_group
+from kit.recipe.schema import AgentSpec
+from kit.verify.network import find_free_port
+from tests.helpers.recipes import ROOT
+from tests.helpers.rollouts import chatml_tokenizer, context_of, encode_turns
+
+TOKENIZER = chatml_tokenizer()
+CODING_AGENTS = ROOT / ".venv-agents" / "coding"
+CODEX = CODING_AGENTS / "codex/vendor/x86_64-unknown-linux-musl/bin/codex"
+OPENCODE = CODING_AGENTS / "opencode/bin/opencode"
+CODEX_CONFIG = """
+model = "policy"
+model_provider = "quintet"
+approval_policy = "never"
+sandbox_mode = "danger-full-access"
+check_for_update_on_startup = false
+[model_providers.quintet]
+name = "quintet"
+base_url = "{base_url}/v1"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+[analytics]
+enabled = false
+"""
+OPENCODE_CONFIG = {
+    "autoupdate": False,
+    "share": "disabled",
+    "model": "quintet/policy",
+    "small_model": "quintet/policy",
+    "provider": {
+        "quintet": {
+            "npm": "@ai-sdk/openai-compatible",
+            "options": {"baseURL": "{base_url}/v1", "apiKey": "{key}"},
+            "models": {"policy": {"limit": {"context": 100000, "output": 8000}}},
+        }
+    },
+}
+TASK = "Write 42 into answer.txt."
+SHELL = "echo 42 > answer.txt"
+
+
+class Policy:
+    """A rollout engine that plays the same turns in each episode."""
+
+    def __init__(self, turns: list[str]):
+        self.answers = encode_turns(turns, TOKENIZER)
+        self.counts = Counter[str]()  # {episode: its calls}
+        self.sampled_count = 0
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling_params: Any) -> Any:
+        """Return the next turn of an episode. A call without tools, as for a title, is no turn."""
+        ids = encode_turns(["A title"], TOKENIZER)[0]
+        if "<tools>" in TOKENIZER.decode(prompt_ids):
+            turn = self.counts[request_id]
+            ids = self.answers[min(turn, len(self.answers) - 1)]
+            self.counts[request_id] += 1
+        self.sampled_count += len(ids)
+        return SimpleNamespace(
+            token_ids=ids,
+            log_probs=[-1.0] * len(ids),
+            stop_reason="completed",
+            extra_fields={},
+        )
+
+
+class Verifier:
+    """A Gym whose verifier looks for 42 in the answer, or in the file of a coding agent."""
+
+    async def kind(self, _: str) -> str:
+        return "verify"
+
+    @contextlib.asynccontextmanager
+    async def session(self, server: str, row: Any, *_: object) -> Any:
+        session = SimpleNamespace(kind="verify", row=row)
+
+        async def verify(_: Any, response: Any) -> VerifyResult:
+            text = response.written
+            if folder := session.row.get("extra_info", {}).get("work_folder"):
+                text = (Path(folder) / "answer.txt").read_text()
+            return VerifyResult(float("42" in text))
+
+        session.verify = verify
+        yield session
+
+
+def make_call(name: str, **arguments: str) -> str:
+    """Write a call. JSON of an SDK would have other spaces."""
+    text = json.dumps(arguments).replace(":", " :  ")
+    return f'<tool_call>{{"name":"{name}",  "arguments":{text}}}</tool_call>'
+
+
+def run_episodes(
+    spec: AgentSpec, turns: list[str], count: int, question: str, folder: Path
+) -> tuple[list[Episode], Policy]:
+    """Run episodes of an agent at the same time."""
+    policy = Policy(turns)
+    context = context_of(policy, TOKENIZER, max_prompt_length=10**6, max_response_length=10**6)
+    sessions = Sessions()
+    port = find_free_port()
+    limits = Limits(20, 10**6, 8, math.inf, "fork", "all", False)
+    agent: Any = CommandAgent(spec, fails_on_status=True)
+    if spec.function:
+        agent = FunctionAgent(spec, folder / "agent.log")
+    context.agent = AgentRunner(agent, sessions, f"http://127.0.0.1:{port}", limits, 60.0)
+    row = {"question": question}
+    task = env.Task("rows:1", row, "s", [{"role": "user", "content": question}], [])
+    gym: Any = Verifier()
+
+    async def run() -> list[Episode]:
+        async with serve(context, "127.0.0.1", port, "own key", sessions):
+            return await inference.rollout(request_group(task, "0", count), {}, context, gym)
+
+    try:
+        return asyncio.run(run()), policy
+    finally:
+        agent.close()
+
+
+def make_coding_agent(name: str) -> tuple[AgentSpec, list[str]]:
+    """Return the recipe of a coding agent, and the turns of a policy that uses its shell."""
+    if name == "codex":
+        command = f"{CODEX} exec --skip-git-repo-check {{prompt}}"
+        spec = AgentSpec(command=command, files={"~/.codex/config.toml": CODEX_CONFIG})
+        return spec, [make_call("exec_command", cmd=SHELL), "Done."]
+    config = json.dumps(OPENCODE_CONFIG)
+    variables = "OPENCODE_DISABLE_AUTOUPDATE=1 OPENCODE_DISABLE_MODELS_FETCH=1"
+    spec = AgentSpec(
+        command=f"env {variables} {OPENCODE} run {{prompt}}",
+        files={"~/.config/opencode/opencode.json": config},
+    )
+    return spec, [make_call("bash", command=SHELL, description="Writes it"), "Done."]
+
+
+if __name__ == "__main__":
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    os.environ["TMPDIR"] = sys.argv[2]
+    spec, turns = make_coding_agent(sys.argv[1])
+    (episode,), policy = run_episodes(spec, turns, 1, TASK, Path(sys.argv[2]))
+    fields = ("status", "error", "reward", "ended", "measures")
+    found = {name: getattr(episode, name) for name in fields}
+    found["rows"] = len(episode.rows)
+    found["calls"] = [len(row.turns) for row in episode.rows]
+    found["prompt"] = len(episode.prompt_ids)
+    found["trained"] = sum(sum(row.response_mask) for row in episode.rows)
+    found["sampled"] = policy.sampled_count
+    print(json.dumps(found))
