@@ -14,7 +14,7 @@ from agents import (
 from openai import AsyncOpenAI
 
 set_tracing_disabled(True)
-# The SDK's form of a solved question
+# A question with its answer: a small model copies what it sees.
 EXAMPLE = [
     {"role": "user", "content": "What is in drawer two hundred eleven?"},
     {

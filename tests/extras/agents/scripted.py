@@ -112,10 +112,10 @@ class Verifier:
         yield session
 
 
-def make_call(name: str, **arguments: str) -> str:
+def make_call(tool: str, /, **arguments: str) -> str:
     """Write a call. JSON of an SDK would have other spaces."""
     text = json.dumps(arguments).replace(":", " :  ")
-    return f'<tool_call>{{"name":"{name}",  "arguments":{text}}}</tool_call>'
+    return f'<tool_call>{{"name":"{tool}",  "arguments":{text}}}</tool_call>'
 
 
 def run_episodes(

@@ -27,7 +27,7 @@ TURNS = [
     "name", ["openai_chat", "openai_responses", "anthropic_runner", "pydantic_ai"]
 )
 def test_an_sdk_gives_one_row_for_each_episode(name, tmp_path):
-    """Eight episodes at the same time. The policy writes its JSON with other spaces than the SDK."""
+    """Eight episodes at the same time. The policy does not write JSON as the SDK does."""
     spec = AgentSpec(
         function=f"tests/extras/agents/sdk_agents.py:{name}",
         python=str(ROOT / ".venv-agents/bin/python"),
