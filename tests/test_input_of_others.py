@@ -23,6 +23,8 @@ import gym_client
 import inference
 from gym_client import Gym, GymError, message_response
 from kit.data.episode import Episode
+from kit.engine.endpoint.requests import RequestError
+from kit.engine.endpoint.server import Endpoint
 from kit.engine.sampling import SampleStore
 from kit.errors import ConfigError, RunError, UserFunctionError, remove_control_characters
 from kit.recipe import adapters
@@ -40,6 +42,8 @@ from tests.helpers.http import ROW, VERIFY_ROUTES, ScriptedServer, after
 from tests.helpers.recipes import CPU, RECIPE
 from tests.helpers.rollouts import (
     RecordingClient,
+    ask_chat,
+    ask_endpoint,
     chatml_tokenizer,
     context_of,
     make_context,
@@ -341,9 +345,9 @@ def test_a_conversation_that_is_too_long_is_not_tokenized(monkeypatch):
 
 
 def test_a_request_with_many_objects_is_not_parsed():
-    endpoint = openai_server.Endpoint(make_context(RecordingClient()), "k")
+    endpoint = Endpoint(make_context(RecordingClient()), "k")
     for body in (b"[" + b"{}," * 200_000 + b"{}]", b'"' + b"x" * 2**21 + b'"'):
-        with pytest.raises(ValueError, match="objects and lists"):
+        with pytest.raises(RequestError, match="objects and lists|over 1"):
             endpoint.parse_body(body)
 
 

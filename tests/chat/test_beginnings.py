@@ -17,6 +17,7 @@ from tests.helpers.recipes import write_rows
 from tests.helpers.rollouts import (
     CHATML,
     ToolSession,
+    ask_endpoint,
     bytes_tokenizer,
     call,
     chatml_tokenizer,

@@ -35,7 +35,7 @@ from kit.chat.template import (
 from kit.chat.template_trial import ANSWERS, PROMPTS, find_tool_formats, try_template
 from kit.data.episode import Episode
 from tests.helpers.public_templates import PublicTemplate, list_template_files, load
-from tests.helpers.rollouts import Game, Script, ToolSession, context_of, play
+from tests.helpers.rollouts import Game, Script, ToolSession, ask_endpoint, context_of, play
 
 FAMILIES = (  # the others have the same forms; `make soak` tests all
     *("axolotl/alpaca", "axolotl/command_a_tool_use", "axolotl/deepseek_v3", "axolotl/exaone4"),

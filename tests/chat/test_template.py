@@ -5,8 +5,6 @@ test_public_templates.py has the templates of public packages.
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 import env
@@ -32,6 +30,7 @@ from tests.helpers.public_templates import load
 from tests.helpers.rollouts import (
     CHATML,
     Game,
+    ask_endpoint,
     bytes_tokenizer,
     chatml_tokenizer,
     context_of,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.server
 import json
 from pathlib import Path
@@ -48,7 +47,7 @@ from tests.helpers.recipes import (
     tiny,
     write_rows,
 )
-from tests.helpers.rollouts import context_of
+from tests.helpers.rollouts import ask_endpoint, context_of
 
 
 def load_image_processor(model: Path) -> ImageProcessor:

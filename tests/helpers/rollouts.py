@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -332,20 +332,27 @@ def context_of(client, tokenizer, tool_format="hermes", template=None, **changes
     return RolloutContext(client, template, **settings)
 
 
-def ask_endpoint(body, context) -> tuple[int, Any]:
-    """Send a chat request to the policy endpoint of a context -> (status, JSON)."""
+class HttpReply(NamedTuple):
+    """The answer of an endpoint."""
+
+    status: int
+    body: dict
+
+
+def ask_endpoint(body, context) -> HttpReply:
+    """Send a chat request to the policy endpoint of a context, without HTTP."""
     return asyncio.run(ask_chat(body, context))
 
 
-async def ask_chat(body, context) -> tuple[int, Any]:
-    """Answer a chat request, without HTTP."""
+async def ask_chat(body, context) -> HttpReply:
+    """Answer a chat request to the policy endpoint of a context."""
     endpoint = vars(context).setdefault("endpoint", Endpoint(context, "key"))
     try:
         parsed = endpoint.parse_body(json.dumps(body).encode())
-        return 200, await complete(endpoint.shared, chat, parsed)
+        return HttpReply(200, await complete(endpoint.shared, chat, parsed))
     except (RequestError, GymError, RecursionError) as error:
         failure = describe(error, None, is_agent=False)
-        return failure.status, chat.write_error(failure)
+        return HttpReply(failure.status, chat.write_error(failure))
 
 
 def task_of(tokenizer, tools=True, prompt="Look it up.") -> env.Task:

@@ -120,7 +120,7 @@ class Prompts:
 
     async def encode_first(self, template: ChatTemplate, request: Request) -> list[int]:
         """Encode a first prompt in a thread, once for equal ones. Raises as `encode_prompt`."""
-        messages = [each for each in request.messages if not env.is_empty_answer(each)]
+        messages = env.render_items(request.messages, WHERE)  # without empty answers
         content = json.dumps([messages, request.tools, dict(template.arguments)])
         key = hashlib.sha256(content.encode()).digest()
         encoding = self.first.get(key)

@@ -21,8 +21,16 @@ from kit.data import fields
 
 WHERE = "the request"  # instead of a row's name, in errors of env.py
 CONTEXT_CODE = "context_length_exceeded"
+# Gym's model server takes a 400 with one of these for a conversation that is too long, and the
+# episode ends as `length`. So no other error may have them.
+OVERFLOW_WORDS = ("context length", "max_tokens")
 IDS = "sampled"  # in a message: what Gym's fields claim, as a tuple of a prompt's and sampled ids
 NAMESPACE = "__"  # between a tool's namespace and its name
+CUSTOM_SCHEMA = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
 
 Ended = Literal["stop", "calls", "length", "stop_string"]
 
@@ -45,8 +53,8 @@ class Request:
     choice: str = "auto"  # of tools: auto, none, or forced
     stop: list[str] = field(default_factory=list)
     max_tokens: int | None = None
+    forms: dict[str, str] = field(default_factory=dict)  # {name: custom or namespace} of tools
     hidden: set[str] = field(default_factory=set)  # names of tools that must not be called
-    custom: set[str] = field(default_factory=set)  # tools whose only argument is a text, `input`
     template_arguments: Json = field(default_factory=dict)
     logprobs: bool = False
     for_training: bool = True
@@ -73,6 +81,25 @@ class Reply(NamedTuple):
     stop_string: str | None = None
     token_fields: Json | None = None  # Gym's token ids and log-probs
     log_probs: list[Json] | None = None  # in the form of OpenAI's API
+
+
+class Failure(NamedTuple):
+    """An error of a request."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+def write_openai_error(failure: Failure) -> Json:
+    """Write an error in the form of OpenAI's APIs."""
+    status, message, param, code = failure
+    if code != CONTEXT_CODE and param != "max_tokens":
+        for words in OVERFLOW_WORDS:
+            message = message.replace(words, words.replace(" ", "-").replace("_", "-"))
+    kind = "invalid_request_error" if status in (400, 401, 403, 404, 413) else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -123,38 +150,38 @@ def read_choice(body: Json) -> str:
     return kind if kind in ("auto", "none") else "auto" if kind is None else "forced"
 
 
-def read_tools(tools: object) -> tuple[list[Json], set[str], set[str]]:
-    """Read tools -> (functions in chat format, names of custom tools, ignored types).
+class Tools(NamedTuple):
+    """The tools of a request."""
 
-    The tools of a namespace get names with its name before them. A custom tool takes one text. A
-    hosted tool is ignored, since nobody here could run it. Raises env.DataError.
-    """
+    functions: list[Json]  # in chat format
+    forms: dict[str, str]  # {name: type} of those that are another type in the request
+    ignored: set[str]  # types of hosted tools, which nobody here can run
+
+
+def read_tools(given: object) -> Tools:
+    """Read tools. Those of a namespace have its name before theirs. Raises RequestError."""
+    tools = env.read_json(given) or []
     flat: list[object] = []
-    custom: set[str] = set()
+    forms: dict[str, str] = {}
     ignored: set[str] = set()
-    given = sanitize_json(env.read_json(tools)) or []
-    for tool in map(env.flatten_tool, given) if isinstance(given, list) else [given]:
-        kind = tool.get("type") if isinstance(tool, dict) else None
+    for tool in map(env.flatten_tool, sanitize_json(tools if isinstance(tools, list) else [tools])):
+        kind = tool.get("type") if isinstance(tool, dict) else "function"
         if not isinstance(tool, dict) or kind == "function":
             flat.append(tool)
-        elif kind == "namespace" and isinstance(tool.get("tools"), list):
-            inner = [env.flatten_tool(each) for each in tool["tools"]]
-            prefix = f"{tool.get('name')}{NAMESPACE}"
-            flat += [{**each, "name": f"{prefix}{each.get('name')}"} for each in inner]  # type: ignore[dict-item, attr-defined]
+        elif kind == "namespace":
+            for each in fields.list_objects(tool.get("tools")):
+                name = f"{tool.get('name')}{NAMESPACE}{each.get('name')}"
+                flat.append({**each, "name": name})
+                forms[name] = "namespace"
         elif kind == "custom":
-            flat.append(make_custom_tool(tool))
-            custom.add(str(flat[-1]["name"]))  # type: ignore[index]
+            flat.append({**tool, "type": "function", "parameters": CUSTOM_SCHEMA})
+            forms[str(tool.get("name"))] = "custom"
         else:
             ignored.add(f"tools.{kind}")
-    return env.render_tools(flat, WHERE), custom, ignored
-
-
-def make_custom_tool(tool: Json) -> Json:
-    """Return a custom tool as a function of one text."""
-    tool = {**tool, **(tool.get("custom") or {})}
-    schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-    kept: Json = {key: tool[key] for key in ("name", "description") if key in tool}
-    return {"type": "function", "parameters": schema, **kept}
+    try:
+        return Tools(env.render_tools(flat, WHERE), forms, ignored)
+    except env.DataError as error:
+        raise RequestError(str(error), "tools") from error
 
 
 def read_items(items: object, param: str) -> list[Json]:
@@ -184,7 +211,8 @@ def render_items(items: Sequence[Json]) -> list[Json]:
             messages.append(env.render_message(item, WHERE))
         else:
             last = messages[-1] if messages else {"role": ""}
-            if last["role"] != "assistant" or last.get(IDS):
+            is_own = IDS in last or fields.TOKEN_FIELDS[1] in item  # a whole response
+            if last["role"] != "assistant" or is_own:
                 messages.append({"role": "assistant", "content": ""})
             add_answer(messages[-1], item, kind)
             for call in messages[-1].get("tool_calls", []):

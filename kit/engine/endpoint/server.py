@@ -23,10 +23,12 @@ from aiohttp import web
 
 from gym_client import GymError, Json
 from kit.data.fields import shorten
-from kit.engine.endpoint.dialects import Dialect, Failure, chat
-from kit.engine.endpoint.requests import RequestError
+from kit.engine.endpoint.dialects import Dialect, chat, messages, responses
+from kit.engine.endpoint.prompts import make_overflow
+from kit.engine.endpoint.requests import Failure, RequestError
 from kit.engine.endpoint.sessions import KEY_PREFIX, AgentSession, Flight, Sessions
 from kit.engine.endpoint.shared import SharedClients
+from kit.engine.endpoint.tree import Tree
 from kit.engine.sampling import RolloutContext
 
 MAX_BODY_BYTES = 2**28
@@ -36,7 +38,10 @@ MAX_TURNS = 100  # if the recipe has no limit
 MAX_OBJECTS = 10**5  # objects and lists of a request
 KEEP_ALIVE_S = 10.0
 MODEL = "policy"  # the name of the model; requests may use any other, too
-DIALECTS: MappingProxyType[str, Dialect] = MappingProxyType({"/v1/chat/completions": chat})
+CLIENT = "client"  # of a request
+DIALECTS: MappingProxyType[str, Dialect] = MappingProxyType(
+    {"/v1/chat/completions": chat, "/v1/responses": responses, "/v1/messages": messages}
+)
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -57,13 +62,15 @@ class Endpoint:
         for prefix in ("", "/s/{key}"):
             for path in DIALECTS:
                 app.router.add_post(prefix + path, self.answer)
+            app.router.add_post(prefix + "/v1/messages/count_tokens", self.count_tokens)
             app.router.add_get(prefix + "/v1/models", self.list_models)
-            app.router.add_route("HEAD", prefix + "/{tail:.*}", self.greet)
         return app
 
     @web.middleware
     async def handle_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the key, and turn errors into JSON."""
+        if request.method == "HEAD":  # a client looks whether the server is there
+            return web.Response()
         dialect = find_dialect(request)
         client = self.find_client(request)
         if not client:
@@ -72,7 +79,7 @@ class Endpoint:
             problem = "wrong or missing API key. Use the key of this episode, or POLICY_API_KEY."
             failure = Failure(status, problem, code="invalid_api_key")
             return web.json_response(dialect.write_error(failure), status=status)
-        request["client"] = client
+        request[CLIENT] = client
         try:
             return await handler(request)
         except Exception as error:
@@ -89,7 +96,7 @@ class Endpoint:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for a response of the policy."""
         dialect = find_dialect(request)
-        client = request["client"]
+        client = request[CLIENT]
         raw = await request.read()
         body = self.parse_body(raw)
         if isinstance(client, SharedClients):
@@ -108,9 +115,10 @@ class Endpoint:
         """Return the JSON of a request. Raises RequestError before it parses a long one."""
         turns = self.context.max_turns or MAX_TURNS
         limit = 2**20 + BYTES_PER_TOKEN * self.context.max_length * turns
-        if len(body) > limit or body.count(b"{") + body.count(b"[") > MAX_OBJECTS:
-            problem = f"over {limit} bytes or {MAX_OBJECTS} objects and lists"
-            raise RequestError(f"the body has {problem}. Shorten it.")
+        if len(body) > limit:
+            raise make_overflow(f"the body has over {limit} bytes")
+        if body.count(b"{") + body.count(b"[") > MAX_OBJECTS:
+            raise RequestError(f"the body has over {MAX_OBJECTS} objects and lists. Remove some.")
         try:
             parsed = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -119,14 +127,16 @@ class Endpoint:
             raise RequestError(f"the body must be a JSON object, not {shorten(parsed)}.")
         return parsed
 
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        """Count the tokens of a prompt."""
+        body = messages.read(self.parse_body(await request.read()))
+        prompt = await self.sessions.prompts.build(self.context, Tree(), body)
+        return web.json_response({"input_tokens": len(prompt.ids)})
+
     async def list_models(self, request: web.Request) -> web.Response:
         """List the one model."""
         model = {"id": MODEL, "object": "model", "created": int(time.time()), "owned_by": "quintet"}
         return web.json_response({"object": "list", "data": [model], "has_more": False})
-
-    async def greet(self, request: web.Request) -> web.Response:
-        """Answer the first request of a client that looks whether the server is there."""
-        return web.Response()
 
 
 def find_key(request: web.Request) -> str:
@@ -211,7 +221,7 @@ async def send_stream(
         if isinstance(error, Exception):
             if not stream.prepared:
                 raise error
-            failure = describe(error, request, isinstance(request["client"], AgentSession))
+            failure = describe(error, request, isinstance(request[CLIENT], AgentSession))
             events = [("error", dialect.write_error(failure))]
         else:
             events = list(dialect.make_events(body, task.result()))

@@ -13,19 +13,10 @@ Protects: an agent's tools and texts, which mean the same in each API.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from gym_client import Json
-from kit.engine.endpoint.requests import Reply, Request
-
-
-class Failure(NamedTuple):
-    """An error of a request."""
-
-    status: int
-    message: str
-    param: str | None = None
-    code: str | None = None
+from kit.engine.endpoint.requests import Failure, Reply, Request
 
 
 class Dialect(Protocol):

@@ -13,9 +13,7 @@ import env
 from gym_client import Json
 from kit.data.episode import TOKEN_FIELDS
 from kit.data.fields import REQUEST
-from kit.engine.endpoint.dialects import Failure
 from kit.engine.endpoint.requests import (
-    CONTEXT_CODE,
     Reply,
     Request,
     RequestError,
@@ -26,22 +24,18 @@ from kit.engine.endpoint.requests import (
     read_limit,
     read_stop,
     read_tools,
+    write_openai_error,
 )
 
 ENDED = {"stop": "stop", "stop_string": "stop", "calls": "tool_calls", "length": "length"}
-# Gym's model server takes a 400 with one of these for a conversation that is too long, and the
-# episode ends as `length`. So no other error may have them.
-OVERFLOW_WORDS = ("context length", "max_tokens")
+write_error = write_openai_error
 
 
 def read(body: Json) -> Request:
     """Read the body of a request. Raises RequestError."""
     unused = check_fields(REQUEST, body, body.get("messages"))
     messages = read_items(body.get("messages"), "messages")
-    try:
-        tools, _, ignored = read_tools(body.get("tools"))
-    except env.DataError as error:
-        raise RequestError(str(error), "tools") from error
+    tools, _, ignored = read_tools(body.get("tools"))
     arguments = read_field(body, "chat_template_kwargs", dict | str, {})
     try:
         arguments = env.read_object({"a": arguments}, "a", "chat_template_kwargs")
@@ -131,13 +125,3 @@ def make_events(body: Json, reply: Json) -> Iterator[tuple[str, Json]]:
         yield "", {**shared, "choices": [part]}
     if includes_usage:
         yield "", {**shared, "choices": [], "usage": usage}
-
-
-def write_error(failure: Failure) -> Json:
-    """Write an error."""
-    status, message, param, code = failure
-    if code != CONTEXT_CODE and param != "max_tokens":
-        for words in OVERFLOW_WORDS:
-            message = message.replace(words, words.replace(" ", "-").replace("_", "-"))
-    kind = "invalid_request_error" if status in (400, 401, 403, 404, 413) else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import functools
 import json
 
@@ -17,16 +18,18 @@ from hypothesis import strategies as st
 import env
 from gym_client import RESERVED, GymError
 from kit.data.episode import PROMPT_IDS, SAMPLED_IDS, TOKEN_FIELDS, Episode, from_output_items
-from kit.engine import openai_history, openai_server
-from kit.engine.openai_history import Histories
-from kit.engine.openai_requests import read_request
+from kit.engine.endpoint import server as endpoint_server
+from kit.engine.endpoint.dialects import chat as dialect
+from kit.engine.endpoint.prompts import Prompt
 from kit.errors import RunError
 from kit.verify.network import find_free_port
 from tests.helpers.rollouts import (
     STOPS,
     TEMPLATES,
     TOOL,
+    HttpReply,
     Script,
+    ask_endpoint,
     bytes_tokenizer,
     call,
     chatml_tokenizer,
@@ -52,10 +55,9 @@ def make_context(*texts, **changes):
     return context_of(one_turn_each(texts or ["Hello."], TOKENIZER), TOKENIZER, **changes)
 
 
-def complete(context, *messages, histories=None, **fields) -> openai_server.Reply:
+def complete(context, *messages, **fields) -> HttpReply:
     """Send one request."""
-    body = {"messages": list(messages or [USER]), **fields}
-    return asyncio.run(openai_server.complete_chat(body, context, histories))
+    return ask_endpoint({"messages": list(messages or [USER]), **fields}, context)
 
 
 def ask(context, *messages, **fields) -> dict:
@@ -65,11 +67,11 @@ def ask(context, *messages, **fields) -> dict:
     return reply.body["choices"][0]["message"]
 
 
-def make_history(context, turn_count=3, histories=None) -> list[dict]:
+def make_history(context, turn_count=3) -> list[dict]:
     """Play the first turns of a conversation as an agent does, and return its messages."""
     messages = [SYSTEM, USER]
     for number in range(turn_count):
-        answer = ask(context, *messages, tools=TOOLS, histories=histories)
+        answer = ask(context, *messages, tools=TOOLS)
         outputs = [
             {"role": "tool", "tool_call_id": each["id"], "content": f"output {number}"}
             for each in answer["tool_calls"]
@@ -79,10 +81,11 @@ def make_history(context, turn_count=3, histories=None) -> list[dict]:
     return messages
 
 
-def build_prompt(messages, context, tools=TOOLS, histories=None) -> openai_history.Prompt:
-    """Build the prompt of a request, at an endpoint that knows nothing of the conversation."""
-    request = read_request({"messages": messages, "tools": tools})
-    return asyncio.run((histories or Histories(context)).build_prompt(request))
+def build_prompt(messages, context, tools=TOOLS) -> Prompt:
+    """Build the prompt of a request."""
+    request = dialect.read({"messages": messages, "tools": tools})
+    shared = vars(context)["endpoint"].shared
+    return asyncio.run(shared.prompts.build(context, shared.tree, request))
 
 
 # --- tokens --------------------------------------------------------------------------------------
@@ -132,7 +135,7 @@ ANSWER = {"role": "assistant", "content": None}
 )
 def test_a_refused_request_names_the_field(change, param):
     context = make_context()
-    reply = asyncio.run(openai_server.complete_chat({"messages": [USER], **change}, context))
+    reply = ask_endpoint({"messages": [USER], **change}, context)
     error = reply.body["error"]
     assert reply.status == 400 and error["type"] == "invalid_request_error" and error["message"]
     assert error["param"].startswith(param) and not context.client.prompts
@@ -176,7 +179,7 @@ BODIES = st.fixed_dictionaries(
 @given(BODIES | JSON)
 @settings(max_examples=80, deadline=None)
 def test_no_body_is_an_error_of_the_server(body):
-    reply = asyncio.run(openai_server.complete_chat(body, make_context()))
+    reply = ask_endpoint(body, make_context())
     assert reply.status in (200, 400, 422), reply.body
     if reply.status != 200:
         assert set(reply.body["error"]) == {"message", "type", "param", "code"}
@@ -299,7 +302,6 @@ def list_edits(messages) -> list[tuple[str, list[dict]]]:
         if message["role"] != "assistant":
             edits.append((f"no message {index}", messages[:index] + messages[index + 1 :]))
             continue
-        edit(index, "thought", lambda m: m.update(reasoning_content="Another."))
         edit(index, "border", lambda m: m[SAMPLED_IDS].insert(0, m[PROMPT_IDS].pop()))
         for name in (PROMPT_IDS, SAMPLED_IDS):
             edit(index, name, functools.partial(change_field, name=name))
@@ -325,16 +327,13 @@ def make_items(messages) -> list[dict]:
 
 
 def test_each_edit_of_the_history_is_found_and_fails_the_episode(conversation):
-    """Also by an endpoint that has accepted the history, and for each cut of the agent's output."""
+    """For each cut of the agent's output."""
     context, messages = conversation
-    histories = Histories(context)
-    assert not build_prompt([*messages[:-1], USER], context, histories=histories).is_rewritten
     edits = list_edits(messages[:-1])  # what follows the last response is new
     assert len(edits) > 20
     for name, edited in edits:
         changed = [*edited, USER]
         assert build_prompt(changed, context).is_rewritten, name
-        assert build_prompt(changed, context, histories=histories).is_rewritten, name
         context.client.answers += encode_turns(["Done."], context.tokenizer)
         output = make_items([*messages, ask(context, *changed, tools=TOOLS)])
         for dropped in range(len(output) - 1):
@@ -365,27 +364,12 @@ def test_token_ids_that_no_policy_sampled_are_no_error(conversation, ids):
 
 def test_the_first_rewritten_history_is_logged(conversation, caplog):
     context, messages = conversation
-    histories = Histories(context)
+    context = dataclasses.replace(context)
+    context.client.answers += encode_turns(["Done."] * 3, context.tokenizer)
     for _ in range(3):
-        build_prompt([USER, *messages[2:]], context, histories=histories)
-    assert histories.rewritten_count == 3
+        ask(context, USER, *messages[2:])
+    assert vars(context)["endpoint"].shared.rewritten_count == 3
     assert [record.getMessage().count("not_contiguous") for record in caplog.records] == [1]
-
-
-def test_the_work_of_a_request_does_not_grow_with_its_history(monkeypatch):
-    context = make_context(*[call()] * 12)
-    checked = []
-    is_consistent = Histories.is_consistent
-
-    async def count(self, *arguments):
-        checked.append(1)
-        return await is_consistent(self, *arguments)
-
-    monkeypatch.setattr(Histories, "is_consistent", count)
-    messages = make_history(context, 12, Histories(context))
-    assert len(checked) == 11
-    assert not build_prompt(messages, context).is_rewritten
-    assert len(checked) == 11 + 12  # an endpoint without the cache
 
 
 # --- limits --------------------------------------------------------------------------------------
@@ -421,7 +405,7 @@ async def serving(context):
     """Yield a client of the openai package for a new endpoint."""
     port = find_free_port()
     url = f"http://127.0.0.1:{port}/v1"
-    async with openai_server.serve(context, "127.0.0.1", port, KEY):
+    async with endpoint_server.serve(context, "127.0.0.1", port, KEY):
         async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=3) as client:
             yield client
 
@@ -508,7 +492,7 @@ def test_other_routes_and_keys_are_errors_in_json(method, path, key, status):
 
 
 def test_a_body_that_is_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr(openai_server, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(endpoint_server, "MAX_BODY_BYTES", 100)
     options = {"json": {"messages": [{"role": "user", "content": "x" * 100}]}}
     assert asyncio.run(fetch(make_context(), "POST", "/v1/chat/completions", **options))[0] == 413
 
