@@ -79,7 +79,7 @@ class Policy:
     async def generate(self, request_id: str, prompt_ids: list[int], sampling_params: Any) -> Any:
         """Return the next turn of an episode. A call without tools, as for a title, is no turn."""
         ids = encode_turns(["A title"], TOKENIZER)[0]
-        if "<tools>" in TOKENIZER.decode(prompt_ids):
+        if "\nTools: [" in TOKENIZER.decode(prompt_ids):
             turn = self.counts[request_id]
             ids = self.answers[min(turn, len(self.answers) - 1)]
             self.counts[request_id] += 1
@@ -136,13 +136,13 @@ def run_episodes(
     gym: Any = Verifier()
 
     async def run() -> list[Episode]:
-        async with serve(context, "127.0.0.1", port, "own key", sessions):
-            return await inference.rollout(request_group(task, "0", count), {}, context, gym)
+        try:
+            async with serve(context, "127.0.0.1", port, "own key", sessions):
+                return await inference.rollout(request_group(task, "0", count), {}, context, gym)
+        finally:
+            agent.close()
 
-    try:
-        return asyncio.run(run()), policy
-    finally:
-        agent.close()
+    return asyncio.run(run()), policy
 
 
 def make_coding_agent(name: str) -> tuple[AgentSpec, list[str]]:
