@@ -17,7 +17,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import PurePath
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kit.errors import ConfigError
@@ -45,31 +45,24 @@ class Agents(RecipeCheck, RunPart, RunOutput):
         self.settings = settings.agents
 
     def check_settings(self, settings: Settings) -> Iterator[str]:
-        """Check the files and programs of the agent, and what it cannot be used with."""
+        """Check the agent's program, and that the driver and a verifier can run its episodes."""
         assert self.spec
         if settings.rollout.agent.num_workers:
-            yield (
-                "env.agent runs in the driver only. Set actor_rollout_ref.rollout.agent."
-                "num_workers=0."
-            )
+            key = "actor_rollout_ref.rollout.agent.num_workers"
+            yield f"env.agent runs in the driver only. Set {key}=0."
         for name, server in settings.gym.servers.items():
             if server.kind != "verify":
                 yield f"gym.servers.{name} runs the turns, as env.agent does. Remove one of them."
-        programs = {"python": self.spec.python, "command": None}
-        if self.spec.command:
-            programs["command"] = shlex.split(self.spec.command)[0]
-        for key, program in programs.items():
-            if program and not shutil.which(program):
-                yield f"env.agent.{key}: there is no program {program}. Install it, or correct it."
-        for path in map(PurePath, self.spec.files):
-            if path.is_absolute() or ".." in path.parts:
-                yield f"env.agent.files: {path} is not in the episode's folder. Make it relative."
+        program = self.spec.python or next(iter(shlex.split(self.spec.command or "")), None)
+        if program and not shutil.which(program):
+            yield f"env.agent: there is no program {program}. Install it, or correct its path."
 
     def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[str]:
         """Check that the algorithm can train on several rows of an episode."""
         from kit.data.training_rows import find_reason_against
 
-        if reason := find_reason_against(recipe):
+        reason = find_reason_against(recipe)
+        if reason and self.settings.branches == "all":
             yield f"env.agent: {reason}"
 
     def check_inputs(self, recipe: Recipe, inputs: RunInputs) -> None:
@@ -99,31 +92,34 @@ class Agents(RecipeCheck, RunPart, RunOutput):
 
     def make_agent(self, launch: Launch, context: RolloutContext) -> Agent:
         """Make the agent, and limit the episodes that run at the same time."""
-        from extras.agents.processes import CommandAgent, FunctionAgent
-        from extras.agents.runner import AgentRunner, UrlAgent
+        from extras.agents import processes, runner
         from kit.engine.endpoint.sessions import Limits
 
         assert self.spec and launch.policy
+        spec = self.spec
         settings = self.settings
         if settings.concurrency:
             context.episode_slots = asyncio.Semaphore(settings.concurrency)
-        kind: FunctionAgent | CommandAgent | UrlAgent = UrlAgent(str(self.spec.url))
-        if self.spec.function:
-            kind = FunctionAgent(self.spec, launch.logs / "agent.log")
-        elif self.spec.command:
-            kind = CommandAgent(self.spec, settings.exit_code == "fail")
-        launch.stack.callback(kind.close)
+        if spec.function:
+            function = processes.FunctionAgent(spec, launch.logs / "agent.log")
+            launch.stack.callback(function.close)
+            run = function.run
+        elif spec.command:
+            run = partial(processes.run_command, spec, settings.exit_code == "fail")
+        else:
+            run = partial(runner.call_url, str(spec.url))
         limits = settings.model_dump(exclude={"exit_code", "concurrency"})
-        if not settings.max_tokens:
-            limits["max_tokens"] = settings.max_rows * context.max_response_length
-        limits["timeout_s"] = math.inf  # a late agent is a failure, not a limit: AgentRunner
+        limits["max_tokens"] = (
+            settings.max_tokens or settings.max_rows * context.max_response_length
+        )
+        limits["timeout_s"] = math.inf  # a late agent is a failure, not a limit (AgentRunner)
         base_url = launch.policy["base_url"].removesuffix("/v1")
-        return AgentRunner(kind, launch.sessions, base_url, Limits(**limits), settings.timeout_s)
+        return runner.AgentRunner(
+            run, launch.sessions, base_url, Limits(**limits), settings.timeout_s
+        )
 
     def describe_episodes(self, episodes: Sequence[Episode]) -> Iterable[str]:
-        """Return the calls and the training rows of the episode that has most of them."""
-        from extras.agents.tree import describe_rows
+        """Return the calls and the training rows of the episode with most calls."""
+        from extras.agents.tree import describe_longest
 
-        if not episodes:
-            return ()
-        return describe_rows(max(episodes, key=lambda episode: len(episode.branches)))
+        return describe_longest(episodes)

@@ -12,9 +12,9 @@ import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from pathlib import Path
-from typing import NamedTuple
 
-from gym_client import GymError, Json
+from extras.agents.runner import WORK, AgentCall
+from gym_client import GymError
 from kit.recipe.schema import AgentSpec
 from kit.verify.python_verifiers.process import kill_tree
 from kit.verify.servers import list_public_variables
@@ -37,16 +37,6 @@ with open("../output", "wb") as output:
 signal.pause()
 """
 logger = logging.getLogger("kit.agents")
-
-
-class AgentCall(NamedTuple):
-    """What an agent gets for one episode."""
-
-    row: Json
-    prompt: str  # the text of the row's messages
-    base_url: str  # of the policy endpoint, without /v1
-    key: str  # of this episode
-    folder: Path  # for its files, until the episode is verified
 
 
 # --- a function ----------------------------------------------------------------------------------
@@ -146,44 +136,38 @@ def list_variables(spec: AgentSpec) -> dict[str, str]:
 # --- a command -----------------------------------------------------------------------------------
 
 
-class CommandAgent:
-    """A command, with the folder of an episode as its home, and `work` in it as current folder."""
+async def run_command(spec: AgentSpec, fails_on_status: bool, call: AgentCall) -> str:
+    """Run a command for an episode, and return its output. Raises GymError.
 
-    def __init__(self, spec: AgentSpec, fails_on_status: bool):
-        self.spec = spec
-        self.fails_on_status = fails_on_status
-
-    async def run(self, call: AgentCall) -> str:
-        """Run the command for an episode, and return its output. Raises GymError."""
-        (call.folder / "work").mkdir()
-        for name, text in self.spec.files.items():
-            path = call.folder / (name[2:] if name.startswith("~/") else f"work/{name}")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(fill_in(text, call), encoding="utf-8")
-        with (call.folder / "errors").open("wb") as errors:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", "-c", LAUNCHER),
-                *(fill_in(word, call) for word in shlex.split(str(self.spec.command))),
-                env=make_environment(self.spec, call),
-                cwd=call.folder / "work",
-                stdin=DEVNULL,
-                stdout=PIPE,
-                stderr=errors,
-                start_new_session=True,
-            )
-        assert process.stdout
-        try:
-            status = int(await process.stdout.readline() or -1)
-        finally:
-            await kill(process)
-        output, written = (read(call.folder / name) for name in ("output", "errors"))
-        if status != 0 and self.fails_on_status:
-            text = (written or output)[-MAX_ERRORS:]
-            raise GymError("agent_exit", f"the agent's command ended with {status}: {text}")
-        return output[-MAX_OUTPUT:]
-
-    def close(self) -> None:
-        """Do nothing: each command ends with its episode."""
+    The folder of the episode is its home, and WORK in it its current folder.
+    """
+    work = call.folder / WORK
+    work.mkdir()
+    for name, text in spec.files.items():
+        path = call.folder / name[2:] if name.startswith("~/") else work / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(fill_in(text, call), encoding="utf-8")
+    with (call.folder / "errors").open("wb") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-c", LAUNCHER),
+            *(fill_in(word, call) for word in shlex.split(str(spec.command))),
+            env=make_environment(spec, call),
+            cwd=work,
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )
+    assert process.stdout
+    try:
+        status = int(await process.stdout.readline() or -1)
+    finally:
+        await kill(process)
+    output = read_end(call.folder / "output", MAX_OUTPUT)
+    if status != 0 and fails_on_status:
+        text = read_end(call.folder / "errors", MAX_ERRORS) or output[-MAX_ERRORS:]
+        raise GymError("agent_exit", f"the agent's command ended with {status}: {text}")
+    return output
 
 
 def make_environment(spec: AgentSpec, call: AgentCall) -> dict[str, str]:
@@ -205,9 +189,10 @@ def fill_in(text: str, call: AgentCall) -> str:
     return re.sub(f"{{({'|'.join(values)})}}", lambda match: values[match[1]], text)
 
 
-def read(path: Path) -> str:
-    """Return the text of a file, which the command may have deleted."""
-    return path.read_text(errors="replace").strip() if path.is_file() else ""
+def read_end(path: Path, length: int) -> str:
+    """Return the last characters of a file, which the command may have deleted."""
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    return text.strip()[-length:]
 
 
 async def kill(process: Process) -> None:

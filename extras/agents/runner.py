@@ -7,15 +7,15 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import aiohttp
 
 import gym_client
-from env import Task
-from extras.agents.processes import AgentCall, CommandAgent, FunctionAgent
+from env import Json, Task
 from gym_client import GymError, Session
 from kit.chat.parsed_response import ParsedResponse
 from kit.data.episode import Episode
@@ -25,46 +25,28 @@ if TYPE_CHECKING:
     from kit.engine.endpoint.sessions import AgentSession, Limits, Sessions
     from kit.engine.sampling import RolloutContext, Sampling
 
-
-class UrlAgent:
-    """An agent that runs elsewhere: POST {row, base_url, key} returns {answer}."""
-
-    def __init__(self, url: str):
-        self.url = url
-
-    async def run(self, call: AgentCall) -> str | None:
-        """Run an episode, and return its answer. Raises GymError."""
-        body = {"row": call.row, "base_url": call.base_url, "key": call.key}
-        text = ""
-        try:
-            async with aiohttp.request("POST", self.url, json=body) as response:
-                text = await response.text()
-                response.raise_for_status()
-                answer: str | None = json.loads(text)["answer"]
-                return answer
-        except (aiohttp.ClientError, ValueError, KeyError, TypeError) as error:
-            raise GymError("agent_raised", f"{self.url}: {error!r} {text[:200]}") from None
-
-    def close(self) -> None:
-        """Do nothing."""
+WORK = "work"  # the folder of a command
 
 
+class AgentCall(NamedTuple):
+    """What an agent gets for one episode."""
+
+    row: Json
+    prompt: str  # the text of the row's messages
+    base_url: str  # of the policy endpoint, without /v1
+    key: str  # of this episode
+    folder: Path  # for its files, until the episode is verified
+
+
+@dataclass
 class AgentRunner:
-    """The agent of a run (kit.engine.interfaces.Agent). base_url: of the endpoint, without /v1."""
+    """The agent of a run (kit.engine.interfaces.Agent)."""
 
-    def __init__(
-        self,
-        kind: FunctionAgent | CommandAgent | UrlAgent,
-        sessions: Sessions,
-        base_url: str,
-        limits: Limits,
-        timeout_s: float,
-    ):
-        self.kind = kind
-        self.sessions = sessions
-        self.base_url = base_url
-        self.limits = limits
-        self.timeout_s = timeout_s
+    run_agent: Callable[[AgentCall], Awaitable[str | None]]  # returns the answer
+    sessions: Sessions  # of the policy endpoint
+    base_url: str  # of the policy endpoint, without /v1
+    limits: Limits
+    timeout_s: float
 
     @contextlib.asynccontextmanager
     async def run_turns(
@@ -93,9 +75,11 @@ class AgentRunner:
             finally:
                 self.sessions.close(agent_session)
             agent_session.fill(episode)
-            set_answer(episode, answer)
-            if isinstance(self.kind, CommandAgent):
-                extra = {**(task.row.get("extra_info") or {}), "work_folder": str(folder / "work")}
+            if answer is not None and answer.strip() != episode.response.strip():
+                episode.output.append(gym_client.make_message(answer))
+                episode.responses[-1] = ParsedResponse.of_text(answer)  # the verifier reads it
+            if (folder / WORK).is_dir():
+                extra = {**(task.row.get("extra_info") or {}), "work_folder": str(folder / WORK)}
                 session.row = {**task.row, "extra_info": extra}
             yield
         finally:
@@ -103,18 +87,17 @@ class AgentRunner:
 
     async def run_until_over(self, call: AgentCall, agent_session: AgentSession) -> str | None:
         """Return the agent's answer, None if a limit has ended it. Raises GymError."""
-        run = asyncio.create_task(self.kind.run(call))
+        run = asyncio.ensure_future(self.run_agent(call))
         over = asyncio.create_task(agent_session.over.wait())
-        limit_s = self.timeout_s
         try:
-            await asyncio.wait({run, over}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait({run, over}, timeout=self.timeout_s, return_when=first)
         finally:
             over.cancel()
             run.cancel()
             await asyncio.wait({run})
-        error: BaseException | None = GymError(
-            "agent_timeout", f"the agent did not end within agents.timeout_s={limit_s:g}. Raise it."
-        )
+        problem = f"the agent did not end within agents.timeout_s={self.timeout_s:g}. Raise it."
+        error: BaseException | None = GymError("agent_timeout", problem)
         if not run.cancelled():
             error = run.exception()
         if agent_session.failure:
@@ -124,8 +107,15 @@ class AgentRunner:
         return None if error else run.result()
 
 
-def set_answer(episode: Episode, answer: str | None) -> None:
-    """Let the verifier read the agent's answer, if that is not the policy's last text."""
-    if answer is not None and answer.strip() != episode.response.strip():
-        episode.output.append(gym_client.make_message(answer))
-        episode.responses[-1] = ParsedResponse.of_text(answer)
+async def call_url(url: str, call: AgentCall) -> str | None:
+    """Have an agent that runs elsewhere run an episode, and return its answer. Raises GymError."""
+    body = {"row": call.row, "base_url": call.base_url, "key": call.key}
+    text = ""
+    try:
+        async with aiohttp.request("POST", url, json=body) as response:
+            text = await response.text()
+            response.raise_for_status()
+            answer: str | None = json.loads(text)["answer"]
+            return answer
+    except (aiohttp.ClientError, ValueError, KeyError, TypeError) as error:
+        raise GymError("agent_raised", f"{url}: {error!r} {text[:200]}") from None

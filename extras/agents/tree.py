@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from env import Json
 from kit.data.episode import Episode, TrainingRow, join_text
@@ -12,15 +12,23 @@ MAX_CALLS = 4  # of a row
 MAX_CHARACTERS = 100
 
 
-def describe_rows(episode: Episode) -> Iterator[str]:
-    """Yield lines about the rows of an episode and their calls, at most 40."""
+def describe_longest(episodes: Sequence[Episode]) -> Iterator[str]:
+    """Yield lines about the rows and calls of the episode with most calls, at most 36."""
+    if not episodes:
+        return
+    episode = max(episodes, key=count_calls)
     reward = "none" if episode.reward is None else f"{episode.reward:g}"
-    yield f"one episode, of {episode.row_id}, reward {reward}:"
+    yield f"the episode with most calls, of {episode.row_id}, reward {reward}:"
     for number, row in enumerate(episode.rows[:MAX_ROWS], 1):
         name = "main row" if number == 1 else f"row {number}"
         tokens = f"{len(row.prompt_ids)} tokens of prompt, {sum(row.response_mask)} sampled"
         yield f"    {name}: {tokens} in {len(row.turns)} calls"
         yield from describe_calls(row)
+
+
+def count_calls(episode: Episode) -> int:
+    """Return the number of model calls in the rows of an episode."""
+    return sum(len(row.turns) for row in episode.rows)
 
 
 def describe_calls(row: TrainingRow) -> Iterator[str]:

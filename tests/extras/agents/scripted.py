@@ -15,13 +15,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import env
 import inference
-from extras.agents.processes import CommandAgent, FunctionAgent
+from extras.agents.processes import FunctionAgent, run_command
 from extras.agents.runner import AgentRunner
 from gym_client import VerifyResult
 from kit.data.episode import Episode
@@ -127,9 +128,8 @@ def run_episodes(
     sessions = Sessions()
     port = find_free_port()
     limits = Limits(20, 10**6, 8, math.inf, "fork", "all", False)
-    agent: Any = CommandAgent(spec, fails_on_status=True)
-    if spec.function:
-        agent = FunctionAgent(spec, folder / "agent.log")
+    function = FunctionAgent(spec, folder / "agent.log")
+    agent: Any = function.run if spec.function else partial(run_command, spec, True)
     context.agent = AgentRunner(agent, sessions, f"http://127.0.0.1:{port}", limits, 60.0)
     row = {"question": question}
     task = env.Task("rows:1", row, "s", [{"role": "user", "content": question}], [])
@@ -140,7 +140,7 @@ def run_episodes(
             async with serve(context, "127.0.0.1", port, "own key", sessions):
                 return await inference.rollout(request_group(task, "0", count), {}, context, gym)
         finally:
-            agent.close()
+            function.close()
 
     return asyncio.run(run()), policy
 

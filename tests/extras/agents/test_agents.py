@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,8 +18,8 @@ import pytest
 from aiohttp import web
 
 from env import Task
-from extras.agents.processes import CommandAgent, FunctionAgent
-from extras.agents.runner import AgentRunner, UrlAgent
+from extras.agents.processes import FunctionAgent, run_command
+from extras.agents.runner import AgentRunner, call_url
 from gym_client import GymError
 from kit.chat.parsed_response import ParsedResponse
 from kit.data.episode import Episode, append_tokens
@@ -91,11 +92,13 @@ class Read(NamedTuple):
     files: dict[str, str]  # in the work folder
 
 
-async def play(agent: Any, row: dict[str, Any], timeout_s: float = 60.0, **changes: Any) -> Read:
+async def play(
+    run_agent: Any, row: dict[str, Any], timeout_s: float = 60.0, **changes: Any
+) -> Read:
     """Run the turns of an episode, and return what its verifier reads. changes: of the session."""
     endpoint: Any = Endpoint(**changes)
     limits: Any = None
-    runner = AgentRunner(agent, endpoint, "http://127.0.0.1:9", limits, timeout_s)
+    runner = AgentRunner(run_agent, endpoint, "http://127.0.0.1:9", limits, timeout_s)
     task = Task("rows:1", row, "s", [{"role": "user", "content": "What is 'x'?"}], [])
     episode = Episode(task.row_id, "0/0", task.server, [], row=row)
     session: Any = SimpleNamespace(kind="verify", row=row)
@@ -113,8 +116,10 @@ async def play(agent: Any, row: dict[str, Any], timeout_s: float = 60.0, **chang
 
 def run(agent: Any, row: dict[str, Any], **options: Any) -> Read:
     async def run_and_close() -> Read:
-        try:
+        if not isinstance(agent, FunctionAgent):
             return await play(agent, row, **options)
+        try:
+            return await play(agent.run, row, **options)
         finally:
             agent.close()
 
@@ -155,9 +160,9 @@ def test_hundreds_of_episodes_run_at_the_same_time_in_one_process(functions):
 
     async def run_all() -> list[Read]:
         try:
-            await play(agent, {"number": -1})  # starts the process
+            await play(agent.run, {"number": -1})  # starts the process
             began = time.monotonic()
-            reads = await asyncio.gather(*(play(agent, {"number": n}) for n in range(300)))
+            reads = await asyncio.gather(*(play(agent.run, {"number": n}) for n in range(300)))
             assert time.monotonic() - began < 10  # one after another: 30 s
             return reads
         finally:
@@ -190,13 +195,13 @@ def test_an_agent_that_blocks_its_loop_meets_its_deadline_and_is_replaced(functi
 
     async def run_both() -> list[Any]:
         row = {"path": str(path), "number": 0}
-        neighbor = asyncio.create_task(play(agent, row, timeout_s=30))
+        neighbor = asyncio.create_task(play(agent.run, row, timeout_s=30))
         while len(path.read_text().split() if path.exists() else "") < 2:
             await asyncio.sleep(0.05)
-        blocker = play(agent, {**row, "number": 1}, timeout_s=0.5)
+        blocker = play(agent.run, {**row, "number": 1}, timeout_s=0.5)
         results = await asyncio.gather(neighbor, blocker, return_exceptions=True)
         agent.spec = functions("echo").spec
-        assert (await play(agent, {"number": 3})).answer
+        assert (await play(agent.run, {"number": 3})).answer
         agent.close()
         return list(results)
 
@@ -223,8 +228,8 @@ def test_a_limit_ends_the_agent_and_its_last_text_is_verified(functions, tmp_pat
 # --- commands ------------------------------------------------------------------------------------
 
 
-def command(text: str, fails: bool = True, **fields: Any) -> CommandAgent:
-    return CommandAgent(AgentSpec(command=text, **fields), fails)
+def command(text: str, fails: bool = True, **fields: Any) -> partial:
+    return partial(run_command, AgentSpec(command=text, **fields), fails)
 
 
 def test_a_command_has_its_own_folders_files_and_few_variables(monkeypatch):
@@ -288,7 +293,7 @@ def test_a_server_runs_the_episode():
         await runner.setup()
         port = find_free_port()
         await web.TCPSite(runner, "127.0.0.1", port).start()
-        agent = UrlAgent(f"http://127.0.0.1:{port}/solve")
+        agent = partial(call_url, f"http://127.0.0.1:{port}/solve")
         with pytest.raises(GymError, match=r"500.* no row") as caught:
             await play(agent, {})
         assert caught.value.reason == "agent_raised"
