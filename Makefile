@@ -8,6 +8,7 @@
 # make fast        Run the linters, and the tests that start no model stack, server or command; a few minutes.
 # make test        Run the linters and all tests but those of `make docs` and `make soak`; 30 minutes.
 # make gym         Install NeMo Gym's servers.
+# make coding-agents  Get Codex and opencode (docs/guides/agents.md), 350 MB; needs npm.
 # make gemma       Get a second model, gemma-3-270m (Google's terms: https://ai.google.dev/gemma/terms).
 # make gpu-check   Install the GPU environment, test there all that needs no GPU (docs/backends.md), and train a few
 #                  steps if there is one; 1 hour.
@@ -38,7 +39,7 @@ UV := $(TOOLS)/bin/uv
 PROGRESS := 2> >(grep --line-buffered -v '^ + ' >&2)
 
 .PHONY: demo math fast test bench algorithms docs site site-serve soak mutate lint clean
-.PHONY: setup gym model gemma data gpu gpu-check
+.PHONY: setup gym model gemma data gpu gpu-check coding-agents
 .DELETE_ON_ERROR:
 
 demo: setup gym model data
@@ -150,6 +151,20 @@ gemma: models/gemma-3-270m/config.json
 	.venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-agents
 	.venv/bin/uv pip install --quiet --python .venv-agents/bin/python --no-deps --require-hashes -r requirements-agents.txt
 	@touch $@
+
+# Programs of coding agents, without the packages of npm that start them. Claude Code is proprietary: get it yourself.
+coding-agents: .venv-agents/ready
+	@for package in @openai/codex@0.169.0-linux-x64 opencode-linux-x64@1.18.33; do \
+	  echo "== .venv-agents/bin: $$package"; \
+	  folder=.venv-agents/lib/$$(basename $$package); mkdir -p $$folder; \
+	  npm pack --silent --pack-destination $$folder $$package && tar xzf $$folder/*.tgz -C $$folder || exit 1; \
+	  rm $$folder/*.tgz; \
+	  for name in codex opencode; do \
+	    for program in $(CURDIR)/$$folder/package/bin/$$name $(CURDIR)/$$folder/package/vendor/*/bin/$$name; do \
+	      test ! -x $$program || ln -sf $$program .venv-agents/bin/$$name; \
+	    done; \
+	  done; \
+	done
 
 # NeMo Gym 0.7.0 declares Python 3.13.14. If this machine does not have it and uv cannot fetch it, Gym also runs on 3.12
 # and on .venv's 3.11, with --ignore-requires-python. On 3.13 reasoning-gym needs a C compiler.

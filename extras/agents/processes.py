@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, Process
@@ -147,10 +148,12 @@ async def run_command(spec: AgentSpec, fails_on_status: bool, call: AgentCall) -
         path = call.folder / name[2:] if name.startswith("~/") else work / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(fill_in(text, call), encoding="utf-8")
+    program, *arguments = (fill_in(word, call) for word in shlex.split(str(spec.command)))
+    program = os.path.abspath(shutil.which(program) or program)  # it runs in another folder
     with (call.folder / "errors").open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", LAUNCHER),
-            *(fill_in(word, call) for word in shlex.split(str(spec.command))),
+            *(program, *arguments),
             env=make_environment(spec, call),
             cwd=work,
             stdin=DEVNULL,

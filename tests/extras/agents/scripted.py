@@ -29,42 +29,13 @@ from kit.data.episode import Episode
 from kit.engine.endpoint.server import serve
 from kit.engine.endpoint.sessions import Limits, Sessions
 from kit.engine.sampling import request_group
+from kit.recipe.load import read_yaml
 from kit.recipe.schema import AgentSpec
 from kit.verify.network import find_free_port
 from tests.helpers.recipes import ROOT
 from tests.helpers.rollouts import chatml_tokenizer, context_of, encode_turns
 
 TOKENIZER = chatml_tokenizer()
-CODING_AGENTS = ROOT / ".venv-agents" / "coding"
-CODEX = CODING_AGENTS / "codex/vendor/x86_64-unknown-linux-musl/bin/codex"
-OPENCODE = CODING_AGENTS / "opencode/bin/opencode"
-CODEX_CONFIG = """
-model = "policy"
-model_provider = "quintet"
-approval_policy = "never"
-sandbox_mode = "danger-full-access"
-check_for_update_on_startup = false
-[model_providers.quintet]
-name = "quintet"
-base_url = "{base_url}/v1"
-env_key = "OPENAI_API_KEY"
-wire_api = "responses"
-[analytics]
-enabled = false
-"""
-OPENCODE_CONFIG = {
-    "autoupdate": False,
-    "share": "disabled",
-    "model": "quintet/policy",
-    "small_model": "quintet/policy",
-    "provider": {
-        "quintet": {
-            "npm": "@ai-sdk/openai-compatible",
-            "options": {"baseURL": "{base_url}/v1", "apiKey": "{key}"},
-            "models": {"policy": {"limit": {"context": 100000, "output": 8000}}},
-        }
-    },
-}
 TASK = "Write 42 into answer.txt."
 SHELL = "echo 42 > answer.txt"
 
@@ -145,25 +116,18 @@ def run_episodes(
     return asyncio.run(run()), policy
 
 
-def make_coding_agent(name: str) -> tuple[AgentSpec, list[str]]:
-    """Return the recipe of a coding agent, and the turns of a policy that uses its shell."""
-    if name == "codex":
-        command = f"{CODEX} exec --skip-git-repo-check {{prompt}}"
-        spec = AgentSpec(command=command, files={"~/.codex/config.toml": CODEX_CONFIG})
-        return spec, [make_call("exec_command", cmd=SHELL), "Done."]
-    config = json.dumps(OPENCODE_CONFIG)
-    variables = "OPENCODE_DISABLE_AUTOUPDATE=1 OPENCODE_DISABLE_MODELS_FETCH=1"
-    spec = AgentSpec(
-        command=f"env {variables} {OPENCODE} run {{prompt}}",
-        files={"~/.config/opencode/opencode.json": config},
-    )
-    return spec, [make_call("bash", command=SHELL, description="Writes it"), "Done."]
+# {coding agent: a call of its shell}
+CALLS = {
+    "codex": make_call("exec_command", cmd=SHELL),
+    "opencode": make_call("bash", command=SHELL, description="Writes it"),
+}
 
 
 if __name__ == "__main__":
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     os.environ["TMPDIR"] = sys.argv[2]
-    spec, turns = make_coding_agent(sys.argv[1])
+    spec = AgentSpec(**read_yaml(sys.argv[1])["env"]["agent"])
+    turns = [CALLS[sys.argv[1]], "Done."]
     (episode,), policy = run_episodes(spec, turns, 1, TASK, Path(sys.argv[2]))
     fields = ("status", "error", "reward", "ended", "measures")
     found = {name: getattr(episode, name) for name in fields}
