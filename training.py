@@ -301,15 +301,17 @@ def to_batch(episodes: Sequence[Episode], inputs: RunInputs, recipe: Recipe) -> 
     check_branches(episodes, recipe)
     temperature = recipe.rollout.temperature
     batch = build_batch(episodes, inputs.tokenizer.pad_token_id, temperature)
-    images = [episode.images for episode in episodes for _ in episode.rows]
+    images = [episodes[number].images for number in batch.non_tensor_batch[keys.EPISODES]]
     inputs.processor.add_images(batch, images)
     return batch
 
 
 def check_branches(episodes: Sequence[Episode], recipe: Recipe) -> None:
     """Raise RunError if an episode has several rows and the recipe needs one."""
-    has_branches = any(episode.branches for episode in episodes)
-    if has_branches and (reason := training_rows.find_reason_against(recipe)):
+    reason = ""
+    if any(episode.branches for episode in episodes):
+        reason = training_rows.find_reason_against(recipe)
+    if reason:
         raise RunError(reason)
 
 
@@ -320,7 +322,7 @@ def build_batch(episodes: Sequence[Episode], pad_token_id: int, temperature: flo
     of dicts, where no name can replace a tensor.
     """
     rows = list_rows(episodes)
-    owners = [number for number, e in enumerate(episodes) for _ in e.rows]  # [B]
+    numbers = np.arange(len(episodes)).repeat([len(e.rows) for e in episodes]).tolist()  # [B]
     prompt_lengths = torch.tensor([len(row.prompt_ids) for row in rows])  # [B]
     response_lengths = torch.tensor([len(row.response_ids) for row in rows])  # [B]
     in_prompt = torch.arange(int(prompt_lengths.max())).flip(0) < prompt_lengths[:, None]  # [B, P]
@@ -342,11 +344,11 @@ def build_batch(episodes: Sequence[Episode], pad_token_id: int, temperature: flo
         keys.TURN: number_turns(rows, responses.shape[1]),  # [B, R]
     }
     if all(e.baseline is not None for e in episodes):
-        tensors[keys.BASELINES] = torch.tensor([episodes[k].baseline for k in owners]).float()
+        tensors[keys.BASELINES] = torch.tensor([episodes[k].baseline for k in numbers]).float()
     arrays = {
-        keys.GROUPS: [episodes[k].group_id for k in owners],
-        keys.COMPONENTS: [episodes[k].reward_components for k in owners],
-        keys.EPISODES: owners,
+        keys.GROUPS: [episodes[k].group_id for k in numbers],
+        keys.COMPONENTS: [episodes[k].reward_components for k in numbers],
+        keys.EPISODES: numbers,
     }
     token_counts = attention_mask.sum(dim=1).tolist()  # [B]
     meta_info = {keys.TEMPERATURE: temperature, keys.TOKEN_COUNTS: token_counts}

@@ -25,7 +25,7 @@ import env
 import gym_client
 import inference
 from gym_client import GymError
-from kit.data.episode import append_tokens
+from kit.data.episode import Branch, TurnSpan, append_tokens
 from kit.engine.sampling import sample
 from kit.errors import RunError
 from tests.helpers.rollouts import (
@@ -450,6 +450,16 @@ def with_lists(ids, mask, log_probs):
     return run_turns
 
 
+def with_branch(prompt, mask=(1,)):
+    """Make turns that leave a second training row."""
+
+    async def run_turns(episode, *_):
+        append_tokens(episode, [5], [0.0])
+        episode.branches = [Branch(prompt, [6], list(mask), [0.0], [TurnSpan(0, 1, 1)])]
+
+    return run_turns
+
+
 @pytest.mark.parametrize(
     ("run_turns", "status", "error"),
     [
@@ -458,6 +468,12 @@ def with_lists(ids, mask, log_probs):
         (raising(ValueError("odd")), "unforeseen", f"ValueError('odd') at {__file__}:"),
         (with_lists([5], [1], [0.0] * 2), "bad_ids", "1 ids, 1 of mask, 2 log-probs"),
         (with_lists([5, 6], [1, 1], [0.0] * 2), "bad_ids", "1 sampled tokens, 2 in the mask"),
+        (with_branch([5], mask=[0]), "bad_ids", "1 sampled tokens, 0 in the mask"),
+        (
+            with_branch([5] * 99),
+            "prompt_too_long",
+            "a branch of the agent's episode has 100 tokens",
+        ),
     ],
 )
 def test_an_episode_that_fails_has_no_reward(monkeypatch, run_turns, status, error):

@@ -18,8 +18,10 @@ from verl.utils.metric import Metric
 from verl.workers.utils.padding import left_right_2_no_padding
 
 import training
-from kit.data.episode import TurnSpan
+from kit.data.episode import Branch, Episode, TurnSpan
 from kit.data.selection import select_trainable
+from kit.data.training_rows import find_reason_against, join_rows
+from kit.errors import RunError
 from kit.recipe.recipe import Recipe
 from tests.helpers.recipes import ALGORITHM, changed, make_partial
 from tests.helpers.workers import (
@@ -303,6 +305,68 @@ def test_failed_episodes_do_not_change_the_advantages_of_the_others():
     failed = [make_episode([1], [1], reward=None, group=g, status="http_500") for g in "aab"]
     with_failures = compute([good[0], failed[0], good[1], alone, good[2], *failed[1:]])
     assert with_failures == compute(good) == pytest.approx([-2 / 3, 1 / 3, 1 / 3])
+
+
+# --- episodes of several rows --------------------------------------------------------------------
+
+
+def make_branched_episodes() -> list[Episode]:
+    """Make an episode whose branch begins within its response, and one of a single row."""
+    branch = Branch(
+        [5, 7], [9, 9, 4], [1, 0, 1], [-0.5] * 3, [TurnSpan(0, 1, 1), TurnSpan(2, 3, 2)]
+    )
+    return [
+        make_episode([5], [7, 8], branches=[branch], reward=0.75),
+        make_episode([5], [6], reward=0.25),
+    ]
+
+
+def test_an_estimator_gets_one_line_for_each_episode(recipe, monkeypatch):
+    """The main row comes last, so the reward follows all sampled tokens. The result is split."""
+
+    def estimator(token_level_rewards, response_mask, index, rollout_log_probs):
+        assert token_level_rewards.tolist() == [[0, 0, 0, 0, 0.75], [0.25, 0, 0, 0, 0]]
+        assert response_mask.tolist() == [[1, 0, 1, 1, 1], [1, 0, 0, 0, 0]]
+        assert list(index) == ["a", "a"] and rollout_log_probs[1].tolist() == [-0.5, 0, 0, 0, 0]
+        positions = torch.arange(5.0).expand(2, 5)
+        return positions, positions + 1
+
+    monkeypatch.setitem(ADV_ESTIMATOR_REGISTRY, "mine.py:f", estimator)
+    batch = make_batch(make_branched_episodes())
+    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+    training.compute_advantages(batch, changed(recipe, "algorithm.adv_estimator=mine.py:f"))
+    assert batch.batch["advantages"].tolist() == [[0, 1, 2], [3, 4, 0], [0, 0, 0]]
+    assert batch.batch["returns"].tolist() == [[1, 2, 3], [4, 5, 0], [1, 0, 0]]
+    assert batch.batch["turn"].tolist() == [[0, -1, 1], [0, 0, -1], [0, -1, -1]]
+    (is_sampled,) = join_rows(batch, batch.batch["turn"] >= 0)
+    assert is_sampled.tolist() == [[1, 0, 1, 1, 1], [1, 0, 0, 0, 0]]
+    metrics = training.compute_step_metrics(batch, {"step": 1.0}, recipe)
+    assert metrics["critic/rewards/mean"] == 0.5 and metrics["response_length/mean"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments"),
+    [
+        ("algorithm.adv_estimator=gae", {"values"}),
+        ("algorithm.adv_estimator=optimal_token_baseline", {"index", "sum_pi_squared"}),
+        ("algorithm.adv_estimator=mine.py:f", {"turn"}),
+        ("algorithm.use_kl_in_reward=true", {"index"}),
+        ("reward.reward_model.enable=true", {"index"}),
+        (f"{ACTOR}.policy_loss.loss_mode=geo_mean", {"index"}),
+    ],
+)
+def test_a_recipe_that_needs_one_row_refuses_branches(recipe, change, arguments):
+    episodes = make_branched_episodes()
+    inputs: Any = SimpleNamespace(
+        tokenizer=SimpleNamespace(pad_token_id=3),
+        processor=SimpleNamespace(add_images=lambda *_: None),
+    )
+    assert find_reason_against(recipe) == "" and len(training.to_batch(episodes, inputs, recipe))
+    recipe = changed(recipe, change)
+    recipe.__dict__["arguments"] = frozenset(arguments)
+    with pytest.raises(RunError, match=f"^{change.partition('=')[0]}.*several training rows"):
+        training.to_batch(episodes, inputs, recipe)
+    training.to_batch(episodes[1:], inputs, recipe)
 
 
 # --- metrics -------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ from verl.workers.utils.losses import sft_loss, value_loss
 
 import algorithm
 import training
-from kit.data.episode import Episode, TurnSpan
-from kit.data.selection import select_trainable, take_groups
+from kit.data.episode import Branch, Episode, TurnSpan
+from kit.data.selection import group_episodes, select_trainable, take_groups
 from kit.recipe.load import read_source
 from kit.recipe.recipe import Recipe
 from kit.recipe.user_functions import register_in_verl
@@ -448,6 +448,77 @@ def test_a_step_of_each_recipe_equals_plain_torch(
     moved = compute_distance(before, after)
     difference = compute_distance(after, {k: plain[k].detach() for k in after})
     assert 0 < difference < PLAIN * moved, (difference, moved)
+
+
+def make_branched_episodes() -> list[Episode]:
+    """Make episodes of one to three rows. A branch's prompt has tokens that the main row trains."""
+    episodes = make_episodes(seed=7)
+    rng = random.Random(7)
+    for episode in episodes:
+        for _ in range(rng.randrange(3)):
+            R = rng.randint(1, 12)
+            branch = Branch(episode.prompt_ids + episode.response_ids[: rng.randint(1, 9)])
+            branch.response_ids = [rng.randrange(1, 40) for _ in range(R)]
+            branch.response_mask = [1] * R
+            branch.log_probs = [-3.6 + 0.3 * rng.random() for _ in range(R)]
+            episode.branches.append(branch)
+    return episodes
+
+
+def compute_episodes_loss(model, episodes, mode) -> torch.Tensor:
+    """Compute 1/N sum_e 1/T_e sum_b sum_t loss(A_e) of N episodes, or what `mode` has for it."""
+    sums = []
+    counts = []
+    for group in group_episodes(episodes).values():
+        rewards = torch.tensor([episode.reward for episode in group])
+        for episode, advantage in zip(group, rewards - rewards.mean(), strict=True):
+            losses = []
+            for row in episode.rows:
+                new, old = compute_log_probs(model, row), torch.tensor(row.log_probs)
+                loss = plain_torch.ppo()(new, old, advantage, old)
+                losses.append(loss[torch.tensor(row.response_mask).bool()])
+            sums.append(torch.cat(losses).sum())
+            counts.append(sum(map(len, losses)))
+    if mode == "token-mean":
+        return torch.stack(sums).sum() / sum(counts)
+    if mode == "seq-mean-token-sum":
+        return torch.stack(sums).mean()
+    return (torch.stack(sums) / torch.tensor(counts)).mean()
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_an_episode_of_several_rows_counts_as_one(worker_variants, workspace, tmp_path, mode):
+    """Micro-batches of 64 tokens split episodes. If each row counted as one, it would differ."""
+    workers, recipe = worker_variants["one rank"]
+    changes = (f"{ACTOR}.loss_agg_mode={mode}", "algorithm.norm_adv_by_std_in_grpo=false")
+    recipe = changed(recipe, *changes)
+    set_loss_settings(workers, OmegaConf.to_container(recipe.for_verl(ACTOR)))
+    flags = {"calculate_entropy": False, "compute_loss": True, "max_token_len_per_gpu": 64}
+
+    def update(episodes, workers, recipe, splits_episodes=False):
+        batch = training.build_batch(episodes, 1, 1.0)
+        batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+        batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+        training.compute_advantages(batch, recipe)
+        if splits_episodes:
+            batch.non_tensor_batch["episode"] = np.arange(len(batch))
+        data = training.make_update_data(batch, 1, 1, recipe.actor, **flags)
+        output = training.wait_for_output(workers.actor.update_actor(data))
+        return batch.batch["advantages"], training.collect_metrics(output, recipe, "actor")
+
+    episodes = make_branched_episodes()
+    step = run_step(update, episodes, workers, recipe, tmp_path / "step")
+    model = load_plain_model(workspace, step.before)
+    loss = compute_episodes_loss(model, episodes, mode)
+    loss.backward()
+    expected = {k: step.before[k] - p.grad for k, p in model.named_parameters()}
+    moved = compute_distance(step.before, step.after[0])
+    assert compute_distance(step.after[0], expected) < PLAIN * moved
+    assert step.metrics["actor/pg_loss"] == pytest.approx(float(loss), rel=LOSS, abs=LOSS)
+    if mode != "token-mean":
+        wrong = functools.partial(update, splits_episodes=True)
+        step = run_step(wrong, episodes, workers, recipe, tmp_path / "wrong")
+        assert compute_distance(step.after[0], expected) > 0.1 * moved
 
 
 def test_a_step_of_sft_equals_plain_torch(moved_actor, workspace, tmp_path):

@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 
 from env import Json
-from kit.data.episode import Episode, TrainingRow, list_rows
+from kit.data.episode import Episode, list_rows
 from kit.data.fingerprint import name_problem
 from kit.data.reward_scale import are_equal
 from kit.data.selection import group_episodes
@@ -64,8 +64,7 @@ def compute_validation_metrics(episodes: Sequence[Episode], n: int) -> dict[str,
         if verified:
             metrics |= compute_scores(verified, n, name)
             metrics |= compute_measures(verified, f"val-aux/{name}")
-            lengths = mean(count_response_tokens(episode) for episode in verified)
-            metrics[f"val-aux/{name}/response_length/mean"] = lengths
+            metrics[f"val-aux/{name}/response_length/mean"] = compute_mean_length(verified)
     return metrics
 
 
@@ -229,10 +228,11 @@ def compute_rollout_metrics(
     kept_groups = {episode.group_id for episode in kept}
     dropped = [episode for episode in verified if episode.group_id not in kept_groups]
     groups_dropped = len(group_episodes(episodes)) - len(group_episodes(kept))
+    tokens = sum(len(row.prompt_ids) + len(row.response_ids) for row in list_rows(episodes))
     metrics = {
         "rollout/episodes": float(len(episodes)),
         "rollout/kept": float(len(kept)),
-        ALL_TOKENS: float(sum(map(count_tokens, list_rows(episodes)))),
+        ALL_TOKENS: float(tokens),
         "rollout/failed_frac": 1 - len(verified) / len(episodes),
         "rollout/groups_dropped": float(groups_dropped),
         ZERO_VARIANCE: float(count_zero_variance_groups([*kept, *dropped])),
@@ -243,11 +243,12 @@ def compute_rollout_metrics(
     if any(episode.branches for episode in kept):
         metrics["agents/rows_per_episode"] = mean(len(episode.rows) for episode in kept)
     if verified:
+        turns = sum(len(row.turns) for row in list_rows(verified))
         endings = Counter(length=0)  # without a 0, Prometheus would keep the last step's fraction
         endings.update(episode.ended for episode in verified)
         for reason, count in endings.items():
             metrics[f"rollout/ended/{reason}_frac"] = count / len(verified)
-        metrics["rollout/turns/mean"] = mean(count_turns(episode) for episode in verified)
+        metrics["rollout/turns/mean"] = turns / len(verified)
         metrics["rollout/reward/mean"] = mean(e.reward or 0.0 for e in verified)
         metrics |= compute_measures(verified, "rollout")
     latencies = [e.timings["verify_call"] for e in verified if "verify_call" in e.timings]
@@ -258,19 +259,9 @@ def compute_rollout_metrics(
     return metrics | compute_component_means(verified)
 
 
-def count_tokens(row: TrainingRow) -> int:
-    """Count the tokens of a training row, its prompt included."""
-    return len(row.prompt_ids) + len(row.response_ids)
-
-
-def count_turns(episode: Episode) -> int:
-    """Count the policy's turns in all rows of an episode."""
-    return sum(len(row.turns) for row in episode.rows)
-
-
-def count_response_tokens(episode: Episode) -> int:
-    """Count the response tokens in all rows of an episode, observed ones included."""
-    return sum(len(row.response_ids) for row in episode.rows)
+def compute_mean_length(episodes: Sequence[Episode]) -> float:
+    """Compute the mean number of response tokens of an episode, in all of its rows."""
+    return sum(len(row.response_ids) for row in list_rows(episodes)) / len(episodes)
 
 
 def count_zero_variance_groups(episodes: Sequence[Episode]) -> int:
@@ -307,9 +298,8 @@ def compute_server_metrics(server: str, episodes: Sequence[Episode]) -> dict[str
     verified = select_verified(episodes)
     metrics = {f"rollout/{server}/failed_frac": 1 - len(verified) / len(episodes)}
     if verified:
-        lengths = [count_response_tokens(episode) for episode in verified]
         metrics[f"reward/{server}/mean"] = mean(e.reward or 0.0 for e in verified)
-        metrics[f"rollout/{server}/response_length/mean"] = mean(lengths)
+        metrics[f"rollout/{server}/response_length/mean"] = compute_mean_length(verified)
     return metrics
 
 

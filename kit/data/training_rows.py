@@ -7,10 +7,8 @@ b, the mean over episodes (`loss_agg_mode: seq-mean-token-mean`) is
     L = 1/N sum_e 1/T_e sum_b sum_t loss(A_e)
 
 verl has the mean over the tokens of each row, 1/T_b. So the advantages of a row are multiplied by
-T_b/T_e, and the divisor is N, also for sums over tokens. `token-mean` needs neither. Terms of a
-loss that the advantage does not scale, such as KL, entropy and dro's penalty, count once for each
-row under seq-mean-token-mean. GSPO's ratio, and importance weights of a whole sequence, are those
-of a row.
+T_b/T_e, and the divisor is N, also for sums over tokens. `token-mean` needs neither. Other terms of
+a loss, such as KL and entropy, get no weight (docs/algorithms.md).
 
 Shapes: B rows, E episodes, R tokens of the longest response, T of the longest line. A line has the
 response tokens of all rows of an episode, the main row's last.
@@ -116,9 +114,7 @@ def sum_by_episode(values: Tensor, batch: DataProto) -> Tensor:
 
 
 def join_rows(batch: DataProto, *tensors: Tensor) -> list[Tensor]:
-    """Return tensors [B, R] as lines [E, T]; unchanged if each episode has one row."""
-    if not has_branches(batch):
-        return list(tensors)
+    """Return tensors [B, R] of response tokens as lines [E, T]."""
     lines = find_lines(batch)
     return [lines.join(tensor) for tensor in tensors]
 

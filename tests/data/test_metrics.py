@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from kit.data.episode import Episode, TurnSpan
+from kit.data.episode import Branch, Episode, TurnSpan
 from kit.data.metrics import (
     HIGH,
     LOW,
@@ -198,6 +198,20 @@ def test_all_metrics_of_a_step():
             "reward/b/format/mean": 0.5,
         }
     )
+
+
+def test_the_tokens_and_turns_of_a_step_include_branches():
+    branch = Branch([1] * 4, [2] * 3, turns=[TurnSpan(0, 3, 1)], policy_versions=[(3, 4)])
+    with_branch = episode("a", "1", 1.0, branches=[branch, branch], policy_versions=[(2, 5)])
+    episodes = [with_branch, episode("a", "1", 0.0)]
+    plain = compute_rollout_metrics([replace(e, branches=[]) for e in episodes], episodes[1:])
+    metrics = compute_rollout_metrics(episodes, episodes, step=6)
+    assert metrics["agents/rows_per_episode"] == 2.0 and "agents/rows_per_episode" not in plain
+    assert metrics["rollout/tokens"] == plain["rollout/tokens"] + 14
+    assert metrics["rollout/turns/mean"] == plain["rollout/turns/mean"] + 1
+    name = "rollout/a/response_length/mean"
+    assert metrics[name] == plain[name] + 3
+    assert metrics["rollout/staleness/mean"] == 6 / 8
 
 
 def test_a_step_with_only_failures_has_no_rewards():

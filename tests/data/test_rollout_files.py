@@ -13,7 +13,14 @@ import pytest
 import env
 import gym_client
 from kit.data import rollout_files
-from kit.data.episode import TOKEN_FIELDS, Episode, PolicyVersion, TurnSpan
+from kit.data.episode import (
+    TOKEN_FIELDS,
+    Branch,
+    Episode,
+    PolicyVersion,
+    TurnSpan,
+    append_tokens,
+)
 from kit.errors import ConfigError
 from tests.helpers.recipes import row
 
@@ -87,6 +94,17 @@ def test_an_episode_that_is_written_and_read_is_the_same_bit_for_bit(tmp_path):
     damaged = episode(log_probs=[-math.inf, math.nan, 0.0, -1.0])
     ((again,),) = write_and_load(tmp_path / "step_1.jsonl", damaged)
     assert str(again) == str(damaged)
+
+
+def test_the_branches_of_an_episode_are_written_and_read(tmp_path):
+    """A branch begins within the main row. Its log-probs may be damaged, too."""
+    branch = Branch([1, 2, 3, 5, 6, 9])
+    append_tokens(branch, [10, 11], [-0.5, math.inf], [PolicyVersion(2, 4)])
+    branch.turns = [TurnSpan(0, 2, 1)]
+    branch.output = [gym_client.make_message("aside")]
+    one = episode(branches=[branch, dataclasses.replace(branch, log_probs=[-1.0, -2.0])])
+    ((again,),) = write_and_load(tmp_path / "step_1.jsonl", one)
+    assert again == one and again.branches[0].log_probs[1] == math.inf
 
 
 def test_an_image_in_a_row_is_written_as_its_hash():
