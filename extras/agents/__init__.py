@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from kit.data.episode import Episode
     from kit.engine.inputs import RunInputs
-    from kit.engine.interfaces import Agent
-    from kit.engine.sampling import RolloutContext
+    from kit.engine.sampling import Agent, RolloutContext
     from kit.recipe.recipe import Recipe
     from kit.run.launch import Launch
 

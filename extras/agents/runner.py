@@ -40,7 +40,7 @@ class AgentCall(NamedTuple):
 
 @dataclass
 class AgentRunner:
-    """The agent of a run (kit.engine.interfaces.Agent)."""
+    """The agent of a run (kit.engine.sampling.Agent)."""
 
     run_agent: Callable[[AgentCall], Awaitable[str | None]]  # returns the answer
     sessions: Sessions  # of the policy endpoint

@@ -12,12 +12,9 @@ from kit.data.episode import Episode
 
 if TYPE_CHECKING:
     import asyncio
-    from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
-    from env import Task
-    from gym_client import Session
-    from kit.engine.sampling import EpisodeRequest, RolloutContext, Sampling
+    from kit.engine.sampling import EpisodeRequest, Sampling
 
 Result = TypeVar("Result")
 OnDone = Callable[[int, Episode], None]  # is called when an episode ends: (index, episode)
@@ -39,22 +36,6 @@ class EventLoop(Protocol):
     def get_loop(self) -> asyncio.AbstractEventLoop: ...
 
     def run(self, work: Coroutine[Any, Any, Result], /) -> Result: ...
-
-
-class Agent(Protocol):
-    """An agent that runs the turns of episodes in place of inference.run_turns (env.agent)."""
-
-    def run_turns(
-        self,
-        episode: Episode,
-        task: Task,
-        session: Session,
-        context: RolloutContext,
-        sampling: Sampling,
-        request_id: str,
-    ) -> AbstractAsyncContextManager[None]:
-        """Run the turns on entry. At the end of the block, delete the files of the episode."""
-        ...
 
 
 class EpisodeWorkers(Protocol):

@@ -11,11 +11,12 @@ import math
 import secrets
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from env import Json, Task
-from gym_client import EpisodeIndex, Gym, GymError
+from gym_client import EpisodeIndex, Gym, GymError, Session
 from kit.chat.processor import TextProcessor
 from kit.chat.template import ChatTemplate
 from kit.data.episode import ABORTED, Episode, PolicyVersion, PolicyVersions
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from verl.workers.rollout.replica import TokenOutput
 
     from kit.engine.client import Client
-    from kit.engine.interfaces import Agent
 
 AfterEpisode = Callable[[Episode, Gym], Awaitable[None]]
 Sampling = Json  # vLLM's sampling parameters, from `build_sampling_params`
@@ -85,6 +85,22 @@ class SampleStore:
 def digest(prompt_ids: list[int], ids: list[int]) -> bytes:
     """Return the hash of a prompt and a response."""
     return hashlib.sha256(repr((prompt_ids, ids)).encode()).digest()
+
+
+class Agent(Protocol):
+    """An agent that runs the turns of episodes in place of inference.run_turns (env.agent)."""
+
+    def run_turns(
+        self,
+        episode: Episode,
+        task: Task,
+        session: Session,
+        context: RolloutContext,
+        sampling: Sampling,
+        request_id: str,
+    ) -> AbstractAsyncContextManager[None]:
+        """Run the turns on entry. At the end of the block, delete the files of the episode."""
+        ...
 
 
 @dataclass

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from inference import Servers
     from kit.data.episode import Episode
     from kit.engine.inputs import RunInputs
-    from kit.engine.interfaces import Agent, EpisodeWorkers, EventLoop
-    from kit.engine.sampling import RolloutContext
+    from kit.engine.interfaces import EpisodeWorkers, EventLoop
+    from kit.engine.sampling import Agent, RolloutContext
     from kit.recipe.recipe import Recipe
     from kit.run.launch import Launch
     from kit.verify.python_verifiers.settings import VerifierSpec

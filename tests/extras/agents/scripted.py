@@ -32,7 +32,6 @@ from kit.engine.sampling import request_group
 from kit.recipe.load import read_yaml
 from kit.recipe.schema import AgentSpec
 from kit.verify.network import find_free_port
-from tests.helpers.recipes import ROOT
 from tests.helpers.rollouts import chatml_tokenizer, context_of, encode_turns
 
 TOKENIZER = chatml_tokenizer()
