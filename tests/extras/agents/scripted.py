@@ -35,7 +35,6 @@ from kit.verify.network import find_free_port
 from tests.helpers.rollouts import chatml_tokenizer, context_of, encode_turns
 
 TOKENIZER = chatml_tokenizer()
-TASK = "Write 42 into answer.txt."
 SHELL = "echo 42 > answer.txt"
 
 
@@ -90,17 +89,18 @@ def make_call(tool: str, /, **arguments: str) -> str:
 
 
 def run_episodes(
-    spec: AgentSpec, turns: list[str], count: int, question: str, folder: Path
+    spec: AgentSpec, turns: list[str], folder: Path, count: int = 1, max_calls: int = 20
 ) -> tuple[list[Episode], Policy]:
-    """Run episodes of an agent at the same time."""
+    """Run episodes of an agent at the same time. The policy repeats the last of its turns."""
     policy = Policy(turns)
     context = context_of(policy, TOKENIZER, max_prompt_length=10**6, max_response_length=10**6)
     sessions = Sessions()
     port = find_free_port()
-    limits = Limits(20, 10**6, 8, math.inf, "fork", "all", False)
+    limits = Limits(max_calls, 10**6, 8, math.inf, "fork", "all", False)
     function = FunctionAgent(spec, folder / "agent.log")
     agent: Any = function.run if spec.function else partial(run_command, spec, True)
     context.agent = AgentRunner(agent, sessions, f"http://127.0.0.1:{port}", limits, 60.0)
+    question = "What is x + y? Write it into answer.txt."
     row = {"question": question}
     task = env.Task("rows:1", row, "s", [{"role": "user", "content": question}], [])
     gym: Any = Verifier()
@@ -127,12 +127,7 @@ if __name__ == "__main__":
     os.environ["TMPDIR"] = sys.argv[2]
     spec = AgentSpec(**read_yaml(sys.argv[1])["env"]["agent"])
     turns = [CALLS[sys.argv[1]], "Done."]
-    (episode,), policy = run_episodes(spec, turns, 1, TASK, Path(sys.argv[2]))
-    fields = ("status", "error", "reward", "ended", "measures")
-    found = {name: getattr(episode, name) for name in fields}
-    found["rows"] = len(episode.rows)
+    (episode,), policy = run_episodes(spec, turns, Path(sys.argv[2]))
+    found = {"episode": [episode.status, episode.error, episode.reward]}
     found["calls"] = [len(row.turns) for row in episode.rows]
-    found["prompt"] = len(episode.prompt_ids)
-    found["trained"] = sum(sum(row.response_mask) for row in episode.rows)
-    found["sampled"] = policy.sampled_count
     print(json.dumps(found))

@@ -33,14 +33,12 @@ def get_number(name: str) -> str:
 
 
 async def openai_chat(row: Row, base_url: str, key: str) -> str:
-    return await run_openai(OpenAIChatCompletionsModel, row, base_url, key)
+    return await openai_responses(row, base_url, key, OpenAIChatCompletionsModel)
 
 
-async def openai_responses(row: Row, base_url: str, key: str) -> str:
-    return await run_openai(OpenAIResponsesModel, row, base_url, key)
-
-
-async def run_openai(model: Any, row: Row, base_url: str, key: str) -> str:
+async def openai_responses(
+    row: Row, base_url: str, key: str, model: Any = OpenAIResponsesModel
+) -> str:
     client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key)
     tools: list[Any] = [function_tool(get_number)]
     agent = Agent("solver", instructions="Use it.", model=model("policy", client), tools=tools)

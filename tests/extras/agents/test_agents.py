@@ -18,12 +18,16 @@ import pytest
 from aiohttp import web
 
 from env import Task
+from extras.agents import Agents
 from extras.agents.processes import FunctionAgent, run_command
 from extras.agents.runner import AgentRunner, call_url
 from gym_client import GymError
 from kit.chat.parsed_response import ParsedResponse
 from kit.data.episode import Episode, append_tokens
+from kit.errors import ConfigError
+from kit.recipe.load import raise_all, read_source
 from kit.recipe.schema import AgentSpec
+from kit.recipe.settings import make_settings
 from kit.verify.network import find_free_port
 from tests.helpers.http import watch_event_loop
 
@@ -48,9 +52,6 @@ async def blocks(row, base_url, key):
     await asyncio.sleep(1000)
 
 def no_coroutine(row, base_url, key):
-    pass
-
-async def no_key(row):
     pass
 """
 
@@ -181,6 +182,7 @@ def test_hundreds_of_episodes_run_at_the_same_time_in_one_process(functions):
         ("broken", "agent_raised", "agents_of_test.py:9: ValueError: no such tool"),
         ("ends", "agent_lost", "ended. Read"),
     ],
+    ids=["broken", "ends"],
 )
 def test_a_function_that_fails_is_a_failed_episode(functions, name, reason, text):
     error = failure_of(functions(name), {})
@@ -274,6 +276,37 @@ def test_all_processes_of_a_command_end_with_its_episode(ends, tmp_path):
     pids = list(map(int, path.read_text().split()))
     assert len(pids) == 2
     wait_until_dead(pids)
+
+
+# --- recipes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("env.agent={function: none.py:solve}", "no file none.py"),
+        ("env.agent={function: templates/reward.py:compute_score}", "argument"),
+        ("env.agent={function: AGENTS:no_coroutine}", "not an async function"),
+        ("env.agent={function: AGENTS:echo, python: none/python}", "no program none/python"),
+        ("env.agent={command: no-such-program}", "no program no-such-program"),
+        ("env.agent={command: a, url: http://b}", "must have one of function, command and url"),
+        ("env.agent={url: http://b, python: c}", "has python"),
+        ("actor_rollout_ref.rollout.agent.num_workers=2", "num_workers=0"),
+        ("gym.servers.math_with_judge.kind=step", "math_with_judge runs the turns"),
+        ("agents.exit_code=ignore", "Use one of: fail, verify"),
+    ],
+)
+def test_a_recipe_that_cannot_work_gets_one_line(change, message, tmp_path):
+    path = tmp_path / "agents_of_test.py"
+    path.write_text(AGENTS)
+    changes = ["env.agent={command: ls}", change.replace("AGENTS", str(path))]
+    unused: Any = None
+    with pytest.raises(ConfigError, match=message) as caught:
+        settings = make_settings(read_source(["math"], changes), "train")
+        feature = Agents(settings)
+        raise_all([*feature.check_settings(settings)])
+        feature.check_inputs(unused, unused)
+    assert "\n" not in str(caught.value)
 
 
 # --- a server ------------------------------------------------------------------------------------

@@ -23,25 +23,32 @@ TURNS = [
 ]
 
 
+def make_spec(name: str) -> AgentSpec:
+    python = str(ROOT / ".venv-agents/bin/python")
+    return AgentSpec(function=f"tests/extras/agents/sdk_agents.py:{name}", python=python)
+
+
 @pytest.mark.parametrize(
     "name", ["openai_chat", "openai_responses", "anthropic_runner", "pydantic_ai"]
 )
 def test_an_sdk_gives_one_row_for_each_episode(name, tmp_path):
     """Eight episodes at the same time. The policy does not write JSON as the SDK does."""
-    spec = AgentSpec(
-        function=f"tests/extras/agents/sdk_agents.py:{name}",
-        python=str(ROOT / ".venv-agents/bin/python"),
-    )
-    episodes, policy = scripted.run_episodes(spec, TURNS, 8, "What is x + y?", tmp_path)
+    episodes, policy = scripted.run_episodes(make_spec(name), TURNS, tmp_path, 8)
     assert [(each.status, each.error, each.reward) for each in episodes] == [("ok", "", 1.0)] * 8
     for episode in episodes:
-        assert not episode.branches and episode.ended == "stop"
         turns = [episode.response_ids[turn.start : turn.end] for turn in episode.turns]
-        assert turns == policy.answers  # id for id
+        assert turns == policy.answers and not episode.branches  # id for id
         assert sum(episode.response_mask) == sum(map(len, policy.answers))
-        observed = scripted.TOKENIZER.decode(episode.response_ids)
-        assert observed.index("40") < observed.index("The answer is")
+        text = scripted.TOKENIZER.decode(episode.response_ids)
+        assert text.index("40") < text.index("The answer is")
     assert policy.sampled_count == 8 * sum(map(len, policy.answers))  # each call once
+
+
+def test_an_agent_that_never_stops_ends_at_its_limit_and_is_verified(tmp_path):
+    turns = [TURNS[0]]
+    (episode,), _ = scripted.run_episodes(make_spec("openai_chat"), turns, tmp_path, max_calls=3)
+    assert (episode.status, episode.ended, episode.reward) == ("ok", "turns", 0.0)
+    assert len(episode.turns) == 3 and episode.response == "Limit reached."
 
 
 @pytest.mark.parametrize("name", ["codex", "opencode"])
@@ -53,5 +60,4 @@ def test_a_coding_agent_works_without_a_network(name, tmp_path):
     done = subprocess.run([*namespace, *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["status"], found["error"], found["reward"]) == ("ok", "", 1.0)
-    assert found["rows"] == 1 and found["calls"] == [2], found
+    assert found == {"episode": ["ok", "", 1.0], "calls": [2]}
