@@ -4,7 +4,8 @@
 
 The server is this process, the clients are another one. The rollout engine is a stub of 10 ms. The
 plain server reads JSON, waits as long and writes JSON. Each agent sends a system message of that
-many bytes, a tool, and a question of its own, and each call but the last one calls the tool.
+many bytes, a tool, and a task that eight agents share. Each response calls the tool. All outputs
+of it differ.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from aiohttp import web
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models/SmolLM2-135M-Instruct"
 PAUSE_S = 0.01
+GROUP = 8  # agents with the same task, as the episodes of a GRPO group
 CALL = '<tool_call>{"name": "f", "arguments": {"q" :  1}}</tool_call><|im_end|>'
 TOOL = {
     "type": "function",
@@ -66,7 +68,7 @@ async def play(client: aiohttp.ClientSession, url: str, number: int, args, times
     """Play one agent."""
     messages = [
         {"role": "system", "content": ("Be careful and brief. " * args.bytes)[: args.bytes]},
-        {"role": "user", "content": f"Task {number}."},
+        {"role": "user", "content": f"Task {number // GROUP}."},
     ]
     for turn in range(args.calls):
         body = json.dumps({"model": "policy", "messages": messages, "tools": [TOOL]})
