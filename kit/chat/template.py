@@ -139,7 +139,8 @@ class ChatTemplate:
         start, end = self.markers
         others = {i for text, i in self.control_tokens.items() if text not in start + end}
         tail = list(prompt_ids[-TAIL:])
-        first = max((index for index, i in enumerate(tail) if i in others), default=-1) + 1
+        last = (index for index in reversed(range(len(tail))) if tail[index] in others)
+        first = next(last, -1) + 1
         text = str(self.tokenizer.decode(tail[first:], skip_special_tokens=False))
         header = self.response_header
         _, found, rest = text.rpartition(header) if header else ("", "", text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import itertools
 import json
 import re
@@ -90,6 +91,29 @@ def extract_by_vllm(
     tokenizer: PreTrainedTokenizerBase, tool_format: str, text: str, tools: list[Json]
 ) -> ExtractedCalls:
     """Find the tool calls in the text of a response with vLLM's parser of the format."""
+    key = (id(tokenizer), tool_format, json.dumps(tools))
+    idle = IDLE_PARSERS.pop(key, None) or make_parser(tokenizer, tool_format, tools)
+    found = extract_calls(idle, text)
+    IDLE_PARSERS[key] = idle
+    if len(IDLE_PARSERS) > MAX_IDLE:
+        IDLE_PARSERS.pop(next(iter(IDLE_PARSERS)), None)
+    return found
+
+
+class Parser(NamedTuple):
+    """A parser of vLLM, with the request for whose tools it was made."""
+
+    parser: ToolParser
+    request: ChatCompletionRequest
+
+
+# Making a parser takes milliseconds, so one that is not in use is kept for the next response.
+IDLE_PARSERS: dict[tuple[int, str, str], Parser] = {}
+MAX_IDLE = 64
+
+
+def make_parser(tokenizer: PreTrainedTokenizerBase, tool_format: str, tools: list[Json]) -> Parser:
+    """Make vLLM's parser of a format."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
@@ -98,6 +122,12 @@ def extract_by_vllm(
     parser_class = ToolParserManager.get_tool_parser(tool_format)
     parser = parser_class(tokenizer, request.tools)  # type: ignore[arg-type]  # vLLM's own type
     limit_search_time(parser)
+    return Parser(parser, request)
+
+
+def extract_calls(idle: Parser, text: str) -> ExtractedCalls:
+    """Find the tool calls in the text of a response."""
+    parser, request = idle
     found = read_calls(parser, text, request)
     start = getattr(parser, "tool_call_start_token", "")
     if found.calls or not start or not 1 < text.count(start) <= MAX_CALLS:
@@ -184,6 +214,6 @@ class TimedPattern:
 def limit_search_time(parser: ToolParser) -> None:
     """Replace the patterns of a tool parser by patterns with a timeout."""
     for name in dir(parser):
-        value = getattr(parser, name, None)
+        value = inspect.getattr_static(parser, name, None)  # no property: some read the vocabulary
         if isinstance(value, regex.Pattern):
             setattr(parser, name, TimedPattern(value))

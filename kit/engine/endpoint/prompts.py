@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import env
@@ -111,25 +111,30 @@ class Prompts:
         self, template: ChatTemplate, parent: Node, messages: list[Json], chain: Chain
     ) -> Prompt:
         """Build a prompt of a call's ids and new messages. Raises GymError('template')."""
-        arguments = (messages, parent.sampled_ids[-1])
-        if count_characters(messages) > THREAD_CHARS:
-            new_ids = await asyncio.to_thread(template.encode_continuation, *arguments)
-        else:
-            new_ids = template.encode_continuation(*arguments)
+        text = json.dumps(messages)
+        last_id = parent.sampled_ids[-1]
+        new_ids = await run_long(text, template.encode_continuation, messages, last_id)
         return Prompt(parent.ids + new_ids, parent, messages, chain, is_rewritten=False)
 
     async def encode_first(self, template: ChatTemplate, request: Request) -> list[int]:
-        """Encode a first prompt in a thread, once for equal ones. Raises as `encode_prompt`."""
+        """Encode a first prompt, once for equal ones. Raises as `encode_prompt`."""
         messages = env.render_items(request.messages, WHERE)  # without empty answers
         content = json.dumps([messages, request.tools, dict(template.arguments)])
         key = hashlib.sha256(content.encode()).digest()
         encoding = self.first.get(key)
         if not encoding or encoding.get_loop() is not asyncio.get_running_loop():
-            encode = asyncio.to_thread(template.encode_prompt, messages, request.tools, WHERE)
+            encode = run_long(content, template.encode_prompt, messages, request.tools, WHERE)
             encoding = self.first[key] = asyncio.ensure_future(encode)
             if len(self.first) > MAX_FIRST:
                 self.first.pop(next(iter(self.first)))
         return await asyncio.shield(encoding)
+
+
+async def run_long(text: str, encode: Callable[..., list[int]], *arguments: object) -> list[int]:
+    """Call a function of a text, in a thread if the text is long."""
+    if len(text) > THREAD_CHARS:
+        return await asyncio.to_thread(encode, *arguments)
+    return encode(*arguments)
 
 
 def count_characters(messages: Sequence[Json]) -> int:

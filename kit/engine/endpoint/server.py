@@ -227,7 +227,7 @@ async def send_stream(
             events = list(dialect.make_events(body, task.result()))
         await stream.prepare(request)
         text = "".join(write_event(name, data) for name, data in events)
-        if dialect is chat:
+        if dialect is chat and not error:
             text += "data: [DONE]\n\n"
         await stream.write(text.encode())
         await stream.write_eof()
