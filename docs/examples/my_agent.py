@@ -3,6 +3,13 @@ from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set
 from openai import AsyncOpenAI
 
 set_tracing_disabled(True)
+CALL = {"name": "open_drawer", "arguments": '{"number": 211}'}
+EXAMPLE = [  # a small model copies what it sees
+    {"role": "user", "content": "What is in drawer two hundred eleven?"},
+    {"type": "function_call", "call_id": "1", **CALL},
+    {"type": "function_call_output", "call_id": "1", "output": "a violin"},
+    {"role": "assistant", "content": "a violin"},
+]
 
 
 async def solve(row, base_url, key):
@@ -16,4 +23,5 @@ async def solve(row, base_url, key):
     client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key)
     model = OpenAIChatCompletionsModel("policy", client)
     agent = Agent(name="drawers", instructions="Open the drawer.", model=model, tools=[open_drawer])
-    return (await Runner.run(agent, row["responses_create_params"]["input"])).final_output
+    question = {"role": "user", "content": row["responses_create_params"]["input"]}
+    return (await Runner.run(agent, [*EXAMPLE, question])).final_output

@@ -221,9 +221,14 @@ class Sessions:
         return session
 
     def close(self, session: AgentSession) -> None:
-        """Refuse the key of a session from now on."""
+        """Refuse the key of a session from now on, and end its calls.
+
+        A killed agent's call would go on after the next update of the weights.
+        """
         self.by_key.pop(session.key, None)
         session.timer.cancel()
+        for flight in session.flights.values():
+            flight.task.cancel()
 
 
 def adapt_system(messages: Sequence[Json], context: RolloutContext) -> list[Json]:
