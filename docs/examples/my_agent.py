@@ -13,8 +13,6 @@ EXAMPLE = [  # a small model copies what it sees
 
 
 async def solve(row, base_url, key):
-    """Run one episode. The answer goes to the verifier."""
-
     @function_tool
     def open_drawer(number: int) -> str:
         """Open a drawer and see what is in it."""
