@@ -119,7 +119,7 @@ async def main(args: Args) -> None:
 
     from kit.chat.processor import TextProcessor
     from kit.chat.template import ChatTemplate
-    from kit.data.episode import Episode
+    from kit.data.episode import Episode, gc_paused
     from kit.engine.endpoint import server
     from kit.engine.endpoint.sessions import Limits, Sessions
     from kit.engine.sampling import RolloutContext
@@ -145,8 +145,9 @@ async def main(args: Args) -> None:
         process = psutil.Process()
         before = process.memory_info().rss
         sessions = [opened.open(context, {}, limits) for _ in range(args.sessions)]
-        plain = await measure([f"http://127.0.0.1:{ports[0]}/"] * args.sessions)
-        endpoint = await measure([path % session.key for session in sessions])
+        with gc_paused():  # as in a rollout
+            plain = await measure([f"http://127.0.0.1:{ports[0]}/"] * args.sessions)
+            endpoint = await measure([path % session.key for session in sessions])
         memory = (process.memory_info().rss - before) / 2**20
         for session in sessions:
             episode = Episode("x:1", "g", "s", [])
