@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import psutil
@@ -25,6 +26,7 @@ from aiohttp import web
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models/SmolLM2-135M-Instruct"
+Args = argparse.Namespace
 PAUSE_S = 0.01
 GROUP = 8  # agents with the same task, as the episodes of a GRPO group
 CALL = '<tool_call>{"name": "f", "arguments": {"q" :  1}}</tool_call><|im_end|>'
@@ -37,10 +39,10 @@ TOOL = {
 class Engine:
     """A rollout engine that calls the tool in each response."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer: Any) -> None:
         self.ids = tokenizer.encode(CALL, add_special_tokens=False)
 
-    async def generate(self, request_id, prompt_ids, sampling_params):
+    async def generate(self, *_: Any, **__: Any) -> SimpleNamespace:
         await asyncio.sleep(PAUSE_S)
         return SimpleNamespace(
             token_ids=self.ids,
@@ -64,7 +66,9 @@ async def answer_plainly(request: web.Request) -> web.Response:
 # --- the clients ---------------------------------------------------------------------------------
 
 
-async def play(client: aiohttp.ClientSession, url: str, number: int, args, times: list) -> None:
+async def play(
+    client: aiohttp.ClientSession, url: str, number: int, args: Args, times: list[float]
+) -> None:
     """Play one agent."""
     messages = [
         {"role": "system", "content": ("Be careful and brief. " * args.bytes)[: args.bytes]},
@@ -83,7 +87,7 @@ async def play(client: aiohttp.ClientSession, url: str, number: int, args, times
         messages += [message, {"role": "tool", "tool_call_id": call_id, "content": output}]
 
 
-async def run_clients(args) -> None:
+async def run_clients(args: Args) -> None:
     """Play all agents at once, and print the times of their calls."""
     times: list[float] = []
     connector = aiohttp.TCPConnector(limit=0)
@@ -108,14 +112,14 @@ async def measure(urls: list[str]) -> tuple[float, float]:
     return median, p99
 
 
-async def main(args) -> None:
+async def main(args: Args) -> None:
     """Measure both servers."""
     sys.path.insert(0, str(ROOT))
     from transformers import AutoTokenizer  # here, so that the clients start sooner
 
     from kit.chat.processor import TextProcessor
     from kit.chat.template import ChatTemplate
-    from kit.data.episode import Episode
+    from kit.data.episode import Episode, gc_paused
     from kit.engine.endpoint import server
     from kit.engine.endpoint.sessions import Limits, Sessions
     from kit.engine.sampling import RolloutContext
@@ -125,7 +129,8 @@ async def main(args) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     template = ChatTemplate(TextProcessor(tokenizer), {tokenizer.eos_token_id})
     template.tool_format = "hermes"
-    context = RolloutContext(Engine(tokenizer), template, 4096, 4096, None, 4096, 60.0)
+    client: Any = Engine(tokenizer)
+    context = RolloutContext(client, template, 4096, 4096, None, 4096, 60.0)
     opened = Sessions()
     app = web.Application()
     app.router.add_post("/", answer_plainly)
@@ -140,8 +145,9 @@ async def main(args) -> None:
         process = psutil.Process()
         before = process.memory_info().rss
         sessions = [opened.open(context, {}, limits) for _ in range(args.sessions)]
-        plain = await measure([f"http://127.0.0.1:{ports[0]}/"] * args.sessions)
-        endpoint = await measure([path % session.key for session in sessions])
+        with gc_paused():  # as in a rollout
+            plain = await measure([f"http://127.0.0.1:{ports[0]}/"] * args.sessions)
+            endpoint = await measure([path % session.key for session in sessions])
         memory = (process.memory_info().rss - before) / 2**20
         for session in sessions:
             episode = Episode("x:1", "g", "s", [])

@@ -24,7 +24,7 @@ import inference
 from gym_client import Gym, GymError, message_response
 from kit.data.episode import Episode
 from kit.engine.endpoint.requests import RequestError
-from kit.engine.endpoint.server import Endpoint
+from kit.engine.endpoint.server import parse_body
 from kit.engine.sampling import SampleStore
 from kit.errors import ConfigError, RunError, UserFunctionError, remove_control_characters
 from kit.recipe import adapters
@@ -345,10 +345,8 @@ def test_a_conversation_that_is_too_long_is_not_tokenized(monkeypatch):
 
 
 def test_a_request_with_many_objects_is_not_parsed():
-    endpoint = Endpoint(make_context(RecordingClient()), "k")
-    for body in (b"[" + b"{}," * 200_000 + b"{}]", b'"' + b"x" * 2**21 + b'"'):
-        with pytest.raises(RequestError, match="objects and lists|over 1"):
-            endpoint.parse_body(body)
+    with pytest.raises(RequestError, match="objects and lists"):
+        parse_body(b"[" + b"{}," * 200_000 + b"{}]")
 
 
 # --- lists of what is allowed ---------------------------------------------------------------------

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 MISTRAL_CALLS = "[TOOL_CALLS]"  # the list of calls follows
 MAX_CALLS = 32  # in one response that has a malformed one
 PARSE_TIMEOUT_S = 5.0  # for one search of a tool parser, in CPU seconds of this process
+SHORT_CHARS = 2000  # a text up to this length is first parsed without a thread, which takes longer
+SHORT_S = 0.05
 SEARCHES = frozenset(
     ("search", "match", "fullmatch", "findall", "finditer", "sub", "subn", "split")
 )
@@ -84,6 +88,14 @@ async def extract_tool_calls(
         return await extract_tool_calls_by_verl(tokenizer, tool_format, ids, tools)
     # Some formats mark their calls with special tokens.
     text = str(tokenizer.decode(ids, skip_special_tokens=False))
+    if len(text) <= SHORT_CHARS and make_parser_key(tokenizer, tool_format, tools) in IDLE_PARSERS:
+        limit = SearchLimit(SHORT_S)
+        token = SEARCH_LIMIT.set(limit)
+        with contextlib.suppress(TimeoutError):
+            found = extract_by_vllm(tokenizer, tool_format, text, tools)
+        SEARCH_LIMIT.reset(token)
+        if not limit.was_hit:
+            return found
     return await asyncio.to_thread(extract_by_vllm, tokenizer, tool_format, text, tools)
 
 
@@ -91,7 +103,7 @@ def extract_by_vllm(
     tokenizer: PreTrainedTokenizerBase, tool_format: str, text: str, tools: list[Json]
 ) -> ExtractedCalls:
     """Find the tool calls in the text of a response with vLLM's parser of the format."""
-    key = (id(tokenizer), tool_format, json.dumps(tools))
+    key = make_parser_key(tokenizer, tool_format, tools)
     idle = IDLE_PARSERS.pop(key, None) or make_parser(tokenizer, tool_format, tools)
     found = extract_calls(idle, text)
     IDLE_PARSERS[key] = idle
@@ -107,9 +119,17 @@ class Parser(NamedTuple):
     request: ChatCompletionRequest
 
 
+ParserKey = tuple[int, str, str]
 # Making a parser takes milliseconds, so one that is not in use is kept for the next response.
-IDLE_PARSERS: dict[tuple[int, str, str], Parser] = {}
+IDLE_PARSERS: dict[ParserKey, Parser] = {}
 MAX_IDLE = 64
+
+
+def make_parser_key(
+    tokenizer: PreTrainedTokenizerBase, tool_format: str, tools: list[Json]
+) -> ParserKey:
+    """Make the key of a parser. A parser keeps its tokenizer, so the id stays that one's."""
+    return (id(tokenizer), tool_format, json.dumps(tools))
 
 
 def make_parser(tokenizer: PreTrainedTokenizerBase, tool_format: str, tools: list[Json]) -> Parser:
@@ -194,8 +214,19 @@ def to_verl_tool(function: Json) -> Json:
     return {"type": "function", "function": verl_function}
 
 
+@dataclasses.dataclass
+class SearchLimit:
+    """The limit of one search, in CPU seconds of this process."""
+
+    seconds: float
+    was_hit: bool = False  # vLLM's parsers catch the error
+
+
+SEARCH_LIMIT: contextvars.ContextVar[SearchLimit] = contextvars.ContextVar("SEARCH_LIMIT")
+
+
 class TimedPattern:
-    """A compiled pattern whose searches raise TimeoutError after PARSE_TIMEOUT_S.
+    """A compiled pattern whose searches raise TimeoutError at the limit.
 
     Some patterns of vLLM's parsers take time cubic in the length of the text. vLLM uses the package
     `regex`, whose searches accept a timeout and let other threads run.
@@ -207,8 +238,18 @@ class TimedPattern:
     def __getattr__(self, name: str) -> object:
         value = getattr(self.pattern, name)
         if name in SEARCHES:
-            return functools.partial(value, timeout=PARSE_TIMEOUT_S)
+            return functools.partial(self.search_in_time, name)
         return value
+
+    def search_in_time(self, name: str, *arguments: object, **options: object) -> object:
+        """Call a method of the pattern."""
+        limit = SEARCH_LIMIT.get(None) or SearchLimit(PARSE_TIMEOUT_S)
+        try:
+            found = getattr(self.pattern, name)(*arguments, **options, timeout=limit.seconds)
+            return iter(list(found)) if name == "finditer" else found
+        except TimeoutError:
+            limit.was_hit = True
+            raise
 
 
 def limit_search_time(parser: ToolParser) -> None:

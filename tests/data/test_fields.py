@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -11,9 +10,9 @@ from hypothesis import strategies as st
 
 import env
 from kit.data import fields
-from kit.engine.endpoint.dialects import chat
 from kit.data.tasks import TaskLoader
 from kit.data.verl_rows import parse_row
+from kit.engine.endpoint.dialects import chat
 from kit.recipe.entries import Entry
 from tests.data.test_tasks import Letters
 from tests.helpers.recipes import write_rows

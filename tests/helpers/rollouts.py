@@ -20,7 +20,7 @@ from kit.chat.template import ChatTemplate
 from kit.data.episode import PolicyVersion
 from kit.engine.endpoint.dialects import chat
 from kit.engine.endpoint.requests import RequestError
-from kit.engine.endpoint.server import Endpoint, complete, describe
+from kit.engine.endpoint.server import Endpoint, complete, describe, parse_body
 from kit.engine.sampling import (
     RolloutContext,
     SampledResponse,
@@ -348,10 +348,10 @@ async def ask_chat(body, context) -> HttpReply:
     """Answer a chat request to the policy endpoint of a context."""
     endpoint = vars(context).setdefault("endpoint", Endpoint(context, "key"))
     try:
-        parsed = endpoint.parse_body(json.dumps(body).encode())
+        parsed = parse_body(json.dumps(body).encode())
         return HttpReply(200, await complete(endpoint.shared, chat, parsed))
     except (RequestError, GymError, RecursionError) as error:
-        failure = describe(error, None, is_agent=False)
+        failure = describe(error, is_agent=False)
         return HttpReply(failure.status, chat.write_error(failure))
 
 

@@ -11,25 +11,20 @@ import json
 import logging
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import env
 from gym_client import GymError, Json
 from kit.chat.parsed_response import ParsedResponse, write_call
 from kit.chat.responses import parse_response
 from kit.chat.template import ChatTemplate
-from kit.data.episode import TOKEN_FIELDS
 from kit.engine.endpoint.requests import (
     CONTEXT_CODE,
     IDS,
     WHERE,
-    Ended,
-    Reply,
     Request,
     RequestError,
-    render_items,
 )
-from kit.engine.endpoint.tree import Chain, Node, Tree
+from kit.engine.endpoint.tree import Call, Chain, Tree
 from kit.engine.sampling import (
     MAX_CHARS_PER_TOKEN,
     RolloutContext,
@@ -42,31 +37,6 @@ MAX_FIRST = 64  # encoded first prompts to keep: the episodes of a group have th
 THREAD_CHARS = 20_000  # longer texts are encoded in a thread
 
 logger = logging.getLogger(__name__)
-
-
-class Prompt(NamedTuple):
-    """The prompt of a request."""
-
-    ids: list[int]
-    parent: Node | None  # the call that it continues
-    new_messages: list[Json]  # after that call; of a root: none
-    chain: Chain
-    is_rewritten: bool  # whether a message of the assistant is in no place where it was sampled
-
-    @property
-    def start(self) -> int:
-        """Return the number of ids of the call that it continues."""
-        return self.parent.end if self.parent else 0
-
-    @property
-    def root_length(self) -> int:
-        """Return the number of ids of the first prompt."""
-        return self.parent.root_length if self.parent else len(self.ids)
-
-    @property
-    def turn(self) -> int:
-        """Return the number of calls before this one."""
-        return self.parent.turn + 1 if self.parent else 0
 
 
 class Prompts:
@@ -84,8 +54,8 @@ class Prompts:
             known = ", ".join(sorted(new))
             logger.warning("agents send what is known, and not used here: %s", known)
 
-    async def build(self, context: RolloutContext, tree: Tree, request: Request) -> Prompt:
-        """Build the prompt of a request. Raises RequestError, before the work for a long one."""
+    async def build(self, context: RolloutContext, tree: Tree, request: Request) -> Call:
+        """Begin a call, with its prompt. Raises RequestError, before the work for a long one."""
         self.warn_of_unused(request.unused)
         messages = request.messages
         check_characters(messages, context)
@@ -98,23 +68,18 @@ class Prompts:
             chain = Chain(messages, setup)
             parent, end = tree.find(chain, messages)
             if parent:
-                return await self.extend(template, parent, messages[end:], chain)
-            if messages[-1]["role"] == "assistant":  # the policy continues this text
-                env.check_end(messages[-1:], WHERE)
-            ids = await self.encode_first(template, request)
+                new = messages[end:]
+                last_id = parent.sampled_ids[-1]
+                ids = await run_long(json.dumps(new), template.encode_continuation, new, last_id)
+            else:
+                new = []
+                if messages[-1]["role"] == "assistant":  # the policy continues this text
+                    env.check_end(messages[-1:], WHERE)
+                ids = await self.encode_first(template, request)
         except (env.DataError, GymError) as error:
             raise RequestError(str(error), param) from error
-        has_claims = any(IDS in message for message in messages)
-        return Prompt(ids, None, [], chain, is_rewritten=has_claims)
-
-    async def extend(
-        self, template: ChatTemplate, parent: Node, messages: list[Json], chain: Chain
-    ) -> Prompt:
-        """Build a prompt of a call's ids and new messages. Raises GymError('template')."""
-        text = json.dumps(messages)
-        last_id = parent.sampled_ids[-1]
-        new_ids = await run_long(text, template.encode_continuation, messages, last_id)
-        return Prompt(parent.ids + new_ids, parent, messages, chain, is_rewritten=False)
+        is_rewritten = not parent and any(IDS in message for message in messages)
+        return Call(parent, new, array("I", ids), bool(request.tools), is_rewritten, chain)
 
     async def encode_first(self, template: ChatTemplate, request: Request) -> list[int]:
         """Encode a first prompt, once for equal ones. Raises as `encode_prompt`."""
@@ -160,67 +125,33 @@ def make_overflow(problem: str) -> RequestError:
 # --- responses -----------------------------------------------------------------------------------
 
 
-class Answer(NamedTuple):
-    """What the policy has sampled for a prompt."""
-
-    sampled: SampledResponse
-    response: ParsedResponse  # up to a stop string
-    ended: Ended
-    stop_string: str | None
-
-    def add_to(self, tree: Tree, request: Request, prompt: Prompt) -> Node:
-        """Add the call to a tree."""
-        message = render_items(self.response.items)[-1]
-        if tree.has_claims:
-            message[IDS] = [prompt.ids, self.sampled.ids]
-        node = Node(
-            parent=prompt.parent,
-            new_messages=prompt.new_messages,
-            prompt_ids=array("I", prompt.ids[prompt.start :]),
-            sampled_ids=array("I", self.sampled.ids),
-            log_probs=array("d", self.sampled.log_probs),
-            policy_versions=self.sampled.policy_versions,
-            response=self.response,
-            ended=self.ended,
-            number=len(tree.nodes),
-            start=prompt.start,
-            root_length=prompt.root_length,
-            turn=prompt.turn,
-            has_tools=bool(request.tools),
-        )
-        tree.add(node, prompt.chain.add(message))
-        return node
-
-    def to_reply(self, prompt: Prompt) -> Reply:
-        """Return the reply to the client."""
-        lengths = (len(prompt.ids), len(self.sampled.ids))
-        return Reply(self.response, self.ended, *lengths, stop_string=self.stop_string)
-
-
 async def respond(
-    context: RolloutContext,
-    sampling: Sampling,
-    request_id: str,
-    request: Request,
-    prompt: Prompt,
-    room: int,
-) -> Answer:
-    """Sample the response to a request. Raises RequestError, and as `sample`."""
+    context: RolloutContext, sampling: Sampling, request_id: str, request: Request, call: Call
+) -> SampledResponse:
+    """Sample the response of a call in its room. Raises RequestError, and as `sample`."""
     if request.stop:
         if "detokenize" not in sampling:
             raise RequestError("stop needs rollout.name=vllm. Remove it.", "stop")
         texts = {"stop": request.stop, "include_stop_str_in_output": True, "detokenize": True}
         sampling = {**sampling, **texts}
-    limit = min(room, request.max_tokens or room)
-    sampled = await sample(context, sampling, request_id, prompt.ids, limit)
-    response = await parse_offered(context, sampled.ids, request, prompt.ids)
-    if sampled.ids[-1] in context.stop_ids:
-        return Answer(sampled, response, "calls" if response.calls else "stop", None)
+    prompt = call.prompt
+    limit = min(request.room, request.max_tokens or request.room)
+    sampled = await sample(context, sampling, request_id, prompt, limit)
+    response = await parse_offered(context, sampled.ids, request, prompt)
     stop = next((text for text in request.stop if text in response.raw), None)
-    if stop is None:
-        return Answer(sampled, response, "length", None)
-    cut = response._replace(text=response.text.partition(stop)[0])
-    return Answer(sampled, cut, "stop_string", stop)
+    if sampled.ids[-1] in context.stop_ids:
+        call.ended = "calls" if response.calls else "stop"
+    elif stop:
+        call.ended = "stop_string"
+        call.stop_string = stop
+        response = response._replace(text=response.text.partition(stop)[0])
+    else:
+        call.ended = "length"
+    call.response = response
+    call.sampled_ids = array("I", sampled.ids)
+    call.log_probs = array("d", sampled.log_probs)
+    call.policy_versions = sampled.policy_versions
+    return sampled
 
 
 async def parse_offered(
@@ -240,8 +171,3 @@ async def parse_offered(
         else:
             texts.append(write_call(call))
     return response._replace(text="\n".join(texts), calls=calls)
-
-
-def make_token_fields(prompt: Prompt, sampled: SampledResponse) -> Json:
-    """Return Gym's fields for the token ids and log-probs of a response."""
-    return dict(zip(TOKEN_FIELDS, (prompt.ids, sampled.ids, sampled.log_probs), strict=True))

@@ -1,6 +1,6 @@
-"""Requests and replies in one form for all dialects.
+"""Requests in one form for all dialects.
 
-A dialect reads a body to a `Request` and writes a `Reply` to a body. Messages and tools are read by
+A dialect reads a body to a `Request`. Messages and tools are read by
 env.py, as those of a row are. Sampling parameters (`temperature`, `seed` and others) are not used,
 since the run sets them: tokens must be on-policy.
 
@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import UnionType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import env
 from gym_client import Json, sanitize_json
-from kit.chat.parsed_response import ParsedResponse
 from kit.data import fields
 
 WHERE = "the request"  # instead of a row's name, in errors of env.py
@@ -31,8 +30,6 @@ CUSTOM_SCHEMA = {
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
 }
-
-Ended = Literal["stop", "calls", "length", "stop_string"]
 
 
 class RequestError(ValueError):
@@ -53,10 +50,10 @@ class Request:
     choice: str = "auto"  # of tools: auto, none, or forced
     stop: list[str] = field(default_factory=list)
     max_tokens: int | None = None
+    room: int = 0  # tokens that the response may have
     forms: dict[str, str] = field(default_factory=dict)  # {name: custom or namespace} of tools
     hidden: set[str] = field(default_factory=set)  # names of tools that must not be called
     template_arguments: Json = field(default_factory=dict)
-    logprobs: bool = False
     for_training: bool = True
     unused: set[str] = field(default_factory=set)  # fields that are known and ignored
 
@@ -69,18 +66,6 @@ class Request:
     def callable_names(self) -> set[str]:
         """Return the names of these tools."""
         return {tool["function"]["name"] for tool in self.callable_tools} - self.hidden
-
-
-class Reply(NamedTuple):
-    """One response of the policy, for a dialect to write."""
-
-    response: ParsedResponse
-    ended: Ended
-    prompt_length: int = 0
-    length: int = 0
-    stop_string: str | None = None
-    token_fields: Json | None = None  # Gym's token ids and log-probs
-    log_probs: list[Json] | None = None  # in the form of OpenAI's API
 
 
 class Failure(NamedTuple):

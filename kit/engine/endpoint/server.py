@@ -31,9 +31,9 @@ from kit.engine.endpoint.shared import SharedClients
 from kit.engine.endpoint.tree import Tree
 from kit.engine.sampling import RolloutContext
 
-MAX_BODY_BYTES = 2**28
 # A request has the text of its conversation. Those of Gym's agents have the ids up to each turn.
 BYTES_PER_TOKEN = 30
+OTHER_BYTES = 2**20  # of tools, for example
 MAX_TURNS = 100  # if the recipe has no limit
 MAX_OBJECTS = 10**5  # objects and lists of a request
 KEEP_ALIVE_S = 10.0
@@ -58,7 +58,9 @@ class Endpoint:
 
     def make_app(self) -> web.Application:
         """Make the aiohttp application."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self.handle_errors])
+        turns = self.context.max_turns or MAX_TURNS
+        limit = self.find_limit(turns)
+        app = web.Application(client_max_size=limit, middlewares=[self.handle_errors])
         for prefix in ("", "/s/{key}"):
             for path in DIALECTS:
                 app.router.add_post(prefix + path, self.answer)
@@ -83,7 +85,7 @@ class Endpoint:
         try:
             return await handler(request)
         except Exception as error:
-            failure = describe(error, request, isinstance(client, AgentSession))
+            failure = describe(error, isinstance(client, AgentSession))
             return web.json_response(dialect.write_error(failure), status=failure.status)
 
     def find_client(self, request: web.Request) -> AgentSession | SharedClients | None:
@@ -98,7 +100,9 @@ class Endpoint:
         dialect = find_dialect(request)
         client = request[CLIENT]
         raw = await request.read()
-        body = self.parse_body(raw)
+        if len(raw) > self.find_limit(1) and isinstance(client, AgentSession):
+            raise make_overflow(f"the body has {len(raw)} bytes")
+        body = parse_body(raw)
         if isinstance(client, SharedClients):
             flight = Flight(asyncio.ensure_future(complete(client, dialect, body)))
         else:
@@ -111,32 +115,33 @@ class Endpoint:
         flight.is_answered = request.transport is not None and not request.transport.is_closing()
         return response
 
-    def parse_body(self, body: bytes) -> Json:
-        """Return the JSON of a request. Raises RequestError before it parses a long one."""
-        turns = self.context.max_turns or MAX_TURNS
-        limit = 2**20 + BYTES_PER_TOKEN * self.context.max_length * turns
-        if len(body) > limit:
-            raise make_overflow(f"the body has over {limit} bytes")
-        if body.count(b"{") + body.count(b"[") > MAX_OBJECTS:
-            raise RequestError(f"the body has over {MAX_OBJECTS} objects and lists. Remove some.")
-        try:
-            parsed = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"the body is not JSON: {error}. Correct it.") from error
-        if not isinstance(parsed, dict):
-            raise RequestError(f"the body must be a JSON object, not {shorten(parsed)}.")
-        return parsed
+    def find_limit(self, turns: int) -> int:
+        """Return the limit of a body in bytes."""
+        return OTHER_BYTES + BYTES_PER_TOKEN * self.context.max_length * turns
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """Count the tokens of a prompt."""
-        body = messages.read(self.parse_body(await request.read()))
-        prompt = await self.sessions.prompts.build(self.context, Tree(), body)
-        return web.json_response({"input_tokens": len(prompt.ids)})
+        body = messages.read(parse_body(await request.read()))
+        call = await self.sessions.prompts.build(self.context, Tree(), body)
+        return web.json_response({"input_tokens": call.prompt_length})
 
     async def list_models(self, request: web.Request) -> web.Response:
         """List the one model."""
         model = {"id": MODEL, "object": "model", "created": int(time.time()), "owned_by": "quintet"}
         return web.json_response({"object": "list", "data": [model], "has_more": False})
+
+
+def parse_body(body: bytes) -> Json:
+    """Return the JSON of a request. Raises RequestError."""
+    if body.count(b"{") + body.count(b"[") > MAX_OBJECTS:  # slow to parse
+        raise RequestError(f"the body has over {MAX_OBJECTS} objects and lists. Remove some.")
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}. Correct it.") from error
+    if not isinstance(parsed, dict):
+        raise RequestError(f"the body must be a JSON object, not {shorten(parsed)}.")
+    return parsed
 
 
 def find_key(request: web.Request) -> str:
@@ -151,18 +156,20 @@ def find_dialect(request: web.Request) -> Dialect:
     return next((each for path, each in DIALECTS.items() if path in request.path), chat)
 
 
-def describe(error: Exception, request: web.Request, is_agent: bool) -> Failure:
+def describe(error: Exception, is_agent: bool) -> Failure:
     """Describe an error of a request, with the status that ends the client's work.
 
     Gym repeats a request after 404, 408, 429 and 5xx, which would sample again. So a failure is a
     422 for Gym. An agent's session is over then, so it gets a 500.
     """
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        error = make_overflow("the body is too large")
     if isinstance(error, RequestError):
         return Failure(400, str(error), error.param, error.code)
     if isinstance(error, RecursionError):
         return Failure(400, "the JSON of the request has too many levels. Remove some.")
-    if isinstance(error, web.HTTPException):  # no such route, or a body that is too long
-        return Failure(error.status, f"{request.method} {request.path}: {error.reason}")
+    if isinstance(error, web.HTTPException):  # no such route
+        return Failure(error.status, error.reason)
     if isinstance(error, web.RequestPayloadError):
         return Failure(400, f"the body cannot be read: {error}. Correct it.")
     if isinstance(error, GymError):
@@ -221,7 +228,7 @@ async def send_stream(
         if isinstance(error, Exception):
             if not stream.prepared:
                 raise error
-            failure = describe(error, request, isinstance(request[CLIENT], AgentSession))
+            failure = describe(error, isinstance(request[CLIENT], AgentSession))
             events = [("error", dialect.write_error(failure))]
         else:
             events = list(dialect.make_events(body, task.result()))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from array import array
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -27,9 +28,9 @@ from kit.chat.parsed_response import ParsedResponse
 from kit.chat.template import LATER_SYSTEM, SYSTEM
 from kit.data.episode import Branch, Episode, append_tokens
 from kit.engine.endpoint.prompts import Prompts, respond
-from kit.engine.endpoint.requests import Reply, Request, RequestError
+from kit.engine.endpoint.requests import Request, RequestError
 from kit.engine.endpoint.shared import find_row_room
-from kit.engine.endpoint.tree import Node, Tree
+from kit.engine.endpoint.tree import Call, Tree
 from kit.engine.sampling import RolloutContext, Sampling
 
 KEY_PREFIX = "agent-"
@@ -77,7 +78,6 @@ class AgentSession:
         self.stored: dict[str, Json] = {}  # {id of a reply: its conversation, of a dialect}
         self.call_count = 0
         self.token_count = 0  # sampled
-        self.encoded_count = 0  # tokens of prompts that are in no earlier call
         self.retry_count = 0
         self.limited_count = 0  # calls after a limit
         loop = asyncio.get_running_loop()
@@ -85,7 +85,7 @@ class AgentSession:
 
     # --- a call ---
 
-    async def complete(self, request: Request) -> Reply:
+    async def complete(self, request: Request) -> Call:
         """Answer a request. Raises RequestError, or another error, which ends the session."""
         self.call_count += 1
         if self.call_count > self.limits.max_calls:
@@ -94,7 +94,9 @@ class AgentSession:
             self.end("length")
         if self.limit or self.failure:
             self.limited_count += 1
-            return Reply(ParsedResponse.of_text(LIMIT_TEXT), "stop")
+            answer = ParsedResponse.of_text(LIMIT_TEXT)
+            return Call(None, [], array("I"), False, False, None, response=answer)
+        self.check(request)
         try:
             return await self.sample(request)
         except RequestError:
@@ -103,36 +105,32 @@ class AgentSession:
             self.fail(error)
             raise
 
-    async def sample(self, request: Request) -> Reply:
-        """Sample the response to a request, and record it."""
-        self.check(request)
-        request.messages = adapt_system(request.messages, self.context)
-        self.tree.mark_seen(request.messages)
-        has_answer = any(message["role"] == "assistant" for message in request.messages)
-        prompt = await self.prompts.build(self.context, self.tree, request)
-        is_rewritten = has_answer and not prompt.parent and bool(self.tree.nodes)
-        if is_rewritten and self.limits.on_rewrite == "fail":
-            problem = "the agent has rewritten the history of its conversation"
-            raise GymError("not_contiguous", f"{problem}. Set agents.on_rewrite=fork.")
-        room = find_row_room(prompt, self.context)
-        room = min(room, self.limits.max_tokens - self.token_count)
-        request_id = f"{self.request_id}#{self.call_count}"
-        answer = await respond(self.context, self.sampling, request_id, request, prompt, room)
-        self.token_count += len(answer.sampled.ids)
-        self.encoded_count += len(prompt.ids) - prompt.start
-        answer.add_to(self.tree, request, prompt)
-        return answer.to_reply(prompt)
-
     def check(self, request: Request) -> None:
         """Check what an agent's request must not have. Raises RequestError."""
         if request.choice == "forced" and not self.limits.ignore_tool_choice:
             problem = "The policy decides which tools it calls. Use auto, or set"
             raise RequestError(f"{problem} agents.ignore_tool_choice=true.", "tool_choice")
-        if request.logprobs:
-            raise RequestError("logprobs are not sent to agents. Remove it.", "logprobs")
         if request.messages[-1]["role"] == "assistant":
             problem = "the last message is of the assistant. Remove it."
             raise RequestError(problem, "messages")
+
+    async def sample(self, request: Request) -> Call:
+        """Sample the response to a request, and record it."""
+        request.messages = adapt_system(request.messages, self.context)
+        self.tree.mark_seen(request.messages)
+        call = await self.prompts.build(self.context, self.tree, request)
+        has_answer = any(message["role"] == "assistant" for message in request.messages)
+        is_rewritten = has_answer and not call.parent and bool(self.tree.calls)
+        if is_rewritten and self.limits.on_rewrite == "fail":
+            problem = "the agent has rewritten the history of its conversation"
+            raise GymError("not_contiguous", f"{problem}. Set agents.on_rewrite=fork.")
+        room = find_row_room(call, self.context)
+        request.room = min(room, self.limits.max_tokens - self.token_count)
+        request_id = f"{self.request_id}#{self.call_count}"
+        await respond(self.context, self.sampling, request_id, request, call)
+        self.token_count += len(call.sampled_ids)
+        self.tree.add(call)
+        return call
 
     def store(self, reply_id: str, conversation: Json | None) -> None:
         """Keep a conversation that the client may continue by the id of a reply."""
@@ -171,22 +169,24 @@ class AgentSession:
             rows = rows[:1]
         (path, _), *others = rows
         add_row(episode, path, 0)
-        episode.responses += [node.response for node in path]
+        episode.responses += [call.response for call in path]
         for path, first in others:
             branch = Branch([])
             add_row(branch, path, first)
             episode.branches.append(branch)
         episode.ended = self.limit or ("length" if path[-1].ended == "length" else "stop")
-        prompt_count = sum(node.start + len(node.prompt_ids) for node in self.tree.nodes)
+        calls = self.tree.calls
+        encoded_count = sum(len(call.prompt_ids) for call in calls)
+        prompt_count = sum(call.prompt_length for call in calls)
         episode.measures |= {
             "agent_calls": float(self.call_count),
             "agent_rows": float(row_count),
             "agent_rows_dropped": float(row_count - len(rows)),
-            "agent_roots": float(sum(not node.parent for node in self.tree.nodes)),
+            "agent_roots": float(sum(not call.parent for call in calls)),
             "agent_auxiliary": float(len(self.tree.list_auxiliary())),
             "agent_retries": float(self.retry_count),
             "agent_limited": float(self.limited_count),
-            "agent_encoded_frac": self.encoded_count / max(prompt_count, 1),
+            "agent_encoded_frac": encoded_count / max(prompt_count, 1),
         }
 
 
@@ -242,16 +242,15 @@ def adapt_system(messages: Sequence[Json], context: RolloutContext) -> list[Json
     return adapted
 
 
-def add_row(row: Episode | Branch, path: Sequence[Node], first: int) -> None:
+def add_row(row: Episode | Branch, path: Sequence[Call], first: int) -> None:
     """Fill a row: the calls before `first`, and that one's prompt, are its prompt."""
-    start = path[first]
-    row.prompt_ids = [*(start.parent.ids if start.parent else []), *start.prompt_ids]
-    for node in path[first:]:
-        if node is not start:
-            row.output += [make_item(message) for message in node.new_messages]
-            append_tokens(row, list(node.prompt_ids))
-        row.output += node.response.items
-        append_tokens(row, list(node.sampled_ids), list(node.log_probs), node.policy_versions)
+    row.prompt_ids = path[first].prompt
+    for number, call in enumerate(path[first:]):
+        if number:
+            row.output += [make_item(message) for message in call.new_messages]
+            append_tokens(row, list(call.prompt_ids))
+        row.output += call.response.items
+        append_tokens(row, list(call.sampled_ids), list(call.log_probs), call.policy_versions)
 
 
 def make_item(message: Json) -> Json:

@@ -14,17 +14,12 @@ from __future__ import annotations
 import logging
 import uuid
 
-from gym_client import Json, find_callable_tools
-from kit.engine.endpoint.prompts import (
-    Prompt,
-    Prompts,
-    make_overflow,
-    make_token_fields,
-    respond,
-)
-from kit.engine.endpoint.requests import Reply, Request, RequestError
-from kit.engine.endpoint.tree import Tree
-from kit.engine.sampling import RolloutContext, SampledResponse
+from gym_client import find_callable_tools
+from kit.data.episode import TOKEN_FIELDS
+from kit.engine.endpoint.prompts import Prompts, make_overflow, respond
+from kit.engine.endpoint.requests import Request, RequestError
+from kit.engine.endpoint.tree import Call, Tree
+from kit.engine.sampling import RolloutContext
 
 
 class SharedClients:
@@ -37,10 +32,9 @@ class SharedClients:
         self.batch = 0  # of the tree
         self.rewritten_count = 0
 
-    async def complete(self, request: Request) -> Reply:
+    async def complete(self, request: Request) -> Call:
         """Answer a request. Raises RequestError, GymError, and as `sample`."""
-        context = self.context
-        samples = context.samples
+        samples = self.context.samples
         assert samples, "the policy endpoint is in the driver, whose context has a store"
         if samples.batch != self.batch:
             self.tree = Tree(has_claims=True)
@@ -49,17 +43,19 @@ class SharedClients:
             raise RequestError("The policy decides which tools it calls. Use auto.", "tool_choice")
         request.hidden = find_hidden(request)
         tree = self.tree
-        prompt = await self.prompts.build(context, tree, request)
-        if prompt.is_rewritten:
+        call = await self.prompts.build(self.context, tree, request)
+        if call.is_rewritten:
             self.count_rewritten()
-        room = find_room(prompt, request, context)
-        answer = await respond(context, samples.sampling, uuid.uuid4().hex, request, prompt, room)
+        request.room = find_room(call, request, self.context)
+        request_id = uuid.uuid4().hex
+        sampled = await respond(self.context, samples.sampling, request_id, request, call)
+        prompt = call.prompt
         if request.for_training:
-            samples.add(prompt.ids, answer.sampled)
-            answer.add_to(tree, request, prompt)
-        log_probs = list_log_probs(answer.sampled, context) if request.logprobs else None
-        fields = make_token_fields(prompt, answer.sampled)
-        return answer.to_reply(prompt)._replace(token_fields=fields, log_probs=log_probs)
+            samples.add(prompt, sampled)
+            tree.add(call)
+        values = (prompt, sampled.ids, sampled.log_probs)
+        call.token_fields = dict(zip(TOKEN_FIELDS, values, strict=True))
+        return call
 
     def count_rewritten(self) -> None:
         """Count a rewritten history, and log the first one."""
@@ -84,42 +80,33 @@ def find_hidden(request: Request) -> set[str]:
     return names - safe
 
 
-def find_room(prompt: Prompt, request: Request, context: RolloutContext) -> int:
+def find_room(call: Call, request: Request, context: RolloutContext) -> int:
     """Return how many tokens the response may have. Raises RequestError if there are none.
 
     The limits are those of an episode whose turns the kit runs: of the first prompt, of all tokens
     after it, and of the turns. An episode with a rewritten history fails anyway. For it and for a
     judge's request, only the engine's context is a limit.
     """
-    length = len(prompt.ids)
-    if prompt.is_rewritten or not request.for_training:
-        if length >= context.max_length:
+    if call.is_rewritten or not request.for_training:
+        room = context.max_length - call.prompt_length
+        if room <= 0:
             limits = f"data.max_prompt_length + max_response_length = {context.max_length}"
-            raise make_overflow(f"{length} tokens, {limits}")
-        return context.max_length - length
-    if context.max_turns and prompt.turn >= context.max_turns:
-        raise make_overflow(f"{prompt.turn} turns, max_assistant_turns={context.max_turns}")
-    return find_row_room(prompt, context)
+            raise make_overflow(f"{call.prompt_length} tokens, {limits}")
+        return room
+    turn = len(call.path) - 1
+    if context.max_turns and turn >= context.max_turns:
+        raise make_overflow(f"{turn} turns, max_assistant_turns={context.max_turns}")
+    return find_row_room(call, context)
 
 
-def find_row_room(prompt: Prompt, context: RolloutContext) -> int:
+def find_row_room(call: Call, context: RolloutContext) -> int:
     """Return the room of a response in a training row. Raises RequestError if there is none."""
-    later = len(prompt.ids) - prompt.root_length
+    first = len(call.path[0].prompt_ids)
+    later = call.prompt_length - first
     limits = (context.max_prompt_length, context.max_response_length)
-    if prompt.root_length > limits[0]:
-        problem = f"a prompt of {prompt.root_length} tokens, data.max_prompt_length={limits[0]}"
-        raise make_overflow(problem)
+    if first > limits[0]:
+        raise make_overflow(f"a prompt of {first} tokens, data.max_prompt_length={limits[0]}")
     if later >= limits[1]:
         problem = f"{later} tokens after the first prompt, data.max_response_length={limits[1]}"
         raise make_overflow(problem)
     return limits[1] - later
-
-
-def list_log_probs(sampled: SampledResponse, context: RolloutContext) -> list[Json]:
-    """Return the log-probs of a response in the form of OpenAI's API."""
-    entries = []
-    for token_id, log_prob in zip(sampled.ids, sampled.log_probs, strict=True):
-        token = str(context.tokenizer.decode([token_id]))
-        entry = {"token": token, "logprob": log_prob, "bytes": list(token.encode())}
-        entries.append({**entry, "top_logprobs": []})
-    return entries

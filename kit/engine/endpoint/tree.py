@@ -21,61 +21,66 @@ from gym_client import Json
 from kit.chat.parsed_response import ParsedResponse
 from kit.chat.thoughts import THINK, split_text
 from kit.data.episode import PolicyVersions
-from kit.engine.endpoint.requests import IDS
+from kit.engine.endpoint.requests import IDS, render_items
 
 
 @dataclass(slots=True, eq=False)
-class Node:
-    """One call of the policy. It keeps only the ids that it adds to its parent."""
+class Call:
+    """One call of the policy. It keeps only the ids that it adds to the one before."""
 
-    parent: Node | None
-    new_messages: list[Json]  # of the prompt; of a root: none
+    parent: Call | None  # the call that it continues
+    new_messages: list[Json]  # of the prompt, after the parent's response; of a root: none
     prompt_ids: array[int]  # that the prompt adds to the parent
-    sampled_ids: array[int]
-    log_probs: array[float]
-    policy_versions: PolicyVersions
-    response: ParsedResponse
-    ended: str
-    number: int  # the order of the responses
-    start: int  # tokens before prompt_ids
-    root_length: int  # tokens of the first prompt
-    turn: int  # calls before this one
     has_tools: bool
+    is_rewritten: bool  # whether a message claims token ids that nothing here has sampled
+    chain: Chain | None  # of its messages, until it is added to a tree
+    sampled_ids: array[int] = field(default_factory=lambda: array("I"))
+    log_probs: array[float] = field(default_factory=lambda: array("d"))
+    policy_versions: PolicyVersions = field(default_factory=list)
+    response: ParsedResponse = field(default_factory=lambda: ParsedResponse.of_text(""))
+    ended: str = "stop"  # or calls, length, stop_string
+    stop_string: str | None = None
+    token_fields: Json = field(default_factory=dict)  # Gym's, for the reply
     has_children: bool = False
-    is_seen: bool = False  # whether a later prompt has its text
 
     @property
-    def path(self) -> list[Node]:
+    def path(self) -> list[Call]:
         """Return the calls from the root to this one."""
-        nodes: list[Node] = []
-        node: Node | None = self
-        while node:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
+        calls: list[Call] = []
+        call: Call | None = self
+        while call:
+            calls.append(call)
+            call = call.parent
+        return calls[::-1]
+
+    @property
+    def prompt(self) -> list[int]:
+        """Return all ids of the prompt."""
+        return [*(self.parent.ids if self.parent else []), *self.prompt_ids]
 
     @property
     def ids(self) -> list[int]:
         """Return all ids up to the end of the response."""
-        parts = [part for node in self.path for part in (node.prompt_ids, node.sampled_ids)]
+        parts = [part for call in self.path for part in (call.prompt_ids, call.sampled_ids)]
         return list(itertools.chain.from_iterable(parts))
 
     @property
-    def end(self) -> int:
-        """Return the number of ids up to the end of the response."""
-        return self.start + len(self.prompt_ids) + len(self.sampled_ids)
+    def prompt_length(self) -> int:
+        """Return the number of ids of the prompt."""
+        before = sum(len(call.prompt_ids) + len(call.sampled_ids) for call in self.path)
+        return before - len(self.sampled_ids)
 
 
 @dataclass
 class Tree:
-    """The calls of a session."""
+    """The calls of a session, in the order of the responses."""
 
-    nodes: list[Node] = field(default_factory=list)
-    by_chain: dict[bytes, Node] = field(default_factory=dict)  # {hash up to the response: call}
-    unseen: list[Node] = field(default_factory=list)  # calls without tools, as `mark_seen` needs
+    calls: list[Call] = field(default_factory=list)
+    by_chain: dict[bytes, Call] = field(default_factory=dict)  # {hash up to the response: call}
+    unseen: list[Call] = field(default_factory=list)  # roots without tools: see list_auxiliary
     has_claims: bool = False  # whether clients send token ids back, which then identify a response
 
-    def find(self, chain: Chain, messages: Sequence[Json]) -> tuple[Node | None, int]:
+    def find(self, chain: Chain, messages: Sequence[Json]) -> tuple[Call | None, int]:
         """Find the call that a conversation continues -> (call, number of messages up to its end).
 
         The last message of the assistant must be its response.
@@ -85,46 +90,49 @@ class Tree:
             return None, 0
         return self.by_chain.get(chain.digests[answers[-1]]), answers[-1] + 1
 
-    def add(self, node: Node, digest: bytes) -> None:
-        """Add a call. digest: the hash of the conversation with its response."""
-        if node.parent:
-            node.parent.has_children = True
-        elif not node.has_tools:
-            self.unseen.append(node)
-        self.nodes.append(node)
-        self.by_chain[digest] = node
+    def add(self, call: Call) -> None:
+        """Add a call that has its response."""
+        message = render_items(call.response.items)[-1]
+        if self.has_claims:
+            message[IDS] = [call.prompt, call.sampled_ids]
+        assert call.chain
+        self.by_chain[call.chain.add(message)] = call
+        call.chain = None
+        self.calls.append(call)
+        if call.parent:
+            call.parent.has_children = True
+        elif not call.has_tools:
+            self.unseen.append(call)
 
     def mark_seen(self, messages: Sequence[Json]) -> None:
-        """Mark the calls without tools whose text a new prompt has."""
-        for node in list(self.unseen):
-            text = node.response.text.strip()
+        """Forget the calls in `unseen` whose text a new prompt has."""
+        for call in list(self.unseen):
+            text = call.response.text.strip()
             if any(text in message["content"] for message in messages):
-                node.is_seen = True
-                self.unseen.remove(node)
+                self.unseen.remove(call)
 
-    def list_auxiliary(self) -> list[Node]:
+    def list_auxiliary(self) -> list[Call]:
         """List the calls that have no part in the episode, such as one for a title.
 
         They have no tools, although the agent has some, and no later prompt has their text. A
         summary for a compacted history has no tools either, but the next prompt has it.
         """
-        if not any(node.has_tools for node in self.nodes):
+        if not any(call.has_tools for call in self.calls):
             return []
-        return [node for node in self.unseen if not node.has_children]
+        return [call for call in self.unseen if not call.has_children]
 
-    def list_rows(self) -> Iterator[tuple[list[Node], int]]:
+    def list_rows(self) -> Iterator[tuple[list[Call], int]]:
         """Yield a row per leaf -> (its calls from the root, the number that other rows train).
 
         First the main row, which has the last response.
         """
-        auxiliary = set(map(id, self.list_auxiliary()))
-        ends = [each for each in self.nodes if not each.has_children and id(each) not in auxiliary]
-        ends.sort(key=lambda node: node.number)
-        trained: set[int] = set()
-        for end in [*ends[-1:], *ends[:-1]]:
-            path = end.path
-            first = next(place for place, node in enumerate(path) if id(node) not in trained)
-            trained.update(map(id, path))
+        auxiliary = self.list_auxiliary()
+        leaves = [each for each in self.calls if not each.has_children and each not in auxiliary]
+        trained: set[Call] = set()
+        for leaf in [*leaves[-1:], *leaves[:-1]]:
+            path = leaf.path
+            first = sum(call in trained for call in path)
+            trained.update(path)
             yield path, first
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import dataclasses
 import functools
 import json
 
@@ -20,7 +19,7 @@ from gym_client import RESERVED, GymError
 from kit.data.episode import PROMPT_IDS, SAMPLED_IDS, TOKEN_FIELDS, Episode, from_output_items
 from kit.engine.endpoint import server as endpoint_server
 from kit.engine.endpoint.dialects import chat as dialect
-from kit.engine.endpoint.prompts import Prompt
+from kit.engine.endpoint.tree import Call
 from kit.errors import RunError
 from kit.verify.network import find_free_port
 from tests.helpers.rollouts import (
@@ -81,7 +80,7 @@ def make_history(context, turn_count=3) -> list[dict]:
     return messages
 
 
-def build_prompt(messages, context, tools=TOOLS) -> Prompt:
+def build_prompt(messages, context, tools=TOOLS) -> Call:
     """Build the prompt of a request."""
     request = dialect.read({"messages": messages, "tools": tools})
     shared = vars(context)["endpoint"].shared
@@ -141,13 +140,6 @@ def test_a_refused_request_names_the_field(change, param):
     assert error["param"].startswith(param) and not context.client.prompts
 
 
-@pytest.mark.parametrize("text", ["context length", "max_tokens"])
-def test_only_an_error_about_the_length_has_gyms_words_for_it(text):
-    """For Gym's model server, these words in a 400 mean that the episode is too long."""
-    reply = complete(make_context(), n=text)
-    assert reply.status == 400 and text not in json.dumps(reply.body)
-
-
 def test_a_failure_after_the_request_has_a_status_that_gym_does_not_repeat():
     """After a 500, Gym would send the request three times. Each time the policy would sample."""
     reply = complete(make_context(tool_format="no such format"), tools=TOOLS)
@@ -203,12 +195,6 @@ def test_a_call_of_no_tool_of_the_request_is_text(name):
     message = ask(make_context("Well." + call('{"a": 1}', name)), tools=TOOLS)
     assert message["tool_calls"] == []
     assert message["content"].startswith("Well.") and '"arguments"' in message["content"]
-
-
-@pytest.mark.parametrize("name", ["verify", "../verify", "verify?a", "%76erify"])
-def test_a_row_cannot_declare_a_route_of_the_server_as_a_tool(name):
-    tools = [make_tool(name), *TOOLS]
-    assert ask(make_context(call(name=name)), tools=tools)["tool_calls"] == []
 
 
 def test_calls_of_offered_tools_stay_calls():
@@ -354,24 +340,6 @@ def test_other_tools_and_text_in_the_name_of_the_policy_are_found(conversation):
         assert build_prompt(changed, context).is_rewritten
 
 
-@given(st.lists(st.integers(0, 300) | st.integers(0, 2**31 - 1), min_size=1, max_size=20))
-@settings(max_examples=30, deadline=None)
-def test_token_ids_that_no_policy_sampled_are_no_error(conversation, ids):
-    context, messages = conversation
-    changed = {**messages[2], "generation_token_ids": ids}
-    assert build_prompt([*messages[:2], changed, messages[3]], context).is_rewritten
-
-
-def test_the_first_rewritten_history_is_logged(conversation, caplog):
-    context, messages = conversation
-    context = dataclasses.replace(context)
-    context.client.answers += encode_turns(["Done."] * 3, context.tokenizer)
-    for _ in range(3):
-        ask(context, USER, *messages[2:])
-    assert vars(context)["endpoint"].shared.rewritten_count == 3
-    assert [record.getMessage().count("not_contiguous") for record in caplog.records] == [1]
-
-
 # --- limits --------------------------------------------------------------------------------------
 
 
@@ -410,51 +378,6 @@ async def serving(context):
             yield client
 
 
-def chat(context, **options):
-    """Send one request with the openai package. Returns the completion, or a stream's chunks."""
-
-    async def request():
-        async with serving(context) as client:
-            result = await client.chat.completions.create(
-                model="policy", messages=[USER], **options
-            )
-            return [chunk async for chunk in result] if options.get("stream") else result
-
-    return asyncio.run(request())
-
-
-def test_the_openai_package_reads_a_response_with_a_thought_and_calls():
-    """A call in the thought is not a call."""
-    completion = chat(make_context(THINKS), tools=TOOLS)
-    choice = completion.choices[0]
-    (tool_call,) = choice.message.tool_calls
-    assert (tool_call.function.name, tool_call.function.arguments) == ("look_up", '{"q": 2}')
-    assert choice.message.content.strip() == "I look." and choice.finish_reason == "tool_calls"
-    assert choice.message.reasoning_content.startswith("Plan: <tool_call>")
-    assert choice.message.generation_token_ids == encode_turns([THINKS], TOKENIZER)[0]
-    usage = completion.usage
-    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    assert usage.completion_tokens == len(choice.message.generation_log_probs)
-
-
-@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
-def test_a_stream_has_the_contents_of_the_response(options):
-    context = make_context(THINKS + call('{"q": 3}'))
-    chunks = chat(context, tools=TOOLS, stream=True, **options)
-    usages = [chunk.usage for chunk in chunks if chunk.usage]
-    assert len(usages) == len(options)
-    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
-    deltas = [choice.delta for choice in choices]
-    assert deltas[0].role == "assistant" and deltas[0].generation_token_ids
-    assert "".join(delta.content or "" for delta in deltas).strip() == "I look."
-    assert any(getattr(delta, "reasoning_content", None) for delta in deltas)
-    calls = [each for delta in deltas for each in delta.tool_calls or []]
-    found = [(each.index, each.function.arguments) for each in calls]
-    assert found == [(0, '{"q": 2}'), (1, '{"q": 3}')]
-    reasons = [choice.finish_reason for choice in choices]
-    assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
-
-
 async def fetch(context, method, path, key=KEY, **options):
     """Send a request without a client of OpenAI, and return (status, text)."""
     async with serving(context) as client, aiohttp.ClientSession() as http:
@@ -491,12 +414,6 @@ def test_other_routes_and_keys_are_errors_in_json(method, path, key, status):
     assert found == status and json.loads(text)["error"]["message"] and not context.client.prompts
 
 
-def test_a_body_that_is_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr(endpoint_server, "MAX_BODY_BYTES", 100)
-    options = {"json": {"messages": [{"role": "user", "content": "x" * 100}]}}
-    assert asyncio.run(fetch(make_context(), "POST", "/v1/chat/completions", **options))[0] == 413
-
-
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [(TimeoutError(), 422, "generate_timeout"), (RunError("the weights are old"), 500, None)],
@@ -513,11 +430,3 @@ def test_a_failure_of_the_engine_is_an_error_in_json(error, status, code):
     found, text = asyncio.run(fetch(context, "POST", "/v1/chat/completions", **options))
     body = json.loads(text)["error"]
     assert (found, body["code"]) == (status, code) and str(error) in body["message"]
-
-
-def test_log_probs_are_sent_if_the_request_asks_for_them():
-    entries = chat(make_context("é!"), logprobs=True).choices[0].logprobs.content
-    assert [entry.logprob for entry in entries] == [-0.5, -1.5, -2.5, -3.5]
-    assert [entry.token for entry in entries][2:] == ["!", "<|im_end|>"]
-    gym = {"return_tokens_as_token_ids": True}  # it reads the log-probs of the message
-    assert chat(make_context(), logprobs=True, extra_body=gym).choices[0].logprobs is None

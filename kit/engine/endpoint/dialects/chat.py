@@ -14,7 +14,6 @@ from gym_client import Json
 from kit.data.episode import TOKEN_FIELDS
 from kit.data.fields import REQUEST
 from kit.engine.endpoint.requests import (
-    Reply,
     Request,
     RequestError,
     check_fields,
@@ -26,6 +25,7 @@ from kit.engine.endpoint.requests import (
     read_tools,
     write_openai_error,
 )
+from kit.engine.endpoint.tree import Call
 
 ENDED = {"stop": "stop", "stop_string": "stop", "calls": "tool_calls", "length": "length"}
 write_error = write_openai_error
@@ -34,6 +34,9 @@ write_error = write_openai_error
 def read(body: Json) -> Request:
     """Read the body of a request. Raises RequestError."""
     unused = check_fields(REQUEST, body, body.get("messages"))
+    # Gym's model server sets both fields, and reads the log-probs of the message.
+    if body.get("logprobs") and not body.get("return_tokens_as_token_ids"):
+        raise RequestError("logprobs are not sent. Remove it.", "logprobs")
     messages = read_items(body.get("messages"), "messages")
     tools, _, ignored = read_tools(body.get("tools"))
     arguments = read_field(body, "chat_template_kwargs", dict | str, {})
@@ -50,8 +53,6 @@ def read(body: Json) -> Request:
         stop=read_stop(body, "stop"),
         max_tokens=read_limit(body, "max_tokens", "max_completion_tokens"),
         template_arguments={key: value for key, value in arguments.items() if value is not None},
-        # Gym's model server sets both fields, but reads the log-probs of the message
-        logprobs=bool(body.get("logprobs")) and not body.get("return_tokens_as_token_ids"),
         for_training=body.get("for_training") is not False,
         unused=unused | ignored,
     )
@@ -67,21 +68,21 @@ def store(body: Json, reply: Json) -> Json | None:
     return None
 
 
-def write(body: Json, request: Request, reply: Reply) -> Json:
+def write(body: Json, request: Request, call: Call) -> Json:
     """Write a chat completion."""
-    response = reply.response
+    response = call.response
     calls = []
-    for call in response.calls:
-        function = {"name": call["name"], "arguments": call["arguments"]}
-        calls.append({"id": call["call_id"], "type": "function", "function": function})
+    for each in response.calls:
+        function = {"name": each["name"], "arguments": each["arguments"]}
+        calls.append({"id": each["call_id"], "type": "function", "function": function})
     message = {"role": "assistant", "content": response.text, "tool_calls": calls}
     if response.reasoning:
         message["reasoning_content"] = response.reasoning
     choice = {
         "index": 0,
-        "finish_reason": ENDED[reply.ended],
-        "logprobs": {"content": reply.log_probs, "refusal": None} if reply.log_probs else None,
-        "message": message | (reply.token_fields or {}),
+        "finish_reason": ENDED[call.ended],
+        "logprobs": None,
+        "message": message | call.token_fields,
     }
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -90,9 +91,9 @@ def write(body: Json, request: Request, reply: Reply) -> Json:
         "model": body.get("model") or "policy",
         "choices": [choice],
         "usage": {
-            "prompt_tokens": reply.prompt_length,
-            "completion_tokens": reply.length,
-            "total_tokens": reply.prompt_length + reply.length,
+            "prompt_tokens": call.prompt_length,
+            "completion_tokens": len(call.sampled_ids),
+            "total_tokens": call.prompt_length + len(call.sampled_ids),
         },
     }
 
@@ -100,7 +101,7 @@ def write(body: Json, request: Request, reply: Reply) -> Json:
 def make_events(body: Json, reply: Json) -> Iterator[tuple[str, Json]]:
     """Yield the chunks of a stream with the contents of a completion.
 
-    The first one has the token ids, and the log-probs.
+    The first one has the token ids.
     """
     choice = reply["choices"][0]
     message = choice["message"]
@@ -119,7 +120,7 @@ def make_events(body: Json, reply: Json) -> Iterator[tuple[str, Json]]:
         part = {
             "index": 0,
             "delta": delta,
-            "logprobs": choice["logprobs"] if number == 0 else None,
+            "logprobs": None,
             "finish_reason": choice["finish_reason"] if is_last else None,
         }
         yield "", {**shared, "choices": [part]}

@@ -15,7 +15,6 @@ from gym_client import Json
 from kit.data.fields import NOT_SUPPORTED, Fields, list_objects
 from kit.engine.endpoint.requests import (
     Failure,
-    Reply,
     Request,
     RequestError,
     check_fields,
@@ -25,6 +24,7 @@ from kit.engine.endpoint.requests import (
     read_stop,
     read_tools,
 )
+from kit.engine.endpoint.tree import Call
 
 FIELDS = Fields(
     "",
@@ -97,7 +97,7 @@ def read_tool(tool: Json) -> Json:
     """Return a tool in the Responses format."""
     if tool.get("type") not in (None, "custom"):
         return tool  # hosted
-    kept = {key: tool[key] for key in ("name", "description") if key in tool}
+    kept: Json = {key: tool[key] for key in ("name", "description") if key in tool}
     return {**kept, "type": "function", "parameters": tool.get("input_schema")}
 
 
@@ -121,20 +121,20 @@ def store(body: Json, reply: Json) -> Json | None:
     return {**body, "messages": [*body["messages"], answer]}
 
 
-def write(body: Json, request: Request, reply: Reply) -> Json:
+def write(body: Json, request: Request, call: Call) -> Json:
     """Write a message."""
-    response = reply.response
+    response = call.response
     content: list[Json] = []
     if response.reasoning:
         content.append({"type": "thinking", "thinking": response.reasoning, "signature": ""})
     if response.text or not response.calls:
         content.append({"type": "text", "text": response.text})
-    for call in response.calls:
+    for each in response.calls:
         arguments: object = None
         with contextlib.suppress(ValueError, RecursionError):
-            arguments = env.load_json(call["arguments"])
-        given = arguments if isinstance(arguments, dict) else {"input": call["arguments"]}
-        block = {"type": "tool_use", "id": call["call_id"], "name": call["name"], "input": given}
+            arguments = env.load_json(each["arguments"])
+        given = arguments if isinstance(arguments, dict) else {"input": each["arguments"]}
+        block = {"type": "tool_use", "id": each["call_id"], "name": each["name"], "input": given}
         content.append(block)
     return {
         "id": f"msg_{uuid.uuid4().hex}",
@@ -142,9 +142,9 @@ def write(body: Json, request: Request, reply: Reply) -> Json:
         "role": "assistant",
         "model": body.get("model") or "policy",
         "content": content,
-        "stop_reason": ENDED.get(reply.ended, "stop_sequence"),
-        "stop_sequence": reply.stop_string,
-        "usage": {"input_tokens": reply.prompt_length, "output_tokens": reply.length},
+        "stop_reason": ENDED.get(call.ended, "stop_sequence"),
+        "stop_sequence": call.stop_string,
+        "usage": {"input_tokens": call.prompt_length, "output_tokens": len(call.sampled_ids)},
     }
 
 
@@ -158,17 +158,17 @@ def make_events(body: Json, reply: Json) -> Iterator[tuple[str, Json]]:
             blank: Json = {"input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         else:
-            key = block["type"]
+            key = str(block["type"])
             blank = {key: ""}
             delta = {"type": f"{key}_delta", key: block[key]}
         start = {"type": "content_block_start", "content_block": {**block, **blank}}
-        for event in (start, {"type": "content_block_delta", "delta": delta}):
-            events.append({**event, "index": index})
+        events.append({**start, "index": index})
+        events.append({"type": "content_block_delta", "delta": delta, "index": index})
         events.append({"type": "content_block_stop", "index": index})
     events.append({"type": "message_delta", "delta": ended, "usage": reply["usage"]})
     events.append({"type": "message_stop"})
     for event in events:
-        yield event["type"], event
+        yield str(event["type"]), event
 
 
 def write_error(failure: Failure) -> Json:

@@ -15,7 +15,6 @@ from gym_client import Json
 from kit.data.fields import NOT_SUPPORTED, Fields
 from kit.engine.endpoint.requests import (
     NAMESPACE,
-    Reply,
     Request,
     RequestError,
     check_fields,
@@ -25,6 +24,7 @@ from kit.engine.endpoint.requests import (
     read_tools,
     write_openai_error,
 )
+from kit.engine.endpoint.tree import Call
 
 FIELDS = Fields(
     "",
@@ -98,10 +98,10 @@ def store(body: Json, reply: Json) -> Json | None:
     return {"input": list_items(body.get("input")) + reply["output"]}
 
 
-def write(body: Json, request: Request, reply: Reply) -> Json:
+def write(body: Json, request: Request, call: Call) -> Json:
     """Write a response."""
-    is_incomplete = reply.ended == "length"
-    items = [write_item(item, request) for item in reply.response.items]
+    is_incomplete = call.ended == "length"
+    items = [write_item(item, request) for item in call.response.items]
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
@@ -116,11 +116,11 @@ def write(body: Json, request: Request, reply: Reply) -> Json:
         "tools": body.get("tools") or [],
         "previous_response_id": body.get("previous_response_id"),
         "usage": {
-            "input_tokens": reply.prompt_length,
+            "input_tokens": call.prompt_length,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": reply.length,
+            "output_tokens": len(call.sampled_ids),
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": reply.prompt_length + reply.length,
+            "total_tokens": call.prompt_length + len(call.sampled_ids),
         },
     }
 
@@ -149,6 +149,8 @@ def make_events(body: Json, reply: Json) -> Iterator[tuple[str, Json]]:
     events.append({"type": "response.in_progress", "response": started})
     for index, item in enumerate(reply["output"]):
         place = {"output_index": index, "item_id": item["id"]}
+        blank: Json
+        deltas: list[Json]
         opened = {"output_index": index, "type": "response.output_item.added"}
         if item["type"] == "message":
             part = item["content"][0]
