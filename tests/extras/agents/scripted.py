@@ -99,7 +99,7 @@ def run_episodes(
     limits = Limits(max_calls, 10**6, 8, math.inf, "fork", "all", False)
     function = FunctionAgent(spec, folder / "agent.log")
     agent: Any = function.run if spec.function else partial(run_command, spec, True)
-    context.agent = AgentRunner(agent, sessions, f"http://127.0.0.1:{port}", limits, 60.0)
+    context.agent = AgentRunner(agent, sessions, f"http://127.0.0.1:{port}", limits, 300.0)
     question = "What is x + y? Write it into answer.txt."
     row = {"question": question}
     task = env.Task("rows:1", row, "s", [{"role": "user", "content": question}], [])

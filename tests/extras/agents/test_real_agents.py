@@ -16,6 +16,7 @@ from kit.recipe.schema import AgentSpec
 from tests.extras.agents import scripted
 from tests.helpers.recipes import ROOT
 
+pytestmark = pytest.mark.slow  # each agent imports its SDK
 TURNS = [
     scripted.make_call("get_number", name="x"),
     scripted.make_call("get_number", name="y"),
@@ -54,7 +55,7 @@ def test_an_agent_that_never_stops_ends_at_its_limit_and_is_verified(tmp_path):
 @pytest.mark.parametrize("name", ["codex", "opencode"])
 def test_a_coding_agent_works_without_a_network(name, tmp_path):
     if not (ROOT / ".venv-agents/bin" / name).exists():
-        pytest.skip(f"{name} is not installed: make coding-agents")
+        pytest.skip(f"needs a coding agent: make coding-agents gets {name}")
     command = [sys.executable, "-m", "tests.extras.agents.scripted", name, str(tmp_path)]
     namespace = ["unshare", "--map-root-user", "--net"]
     done = subprocess.run([*namespace, *command], cwd=ROOT, capture_output=True, text=True)
