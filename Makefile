@@ -8,6 +8,7 @@
 # make fast        Run the linters, and the tests that start no model stack, server or command; a few minutes.
 # make test        Run the linters and all tests but those of `make docs` and `make soak`; 30 minutes.
 # make gym         Install NeMo Gym's servers.
+# make coding-agents  Get Codex and opencode (docs/guides/agents.md), 350 MB; needs npm.
 # make gemma       Get a second model, gemma-3-270m (Google's terms: https://ai.google.dev/gemma/terms).
 # make gpu-check   Install the GPU environment, test there all that needs no GPU (docs/backends.md), and train a few
 #                  steps if there is one; 1 hour.
@@ -38,7 +39,7 @@ UV := $(TOOLS)/bin/uv
 PROGRESS := 2> >(grep --line-buffered -v '^ + ' >&2)
 
 .PHONY: demo math fast test bench algorithms docs site site-serve soak mutate lint clean
-.PHONY: setup gym model gemma data gpu gpu-check
+.PHONY: setup gym model gemma data gpu gpu-check coding-agents
 .DELETE_ON_ERROR:
 
 demo: setup gym model data
@@ -53,11 +54,11 @@ math:
 	.venv-gpu/bin/python algorithm.py --config math --config warm_math $$machine \
 	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL)) $(ARGS)
 
-fast: lint gym .venv-templates/ready
+fast: lint gym .venv-templates/ready .venv-agents/ready
 	.venv/bin/python -m pytest -n 2 --dist loadgroup --max-worker-restart=0 -m "not slow and not docs and not soak"
 
 # --max-worker-restart=0: if a process of the tests dies (a hang, a crash), pytest-xdist would wait for it without end.
-test: lint gym .venv-templates/ready
+test: lint gym .venv-templates/ready .venv-agents/ready
 	.venv/bin/python -m pytest -n 2 --dist loadgroup --max-worker-restart=0
 
 bench: setup gym model data
@@ -144,6 +145,27 @@ gemma: models/gemma-3-270m/config.json
 	.venv/bin/uv pip install --quiet --target .venv-templates --no-deps --require-hashes -r requirements-templates.txt
 	@touch $@
 
+# Agents run in a separate environment: their SDKs need other versions than vLLM (env.agent.python).
+.venv-agents/ready: requirements-agents.txt | .venv/bin/uv
+	@echo "== .venv-agents: SDKs of agents, for the tests and docs/guides/agents.md (120 MB)"
+	.venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-agents
+	.venv/bin/uv pip install --quiet --python .venv-agents/bin/python --no-deps --require-hashes -r requirements-agents.txt
+	@touch $@
+
+# Programs of coding agents, without the packages of npm that start them. Claude Code is proprietary: get it yourself.
+coding-agents: .venv-agents/ready
+	@for package in @openai/codex@0.169.0-linux-x64 opencode-linux-x64@1.18.33; do \
+	  echo "== .venv-agents/bin: $$package"; \
+	  folder=.venv-agents/lib/$$(basename $$package); mkdir -p $$folder; \
+	  npm pack --silent --pack-destination $$folder $$package && tar xzf $$folder/*.tgz -C $$folder || exit 1; \
+	  rm $$folder/*.tgz; \
+	  for name in codex opencode; do \
+	    for program in $(CURDIR)/$$folder/package/bin/$$name $(CURDIR)/$$folder/package/vendor/*/bin/$$name; do \
+	      test ! -x $$program || ln -sf $$program .venv-agents/bin/$$name; \
+	    done; \
+	  done; \
+	done
+
 # NeMo Gym 0.7.0 declares Python 3.13.14. If this machine does not have it and uv cannot fetch it, Gym also runs on 3.12
 # and on .venv's 3.11, with --ignore-requires-python. On 3.13 reasoning-gym needs a C compiler.
 .venv-gym/ready: requirements-gym.txt | $(SETUP)
@@ -192,4 +214,4 @@ data/gsm8k_train.jsonl: | $(SETUP)
 	$(VENV)/bin/python env.py gsm8k --out data $(if $(GSM8K),--source $(GSM8K))
 
 clean:
-	rm -rf .venv .venv-docs .venv-templates .venv-gpu .venv-uv .venv-gym .venv-gym*-servers .venv-trl .versus-trl models data site
+	rm -rf .venv .venv-docs .venv-templates .venv-agents .venv-gpu .venv-uv .venv-gym .venv-gym*-servers .venv-trl .versus-trl models data site

@@ -14,8 +14,9 @@ reward.
 
 The kind of the Gym server (`Gym.kind`) decides who runs the turns. For `verify` and `step` servers
 it is `run_turns`. An `agent` or `environment` server runs the turns itself, and samples from the
-endpoint of kit/engine/openai_server.py. Its Response has the token ids (`episode_from_response`),
-which must be those that the endpoint sampled.
+endpoint of kit/engine/endpoint. Its Response has the token ids (`episode_from_response`), which
+must be those that the endpoint sampled. With `env.agent` an agent of the recipe runs the turns
+(extras/agents), and the row's verifier verifies.
 """
 
 from __future__ import annotations
@@ -341,7 +342,11 @@ async def run_session(
         async with context.episode_slots, asyncio.timeout(context.episode_timeout_s):
             opening = gym.session(task.server, task.row, episode_id.gym_index)
             session = await stack.enter_async_context(opening)
-            await run_turns(episode, task, session, context, sampling, episode_id.request_id)
+            arguments = (episode, task, session, context, sampling, episode_id.request_id)
+            if context.agent:
+                await stack.enter_async_context(context.agent.run_turns(*arguments))
+            else:
+                await run_turns(*arguments)
         await verify(episode, session)
 
 

@@ -79,7 +79,7 @@ STARTERS = {"subprocess", "running_servers", "call_command", "GymServers"}
 # Fixtures that start the model stack, or a browser.
 SLOW_FIXTURES = {"stack", "values", "chromium"}
 # In CI, a test may be skipped only if its reason begins with one of these texts.
-SKIPS_IN_CI = ("needs root: ", "needs bubblewrap")
+SKIPS_IN_CI = ("needs root: ", "needs bubblewrap", "needs a coding agent: ")
 
 
 def is_slow(item) -> bool:

@@ -1,6 +1,6 @@
 """Write the rows of small tasks in configs/tasks (others: reasoning_gym_rows.py and judged.py).
 
-    python configs/tasks/rows.py people instructions apples guess increment [--out data]
+    python configs/tasks/rows.py people instructions apples guess increment drawers [--out data]
 
 The files are NAME_train and NAME_validation, as JSON lines or Parquet, and NAME_warm.jsonl with
 answers for a supervised warm-up. No prompt is in two files. But in `guess` the prompt is always the
@@ -35,6 +35,7 @@ UNITS = (
     "sixteen seventeen eighteen nineteen"
 )
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+THINGS = "lamp spoon hat clock ball ring map coin cup key flute pen mirror rope shell watch"
 WORDS = "old green quiet fast warm small early deep bright soft"
 
 
@@ -155,6 +156,18 @@ def increment() -> list[Pair]:
     return pairs
 
 
+def drawers() -> list[Pair]:
+    """Make drawers whose numbers are in words. Only the tool of the agent knows what is in one."""
+    rng = random.Random("drawers")
+    pairs: list[Pair] = []
+    for number in range(100, 1000):
+        prompt = f"What is in drawer {spell(number)}?"
+        thing = f"a {rng.choice(WORDS.split())} {rng.choice(THINGS.split())}"
+        row = {"responses_create_params": {"input": prompt}, "number": number, "thing": thing}
+        pairs.append(Pair(row, {"prompt": prompt, "response": thing}))
+    return pairs
+
+
 def spell(number: int) -> str:
     """Return a number from 100 to 999 in words."""
     units = UNITS.split()
@@ -169,7 +182,7 @@ def spell(number: int) -> str:
     return " ".join(words)
 
 
-TASKS = {task.__name__: task for task in (people, instructions, apples, guess, increment)}
+TASKS = {task.__name__: task for task in (people, instructions, apples, guess, increment, drawers)}
 
 
 def write(path: Path, rows: list[Json]) -> None:

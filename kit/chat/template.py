@@ -1,7 +1,7 @@
 """A model's chat template: prompts, answers and what stands between two answers, as token ids.
 
 All text that the policy reads becomes tokens here: the prompts of rows, first and later
-observations, the requests of agents (openai_server.py) and the chats of `sft`.
+observations, the requests of agents (kit/engine/endpoint) and the chats of `sft`.
 
     encode_prompt        messages and tools -> the ids before the first response
     encode_continuation  messages of the environment -> the ids between two responses
@@ -139,7 +139,8 @@ class ChatTemplate:
         start, end = self.markers
         others = {i for text, i in self.control_tokens.items() if text not in start + end}
         tail = list(prompt_ids[-TAIL:])
-        first = max((index for index, i in enumerate(tail) if i in others), default=-1) + 1
+        last = (index for index in reversed(range(len(tail))) if tail[index] in others)
+        first = next(last, -1) + 1
         text = str(self.tokenizer.decode(tail[first:], skip_special_tokens=False))
         header = self.response_header
         _, found, rest = text.rpartition(header) if header else ("", "", text)

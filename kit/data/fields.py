@@ -99,12 +99,11 @@ REQUEST = Fields(
     "",
     "model messages tools max_tokens max_completion_tokens logprobs stream stream_options user "
     "return_tokens_as_token_ids return_token_ids chat_template_kwargs reasoning_effort metadata "
-    "for_training",
+    "for_training stop tool_choice",
     {
         "n": NOT_SUPPORTED + "A request gets one response. Send several requests.",
-        "tool_choice": CHOICE,
         "response_format": NOT_SUPPORTED + "The policy's text is not constrained. Use text.",
-        "stop": NOT_SUPPORTED + "A response ends with a stop token of the model. Remove stop.",
+        "logit_bias": NOT_SUPPORTED + "Tokens must be on-policy. Remove it.",
         "top_logprobs": NOT_SUPPORTED + "Only sampled tokens have a log-prob. Use 0.",
         "functions": REPLACED,
         "function_call": REPLACED,

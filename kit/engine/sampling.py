@@ -11,11 +11,12 @@ import math
 import secrets
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from env import Json, Task
-from gym_client import EpisodeIndex, Gym, GymError
+from gym_client import EpisodeIndex, Gym, GymError, Session
 from kit.chat.processor import TextProcessor
 from kit.chat.template import ChatTemplate
 from kit.data.episode import ABORTED, Episode, PolicyVersion, PolicyVersions
@@ -55,11 +56,13 @@ class SampleStore:
     def __init__(self) -> None:
         # Requests of agents do not say which batch they belong to: to the last one that began.
         self.sampling: Sampling = {}
+        self.batch = 0
         self._responses: dict[bytes, list[SampledResponse]] = {}
 
     def begin_batch(self, sampling: Sampling) -> None:
         """Let the endpoint sample in this way, and forget the responses of the batch before."""
         self.sampling = sampling
+        self.batch += 1
         self._responses.clear()
 
     def add(self, prompt_ids: list[int], sampled: SampledResponse) -> None:
@@ -82,6 +85,22 @@ class SampleStore:
 def digest(prompt_ids: list[int], ids: list[int]) -> bytes:
     """Return the hash of a prompt and a response."""
     return hashlib.sha256(repr((prompt_ids, ids)).encode()).digest()
+
+
+class Agent(Protocol):
+    """An agent that runs the turns of episodes in place of inference.run_turns (env.agent)."""
+
+    def run_turns(
+        self,
+        episode: Episode,
+        task: Task,
+        session: Session,
+        context: RolloutContext,
+        sampling: Sampling,
+        request_id: str,
+    ) -> AbstractAsyncContextManager[None]:
+        """Run the turns on entry. At the end of the block, delete the files of the episode."""
+        ...
 
 
 @dataclass
@@ -110,6 +129,7 @@ class RolloutContext:
     component_names: dict[str, set[str]] = field(default_factory=dict)
     # functions of optional features that look at a verified episode
     after_episode: Sequence[AfterEpisode] = ()
+    agent: Agent | None = None  # runs the turns in place of inference.run_turns
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -276,9 +276,9 @@ def apply_overlays(
 def list_resets(overlay: Overlay, has_steps_argument: bool) -> Json:
     """Return values to set to null before an overlay is merged, because it replaces them.
 
-    A function with settings must not inherit the settings of the function that it replaces. A
-    recipe with total_epochs must not inherit the number of steps of another recipe, which would
-    take precedence. A number of steps on the command line stays.
+    A function with settings, or an agent, must not inherit the settings of the one that it
+    replaces. A recipe with total_epochs must not inherit the number of steps of another recipe,
+    which would take precedence. A number of steps on the command line stays.
     """
     resets: Json = {}
     trainer = overlay.content.get("trainer")
@@ -286,9 +286,9 @@ def list_resets(overlay: Overlay, has_steps_argument: bool) -> Json:
     counts_epochs = "total_epochs" in trainer and "total_training_steps" not in trainer
     if counts_epochs and (overlay.is_file or not has_steps_argument):
         resets["trainer"] = {"total_training_steps": None}
-    for name in ("reward", "sampler"):
+    for name in ("reward", "sampler", "agent"):
         spec = select_nested(overlay.content, f"env.{name}")
-        if isinstance(spec, Mapping) and "function" in spec:
+        if isinstance(spec, Mapping) and spec.keys() & {"function", "command", "url"}:
             resets.setdefault("env", {})[name] = None
     return resets
 

@@ -243,6 +243,29 @@ class VerifierPool(Section):
     env: list[str]
 
 
+class AgentSpec(Section):
+    """An agent that runs the turns. extras/agents has the three kinds."""
+
+    function: Text | None = None
+    python: str | None = None
+    command: Text | None = None
+    files: dict[str, str] = {}
+    url: Url | None = None
+    env: list[str] = []
+
+    @model_validator(mode="after")
+    def check_kind(self) -> AgentSpec:
+        """Raise ValueError unless the agent has one kind, and only keys of this kind."""
+        kinds = [name for name in ("function", "command", "url") if getattr(self, name)]
+        if len(kinds) != 1:
+            raise ValueError("must have one of function, command and url. Change it.")
+        keys = {"function": ["python", "env"], "command": ["files", "env"], "url": []}[kinds[0]]
+        unused = [name for name in ("python", "files", "env") if getattr(self, name)]
+        for name in set(unused) - set(keys):
+            raise ValueError(f"has {name}, which an agent with {kinds[0]} does not use. Remove it.")
+        return self
+
+
 class EnvSection(Section):
     """The section `env:`."""
 
@@ -250,6 +273,7 @@ class EnvSection(Section):
     val_files: list[FileEntry]
     only_servers: list[str] | None
     verifier: FunctionSpec | None
+    agent: AgentSpec | None
     shadow_verifier: FunctionSpec | None
     verifier_pool: VerifierPool
     allow_unsandboxed_code: Switch
@@ -260,6 +284,20 @@ class EnvSection(Section):
     max_rows: CountOrAll
     val_max_rows: CountOrAll
     keep_rollouts: CountOrAll
+
+
+class AgentsSection(Section):
+    """The section `agents:`, the limits of an agent's episode."""
+
+    max_calls: Count
+    max_tokens: Annotated[int | None, count(null="max_rows times data.max_response_length")]
+    max_rows: Count
+    timeout_s: Seconds
+    on_rewrite: Annotated[Literal["fork", "fail"], choose_from("fork", "fail")]
+    branches: Annotated[Literal["all", "main"], choose_from("all", "main")]
+    ignore_tool_choice: Switch
+    exit_code: Annotated[str, choose_from("fail", "verify")]
+    concurrency: Annotated[int | None, count(null="as many as the rollout engine runs")]
 
 
 # --- data and algorithm --------------------------------------------------------------------------
@@ -640,6 +678,7 @@ class Values(VerlSection):
 
     gym: GymSection
     env: EnvSection
+    agents: AgentsSection
     data: DataSection
     algorithm: AlgorithmSection
     actor_rollout_ref: PolicySection

@@ -161,6 +161,9 @@ def run_command(recipe: Recipe, run: Run, inputs: RunInputs[env.Task]) -> None:
         metrics |= collector.score(servers, failed)
         episode_metrics.warn_about_failures(metrics, say)
         run.log.write(0, metrics)
+    for output in run.features.outputs:
+        for line in output.describe_episodes([item.episode for item in collector.done.values()]):
+            say(line)
     print_examples([item.episode for item in collector.done.values()], PRINTED_EXAMPLES)
     collector.report_count()
     check_failures(episodes, recipe.gym.max_failed_frac)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kit.data.episode import Episode
     from kit.engine.inputs import RunInputs
     from kit.engine.interfaces import EpisodeWorkers, EventLoop
-    from kit.engine.sampling import RolloutContext
+    from kit.engine.sampling import Agent, RolloutContext
     from kit.recipe.recipe import Recipe
     from kit.run.launch import Launch
     from kit.verify.python_verifiers.settings import VerifierSpec
@@ -111,6 +111,10 @@ class RunPart:
         """Return a class to use in place of inference.Servers."""
         return None
 
+    def make_agent(self, launch: Launch, context: RolloutContext) -> Agent | None:
+        """Return an agent that runs the turns of the episodes."""
+        return None
+
     def after_start(self, launch: Launch, addresses: Sequence[str]) -> None:
         """Start what needs the workers. addresses: HTTP servers of the rollout engine."""
 
@@ -126,6 +130,10 @@ class RunOutput:
 
     def write_report(self, folder: Path) -> Iterable[str]:
         """Write the report of a run, and return lines about its first finding. folder: its own."""
+        return ()
+
+    def describe_episodes(self, episodes: Sequence[Episode]) -> Iterable[str]:
+        """Return lines about the episodes of `rollout` and `evaluate`."""
         return ()
 
     def write_export(self, recipe: Recipe, folder: Path) -> None:
@@ -215,6 +223,7 @@ ENTRIES = (
     Entry("extras.judges", "ServerJudges", "a Gym server", starts_servers, True),
     Entry("extras.judges", "Judges", "gym.judges"),
     Entry("extras.policy_programs", "PolicyPrograms", "env.verifier_pool.sandbox"),
+    Entry("extras.agents", "Agents", "env.agent"),
     Entry("extras.shadow_verifier", "ShadowVerifier", "env.shadow_verifier"),
     Entry("extras.megatron", "Megatron", "model_engine", uses_megatron),
     Entry("extras.backends", "Backends", "an option of the rollout engine", uses_other_backend),

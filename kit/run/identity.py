@@ -58,6 +58,9 @@ ANSWER_KEYS = (
     f"{ROLLOUT}.multi_turn.format",
     f"{ROLLOUT}.multi_turn.max_assistant_turns",
     f"{ROLLOUT}.multi_turn.max_tool_response_length",
+    "env.agent",
+    "agents.max_calls",
+    "agents.max_tokens",
 )
 POLICY_KEYS = (f"{MODEL}.path", f"{MODEL}.lora_adapter_path", *ANSWER_KEYS)
 # What decides a score of held-out rows, besides the weights and the rows.

@@ -26,6 +26,7 @@ import ray
 
 from env import Json
 from gym_client import RUNS_EPISODES
+from kit.engine.endpoint.sessions import Sessions
 from kit.engine.inputs import RunInputs
 from kit.engine.interfaces import EventLoop
 from kit.engine.sampling import make_rollout_context
@@ -90,6 +91,7 @@ class Launch:
     gym_processes: list[ProcessSpec] = dataclasses.field(default_factory=list)
     gym_process_names: list[str] = dataclasses.field(default_factory=list)
     serves_policy: bool = False  # whether a feature calls the policy endpoint
+    sessions: Sessions = dataclasses.field(default_factory=Sessions)  # of the policy endpoint
     python: str = sys.executable  # the interpreter of Ray's workers
     worker_variables: dict[str, str] = dataclasses.field(default_factory=dict)  # environment
     gym_servers: GymServers | None = None  # those that the run starts
@@ -156,7 +158,7 @@ def start_sampling(
 ) -> Servers:
     """Start the verifiers' clients and the rollout engine."""
     import inference
-    from kit.engine import openai_server
+    from kit.engine.endpoint import server as endpoint_server
 
     run = launch.run
     recipe = launch.recipe
@@ -174,7 +176,8 @@ def start_sampling(
         manager = loop.run(inference.start_standalone_servers(with_merged_adapter(launch)))
     context = connect_to_engine(launch, manager)
     if serves_agents(launch):
-        server = openai_server.serve(context, endpoint.host, endpoint.port, endpoint.api_key)
+        address = (endpoint.host, endpoint.port, endpoint.api_key)
+        server = endpoint_server.serve(context, *address, launch.sessions)
         enter(server, loop, launch.stack)
     if workers:
         finish_workers(launch, workers)
@@ -244,8 +247,11 @@ def connect_to_engine(launch: Launch, manager: LLMServerManager) -> RolloutConte
     is_one_step_off = recipe.command == "train" and recipe.trainer.one_step_off == 1
     client = Client(recipe, addresses, is_one_step_off)
     timeout_s = max(MIN_RESPONSE_S, TOKEN_S * recipe.data.max_response_length)
-    after_episode = [part.after_episode for part in launch.run.features.parts]
-    return make_rollout_context(recipe, client, launch.inputs, timeout_s, after_episode)
+    parts = launch.run.features.parts
+    after_episode = [part.after_episode for part in parts]
+    context = make_rollout_context(recipe, client, launch.inputs, timeout_s, after_episode)
+    context.agent = first_not_none(part.make_agent(launch, context) for part in parts)
+    return context
 
 
 def finish_workers(launch: Launch, workers: Workers) -> None:

@@ -10,7 +10,6 @@ import pytest
 import env
 from kit.chat.responses import parse_response
 from kit.data.tasks import TaskLoader
-from kit.engine import openai_server
 from kit.recipe.entries import Entry
 from tests.data.test_tasks import Letters
 from tests.helpers.public_templates import load
@@ -18,6 +17,7 @@ from tests.helpers.recipes import write_rows
 from tests.helpers.rollouts import (
     CHATML,
     ToolSession,
+    ask_endpoint,
     bytes_tokenizer,
     call,
     chatml_tokenizer,
@@ -85,12 +85,12 @@ def test_the_endpoint_continues_the_answer_that_an_agent_begins():
     tokenizer = chatml_tokenizer()
     context = context_of(one_turn_each(["5", "6"], tokenizer), tokenizer)
     body = {"messages": begin("It is ")}
-    status, answer = asyncio.run(openai_server.complete_chat(body, context))
+    status, answer = ask_endpoint(body, context)
     assert status == 200 and answer["choices"][0]["message"]["content"] == "5"
     assert tokenizer.decode(context.client.prompts[0]).endswith("assistant\nIt is ")
     # the policy ended its own answer, so the next one is a new turn
     body = {"messages": [*begin("It is "), answer["choices"][0]["message"]]}
-    assert asyncio.run(openai_server.complete_chat(body, context))[0] == 200
+    assert ask_endpoint(body, context)[0] == 200
     assert tokenizer.decode(context.client.prompts[1]).endswith("<|im_start|>assistant\n")
 
 
@@ -144,9 +144,9 @@ def test_the_switch_of_a_request_is_used():
     tokenizer = load("trl/qwen3").tokenizer
     context = context_of(one_turn_each(["5", "6"], tokenizer), tokenizer)
     body = {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}}
-    message = asyncio.run(openai_server.complete_chat(body, context))[1]["choices"][0]["message"]
+    message = ask_endpoint(body, context)[1]["choices"][0]["message"]
     body["messages"] = [USER, message, USER]
-    assert asyncio.run(openai_server.complete_chat(body, context))[0] == 200
+    assert ask_endpoint(body, context)[0] == 200
     first, second = context.client.prompts
     assert tokenizer.decode(first).endswith("<think>\n\n</think>\n\n")
     assert tokenizer.decode(second).endswith("<think>\n\n</think>\n\n")

@@ -34,9 +34,8 @@ from kit.chat.template import (
 )
 from kit.chat.template_trial import ANSWERS, PROMPTS, find_tool_formats, try_template
 from kit.data.episode import Episode
-from kit.engine import openai_server
 from tests.helpers.public_templates import PublicTemplate, list_template_files, load
-from tests.helpers.rollouts import Game, Script, ToolSession, context_of, play
+from tests.helpers.rollouts import Game, Script, ToolSession, ask_endpoint, context_of, play
 
 FAMILIES = (  # the others have the same forms; `make soak` tests all
     *("axolotl/alpaca", "axolotl/command_a_tool_use", "axolotl/deepseek_v3", "axolotl/exaone4"),
@@ -299,7 +298,7 @@ def test_the_endpoint_gives_an_agent_the_same_tokens(public):
     history = [*played.task.messages]
     for _ in played.answers:
         body = {"messages": history, "tools": played.task.tools}
-        reply = asyncio.run(openai_server.complete_chat(body, context))
+        reply = ask_endpoint(body, context)
         assert reply.status == 200, reply.body
         message = reply.body["choices"][0]["message"]
         history = [*history, message]

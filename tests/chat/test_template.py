@@ -5,8 +5,6 @@ test_public_templates.py has the templates of public packages.
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 import env
@@ -27,12 +25,12 @@ from kit.chat.template import (
     make_output,
 )
 from kit.chat.template_trial import ANSWERS, PROMPTS, try_template
-from kit.engine import openai_server
 from kit.errors import RunError
 from tests.helpers.public_templates import load
 from tests.helpers.rollouts import (
     CHATML,
     Game,
+    ask_endpoint,
     bytes_tokenizer,
     chatml_tokenizer,
     context_of,
@@ -136,7 +134,7 @@ def test_a_part_that_fails_is_refused_in_all_entrances(source, messages):
     with pytest.raises(env.DataError, match="the chat template"):
         sft.tokenize({"messages": [*messages, ANSWER]}, template, "x:1")
     context = context_of(None, template.tokenizer, template=template)
-    reply = asyncio.run(openai_server.complete_chat({"messages": messages}, context))
+    reply = ask_endpoint({"messages": messages}, context)
     assert reply.status == 400 and "fails for" in reply.body["error"]["message"]
     if OUTPUT in messages:
         with pytest.raises(GymError) as caught:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -13,12 +12,11 @@ import env
 from kit.data import fields
 from kit.data.tasks import TaskLoader
 from kit.data.verl_rows import parse_row
-from kit.engine import openai_server
-from kit.engine.openai_requests import read_request
+from kit.engine.endpoint.dialects import chat
 from kit.recipe.entries import Entry
 from tests.data.test_tasks import Letters
 from tests.helpers.recipes import write_rows
-from tests.helpers.rollouts import chatml_tokenizer, context_of, one_turn_each
+from tests.helpers.rollouts import ask_endpoint, chatml_tokenizer, context_of, one_turn_each
 
 SETTINGS = settings(max_examples=60, derandomize=True, deadline=None)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -85,10 +83,9 @@ def test_a_field_that_is_not_used_is_named_once_for_a_file(tmp_path, capsys, row
 def test_the_fields_of_a_request_that_are_not_used_are_logged_once(caplog):
     tokenizer = chatml_tokenizer()
     context = context_of(one_turn_each(["a", "b"], tokenizer), tokenizer)
-    histories = openai_server.Histories(context)
     body = {"messages": [{**USER, "cache_control": 1}], "temperature": 0.1, "seed": None}
     for _ in range(2):
-        assert asyncio.run(openai_server.complete_chat(body, context, histories)).status == 200
+        assert ask_endpoint(body, context).status == 200
     (record,) = caplog.records
     assert record.getMessage().endswith("not used here: messages.cache_control, temperature")
 
@@ -148,9 +145,8 @@ def test_json_text_is_read_as_the_value_at_each_entrance(data):
         assert env.render_row(parse_row(row, "x:1"), "x:1") == expected
         if "prompt" not in row:
             assert env.render_row(row, "x:1") == expected
-    request = read_request({"messages": messages, "tools": tools})
-    items = [message.item for message in request.messages]
-    assert (env.render_items(items, "x:1"), request.tools) == expected
+    request = chat.read({"messages": messages, "tools": tools})
+    assert (request.messages, request.tools) == expected
 
 
 @pytest.mark.parametrize("arguments", [{"enable_thinking": False}, '{"enable_thinking": false}'])

@@ -42,6 +42,7 @@ CHANGES = {
     "sft.py": ["sft"],
     "one_step_off": ["trainer.one_step_off=1"],
     "shadow_verifier.py": ["env.shadow_verifier=templates/reward.py:compute_score"],
+    "agents": ["env.agent={command: 'true'}"],
     "rollout_workers": ["actor_rollout_ref.rollout.agent.num_workers=2"],
 }
 # The command, the model's files and the engine's section decide about these.

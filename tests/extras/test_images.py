@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.server
 import json
 from pathlib import Path
@@ -21,7 +20,6 @@ from kit.chat.template import ChatTemplate
 from kit.data import rollout_files
 from kit.data.episode import Episode, TurnSpan
 from kit.data.tasks import TaskLoader
-from kit.engine import openai_server
 from kit.errors import ConfigError
 from kit.recipe.entries import Entry
 from kit.recipe.load import read_source
@@ -49,7 +47,7 @@ from tests.helpers.recipes import (
     tiny,
     write_rows,
 )
-from tests.helpers.rollouts import context_of
+from tests.helpers.rollouts import ask_endpoint, context_of
 
 
 def load_image_processor(model: Path) -> ImageProcessor:
@@ -194,7 +192,7 @@ def test_text_of_the_environment_is_encoded_for_the_model(processor):
     part = {"type": "image_url", "image_url": {"url": "x"}}
     body = {"messages": [{"role": "user", "content": [part]}]}
     context = context_of(None, tokenizer, template=template)
-    reply = asyncio.run(openai_server.complete_chat(body, context))
+    reply = ask_endpoint(body, context)
     assert reply.status == 400 and reply.body["error"]["param"] == "messages"
 
 

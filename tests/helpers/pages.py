@@ -26,6 +26,7 @@ EXAMPLES = ROOT / "docs" / "examples"
 # The files and folders that the commands of the pages need.
 CLONED_FILES = (
     ".venv-gym",
+    ".venv-agents",
     "kit",
     "extras",
     "lab",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -13,9 +14,13 @@ from transformers import PreTrainedTokenizerFast
 import env
 import gym_client
 import inference
+from gym_client import GymError
 from kit.chat.processor import TextProcessor
 from kit.chat.template import ChatTemplate
 from kit.data.episode import PolicyVersion
+from kit.engine.endpoint.dialects import chat
+from kit.engine.endpoint.requests import RequestError
+from kit.engine.endpoint.server import Endpoint, complete, describe, parse_body
 from kit.engine.sampling import (
     RolloutContext,
     SampledResponse,
@@ -325,6 +330,29 @@ def context_of(client, tokenizer, tool_format="hermes", template=None, **changes
         **changes,
     }
     return RolloutContext(client, template, **settings)
+
+
+class HttpReply(NamedTuple):
+    """The answer of an endpoint."""
+
+    status: int
+    body: dict
+
+
+def ask_endpoint(body, context) -> HttpReply:
+    """Send a chat request to the policy endpoint of a context, without HTTP."""
+    return asyncio.run(ask_chat(body, context))
+
+
+async def ask_chat(body, context) -> HttpReply:
+    """Answer a chat request to the policy endpoint of a context."""
+    endpoint = vars(context).setdefault("endpoint", Endpoint(context, "key"))
+    try:
+        parsed = parse_body(json.dumps(body).encode())
+        return HttpReply(200, await complete(endpoint.shared, chat, parsed))
+    except (RequestError, GymError, RecursionError) as error:
+        failure = describe(error, is_agent=False)
+        return HttpReply(failure.status, chat.write_error(failure))
 
 
 def task_of(tokenizer, tools=True, prompt="Look it up.") -> env.Task:

@@ -10,7 +10,7 @@ import pytest
 import env
 import inference
 from gym_client import Gym, GymError, message_response
-from kit.engine import openai_server
+from kit.engine.endpoint import server as endpoint_server
 from kit.engine.sampling import request_group
 from kit.verify.network import HOST, find_free_port
 from kit.verify.servers import running_servers
@@ -148,7 +148,7 @@ def test_an_environment_server_of_gym_returns_the_reward_and_the_sampled_ids(tmp
     task = env.Task("x:1", row(), "turn", messages, ids)
 
     async def run(url):
-        served = openai_server.serve(context, HOST, port, KEY)
+        served = endpoint_server.serve(context, HOST, port, KEY)
         async with served, Gym({"turn": url}, attempts=2) as gym:
             sampled = await inference.rollout(request_group(task, "g", 2), {}, context, gym)
             failed = await inference.rollout(request_group(task, "h", 1), {}, context, gym)

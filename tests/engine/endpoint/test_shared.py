@@ -17,16 +17,18 @@ from hypothesis import strategies as st
 import env
 from gym_client import RESERVED, GymError
 from kit.data.episode import PROMPT_IDS, SAMPLED_IDS, TOKEN_FIELDS, Episode, from_output_items
-from kit.engine import openai_history, openai_server
-from kit.engine.openai_history import Histories
-from kit.engine.openai_requests import read_request
+from kit.engine.endpoint import server as endpoint_server
+from kit.engine.endpoint.dialects import chat as dialect
+from kit.engine.endpoint.tree import Call
 from kit.errors import RunError
 from kit.verify.network import find_free_port
 from tests.helpers.rollouts import (
     STOPS,
     TEMPLATES,
     TOOL,
+    HttpReply,
     Script,
+    ask_endpoint,
     bytes_tokenizer,
     call,
     chatml_tokenizer,
@@ -52,10 +54,9 @@ def make_context(*texts, **changes):
     return context_of(one_turn_each(texts or ["Hello."], TOKENIZER), TOKENIZER, **changes)
 
 
-def complete(context, *messages, histories=None, **fields) -> openai_server.Reply:
+def complete(context, *messages, **fields) -> HttpReply:
     """Send one request."""
-    body = {"messages": list(messages or [USER]), **fields}
-    return asyncio.run(openai_server.complete_chat(body, context, histories))
+    return ask_endpoint({"messages": list(messages or [USER]), **fields}, context)
 
 
 def ask(context, *messages, **fields) -> dict:
@@ -65,11 +66,11 @@ def ask(context, *messages, **fields) -> dict:
     return reply.body["choices"][0]["message"]
 
 
-def make_history(context, turn_count=3, histories=None) -> list[dict]:
+def make_history(context, turn_count=3) -> list[dict]:
     """Play the first turns of a conversation as an agent does, and return its messages."""
     messages = [SYSTEM, USER]
     for number in range(turn_count):
-        answer = ask(context, *messages, tools=TOOLS, histories=histories)
+        answer = ask(context, *messages, tools=TOOLS)
         outputs = [
             {"role": "tool", "tool_call_id": each["id"], "content": f"output {number}"}
             for each in answer["tool_calls"]
@@ -79,10 +80,11 @@ def make_history(context, turn_count=3, histories=None) -> list[dict]:
     return messages
 
 
-def build_prompt(messages, context, tools=TOOLS, histories=None) -> openai_history.Prompt:
-    """Build the prompt of a request, at an endpoint that knows nothing of the conversation."""
-    request = read_request({"messages": messages, "tools": tools})
-    return asyncio.run((histories or Histories(context)).build_prompt(request))
+def build_prompt(messages, context, tools=TOOLS) -> Call:
+    """Build the prompt of a request."""
+    request = dialect.read({"messages": messages, "tools": tools})
+    shared = vars(context)["endpoint"].shared
+    return asyncio.run(shared.prompts.build(context, shared.tree, request))
 
 
 # --- tokens --------------------------------------------------------------------------------------
@@ -132,17 +134,10 @@ ANSWER = {"role": "assistant", "content": None}
 )
 def test_a_refused_request_names_the_field(change, param):
     context = make_context()
-    reply = asyncio.run(openai_server.complete_chat({"messages": [USER], **change}, context))
+    reply = ask_endpoint({"messages": [USER], **change}, context)
     error = reply.body["error"]
     assert reply.status == 400 and error["type"] == "invalid_request_error" and error["message"]
     assert error["param"].startswith(param) and not context.client.prompts
-
-
-@pytest.mark.parametrize("text", ["context length", "max_tokens"])
-def test_only_an_error_about_the_length_has_gyms_words_for_it(text):
-    """For Gym's model server, these words in a 400 mean that the episode is too long."""
-    reply = complete(make_context(), n=text)
-    assert reply.status == 400 and text not in json.dumps(reply.body)
 
 
 def test_a_failure_after_the_request_has_a_status_that_gym_does_not_repeat():
@@ -176,7 +171,7 @@ BODIES = st.fixed_dictionaries(
 @given(BODIES | JSON)
 @settings(max_examples=80, deadline=None)
 def test_no_body_is_an_error_of_the_server(body):
-    reply = asyncio.run(openai_server.complete_chat(body, make_context()))
+    reply = ask_endpoint(body, make_context())
     assert reply.status in (200, 400, 422), reply.body
     if reply.status != 200:
         assert set(reply.body["error"]) == {"message", "type", "param", "code"}
@@ -200,12 +195,6 @@ def test_a_call_of_no_tool_of_the_request_is_text(name):
     message = ask(make_context("Well." + call('{"a": 1}', name)), tools=TOOLS)
     assert message["tool_calls"] == []
     assert message["content"].startswith("Well.") and '"arguments"' in message["content"]
-
-
-@pytest.mark.parametrize("name", ["verify", "../verify", "verify?a", "%76erify"])
-def test_a_row_cannot_declare_a_route_of_the_server_as_a_tool(name):
-    tools = [make_tool(name), *TOOLS]
-    assert ask(make_context(call(name=name)), tools=tools)["tool_calls"] == []
 
 
 def test_calls_of_offered_tools_stay_calls():
@@ -299,7 +288,6 @@ def list_edits(messages) -> list[tuple[str, list[dict]]]:
         if message["role"] != "assistant":
             edits.append((f"no message {index}", messages[:index] + messages[index + 1 :]))
             continue
-        edit(index, "thought", lambda m: m.update(reasoning_content="Another."))
         edit(index, "border", lambda m: m[SAMPLED_IDS].insert(0, m[PROMPT_IDS].pop()))
         for name in (PROMPT_IDS, SAMPLED_IDS):
             edit(index, name, functools.partial(change_field, name=name))
@@ -325,16 +313,13 @@ def make_items(messages) -> list[dict]:
 
 
 def test_each_edit_of_the_history_is_found_and_fails_the_episode(conversation):
-    """Also by an endpoint that has accepted the history, and for each cut of the agent's output."""
+    """For each cut of the agent's output."""
     context, messages = conversation
-    histories = Histories(context)
-    assert not build_prompt([*messages[:-1], USER], context, histories=histories).is_rewritten
     edits = list_edits(messages[:-1])  # what follows the last response is new
     assert len(edits) > 20
     for name, edited in edits:
         changed = [*edited, USER]
         assert build_prompt(changed, context).is_rewritten, name
-        assert build_prompt(changed, context, histories=histories).is_rewritten, name
         context.client.answers += encode_turns(["Done."], context.tokenizer)
         output = make_items([*messages, ask(context, *changed, tools=TOOLS)])
         for dropped in range(len(output) - 1):
@@ -353,39 +338,6 @@ def test_other_tools_and_text_in_the_name_of_the_policy_are_found(conversation):
     for index in range(3, len(messages) + 1):
         changed = [*messages[:index], written, *messages[index:], USER]
         assert build_prompt(changed, context).is_rewritten
-
-
-@given(st.lists(st.integers(0, 300) | st.integers(0, 2**31 - 1), min_size=1, max_size=20))
-@settings(max_examples=30, deadline=None)
-def test_token_ids_that_no_policy_sampled_are_no_error(conversation, ids):
-    context, messages = conversation
-    changed = {**messages[2], "generation_token_ids": ids}
-    assert build_prompt([*messages[:2], changed, messages[3]], context).is_rewritten
-
-
-def test_the_first_rewritten_history_is_logged(conversation, caplog):
-    context, messages = conversation
-    histories = Histories(context)
-    for _ in range(3):
-        build_prompt([USER, *messages[2:]], context, histories=histories)
-    assert histories.rewritten_count == 3
-    assert [record.getMessage().count("not_contiguous") for record in caplog.records] == [1]
-
-
-def test_the_work_of_a_request_does_not_grow_with_its_history(monkeypatch):
-    context = make_context(*[call()] * 12)
-    checked = []
-    is_consistent = Histories.is_consistent
-
-    async def count(self, *arguments):
-        checked.append(1)
-        return await is_consistent(self, *arguments)
-
-    monkeypatch.setattr(Histories, "is_consistent", count)
-    messages = make_history(context, 12, Histories(context))
-    assert len(checked) == 11
-    assert not build_prompt(messages, context).is_rewritten
-    assert len(checked) == 11 + 12  # an endpoint without the cache
 
 
 # --- limits --------------------------------------------------------------------------------------
@@ -421,54 +373,9 @@ async def serving(context):
     """Yield a client of the openai package for a new endpoint."""
     port = find_free_port()
     url = f"http://127.0.0.1:{port}/v1"
-    async with openai_server.serve(context, "127.0.0.1", port, KEY):
+    async with endpoint_server.serve(context, "127.0.0.1", port, KEY):
         async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=3) as client:
             yield client
-
-
-def chat(context, **options):
-    """Send one request with the openai package. Returns the completion, or a stream's chunks."""
-
-    async def request():
-        async with serving(context) as client:
-            result = await client.chat.completions.create(
-                model="policy", messages=[USER], **options
-            )
-            return [chunk async for chunk in result] if options.get("stream") else result
-
-    return asyncio.run(request())
-
-
-def test_the_openai_package_reads_a_response_with_a_thought_and_calls():
-    """A call in the thought is not a call."""
-    completion = chat(make_context(THINKS), tools=TOOLS)
-    choice = completion.choices[0]
-    (tool_call,) = choice.message.tool_calls
-    assert (tool_call.function.name, tool_call.function.arguments) == ("look_up", '{"q": 2}')
-    assert choice.message.content.strip() == "I look." and choice.finish_reason == "tool_calls"
-    assert choice.message.reasoning_content.startswith("Plan: <tool_call>")
-    assert choice.message.generation_token_ids == encode_turns([THINKS], TOKENIZER)[0]
-    usage = completion.usage
-    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    assert usage.completion_tokens == len(choice.message.generation_log_probs)
-
-
-@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
-def test_a_stream_has_the_contents_of_the_response(options):
-    context = make_context(THINKS + call('{"q": 3}'))
-    chunks = chat(context, tools=TOOLS, stream=True, **options)
-    usages = [chunk.usage for chunk in chunks if chunk.usage]
-    assert len(usages) == len(options)
-    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
-    deltas = [choice.delta for choice in choices]
-    assert deltas[0].role == "assistant" and deltas[0].generation_token_ids
-    assert "".join(delta.content or "" for delta in deltas).strip() == "I look."
-    assert any(getattr(delta, "reasoning_content", None) for delta in deltas)
-    calls = [each for delta in deltas for each in delta.tool_calls or []]
-    found = [(each.index, each.function.arguments) for each in calls]
-    assert found == [(0, '{"q": 2}'), (1, '{"q": 3}')]
-    reasons = [choice.finish_reason for choice in choices]
-    assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
 
 
 async def fetch(context, method, path, key=KEY, **options):
@@ -507,12 +414,6 @@ def test_other_routes_and_keys_are_errors_in_json(method, path, key, status):
     assert found == status and json.loads(text)["error"]["message"] and not context.client.prompts
 
 
-def test_a_body_that_is_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr(openai_server, "MAX_BODY_BYTES", 100)
-    options = {"json": {"messages": [{"role": "user", "content": "x" * 100}]}}
-    assert asyncio.run(fetch(make_context(), "POST", "/v1/chat/completions", **options))[0] == 413
-
-
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [(TimeoutError(), 422, "generate_timeout"), (RunError("the weights are old"), 500, None)],
@@ -529,11 +430,3 @@ def test_a_failure_of_the_engine_is_an_error_in_json(error, status, code):
     found, text = asyncio.run(fetch(context, "POST", "/v1/chat/completions", **options))
     body = json.loads(text)["error"]
     assert (found, body["code"]) == (status, code) and str(error) in body["message"]
-
-
-def test_log_probs_are_sent_if_the_request_asks_for_them():
-    entries = chat(make_context("é!"), logprobs=True).choices[0].logprobs.content
-    assert [entry.logprob for entry in entries] == [-0.5, -1.5, -2.5, -3.5]
-    assert [entry.token for entry in entries][2:] == ["!", "<|im_end|>"]
-    gym = {"return_tokens_as_token_ids": True}  # it reads the log-probs of the message
-    assert chat(make_context(), logprobs=True, extra_body=gym).choices[0].logprobs is None

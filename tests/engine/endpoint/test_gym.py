@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 import env
 from gym_client import Gym
 from inference import Episode, episode_from_response
-from kit.engine import openai_history, openai_server
+from kit.engine.endpoint import server as endpoint_server
+from kit.engine.endpoint.prompts import Prompts
+from kit.engine.endpoint.shared import SharedClients
 from kit.verify.network import find_free_port
 from kit.verify.servers import running_servers
 from tests.helpers.recipes import GYM_PYTHON, make_counter_row
@@ -86,7 +88,7 @@ class ModelServer:
 
     def __init__(self, process):
         self.process = process
-        self.endpoint = openai_server.Endpoint(None, KEY)
+        self.endpoint = endpoint_server.Endpoint(None, KEY)
         self.loop = asyncio.Runner()
 
     async def ask(self, params) -> dict:
@@ -98,7 +100,7 @@ class ModelServer:
     def use(self, context) -> None:
         """Serve another context."""
         self.endpoint.context = context
-        self.endpoint.histories = openai_history.Histories(context)
+        self.endpoint.shared = SharedClients(context, Prompts())
 
     async def play(self, params, outputs) -> dict:
         """Run the turns of an agent like Gym's simple_agent, and return its last Response.
@@ -253,7 +255,7 @@ def test_no_text_of_the_policy_looks_like_a_rewritten_history(server, turns):
     texts = ["".join(fragments) + "</think>" + call() for fragments in turns]
     context = context_of(one_turn_each([*texts, "Done."], tokenizer), tokenizer)
     response = play(server, context, PARAMS, ["seen"] * 30)
-    assert server.endpoint.histories.rewritten_count == 0
+    assert server.endpoint.shared.rewritten_count == 0
     make_episode(response, context)
 
 
@@ -287,13 +289,13 @@ def test_a_refused_request_fails_without_a_repetition(server, monkeypatch):
     tokenizer = chatml_tokenizer()
     context = context_of(one_turn_each(["Hello."] * 9, tokenizer), tokenizer)
     requests = []
-    complete_chat = openai_server.complete_chat
+    complete = endpoint_server.complete
 
-    async def record(body, *rest):
+    async def record(client, dialect, body):
         requests.append(body)
-        return await complete_chat(body, *rest)
+        return await complete(client, dialect, body)
 
-    monkeypatch.setattr(openai_server, "complete_chat", record)
+    monkeypatch.setattr(endpoint_server, "complete", record)
     failure = play(server, context, {**PARAMS, "tool_choice": "required"}, [])
     assert failure["status"] == 400 and len(requests) == 1 and not context.client.prompts
     assert json.loads(failure["body"])["error"]["param"] == "tool_choice"
@@ -334,7 +336,7 @@ CONVERSATIONS = {
 async def run_rows(urls, context, port) -> dict[str, tuple[float, list[dict]]]:
     """Run each row of CONVERSATIONS with the agent. Return {question: (reward, output items)}."""
     results = {}
-    async with openai_server.serve(context, "127.0.0.1", port, KEY), Gym(urls) as gym:
+    async with endpoint_server.serve(context, "127.0.0.1", port, KEY), Gym(urls) as gym:
         for question in CONVERSATIONS:
             row = make_counter_row(question)
             if question == "unoffered":

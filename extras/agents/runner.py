@@ -1,0 +1,121 @@
+"""Run the turns of an episode by an agent. It calls the policy endpoint with the episode's key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import aiohttp
+
+import gym_client
+from env import Json, Task
+from gym_client import GymError, Session
+from kit.chat.parsed_response import ParsedResponse
+from kit.data.episode import Episode
+from kit.errors import RunError
+
+if TYPE_CHECKING:
+    from kit.engine.endpoint.sessions import AgentSession, Limits, Sessions
+    from kit.engine.sampling import RolloutContext, Sampling
+
+WORK = "work"  # the folder of a command
+
+
+class AgentCall(NamedTuple):
+    """What an agent gets for one episode."""
+
+    row: Json
+    prompt: str  # the text of the row's messages
+    base_url: str  # of the policy endpoint, without /v1
+    key: str  # of this episode
+    folder: Path  # for its files, until the episode is verified
+
+
+@dataclass
+class AgentRunner:
+    """The agent of a run (kit.engine.sampling.Agent)."""
+
+    run_agent: Callable[[AgentCall], Awaitable[str | None]]  # returns the answer
+    sessions: Sessions  # of the policy endpoint
+    base_url: str  # of the policy endpoint, without /v1
+    limits: Limits
+    timeout_s: float
+
+    @contextlib.asynccontextmanager
+    async def run_turns(
+        self,
+        episode: Episode,
+        task: Task,
+        session: Session,
+        context: RolloutContext,
+        sampling: Sampling,
+        request_id: str,
+    ) -> AsyncIterator[None]:
+        """Run the turns on entry. At the end of the block, delete the files of the episode.
+
+        Raises GymError, and RunError if the verifier plays turns itself.
+        """
+        if session.kind != "verify":
+            problem = f"{task.server} plays turns, as env.agent does"
+            raise RunError(f"{problem}. Set a verifier that only scores.")
+        folder = Path(tempfile.mkdtemp(prefix="agent-"))
+        agent_session = self.sessions.open(context, sampling, self.limits, request_id)
+        prompt = "\n\n".join(str(message["content"]) for message in task.messages)
+        call = AgentCall(task.row, prompt, self.base_url, agent_session.key, folder)
+        try:
+            try:
+                answer = await self.run_until_over(call, agent_session)
+            finally:
+                self.sessions.close(agent_session)
+            agent_session.fill(episode)
+            if answer is not None and answer.strip() != episode.response.strip():
+                episode.output.append(gym_client.make_message(answer))
+                episode.responses[-1] = ParsedResponse.of_text(answer)  # the verifier reads it
+            if (folder / WORK).is_dir():
+                extra = {**(task.row.get("extra_info") or {}), "work_folder": str(folder / WORK)}
+                session.row = {**task.row, "extra_info": extra}
+            yield
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def run_until_over(self, call: AgentCall, agent_session: AgentSession) -> str | None:
+        """Return the agent's answer, None if a limit has ended it. Raises GymError."""
+        run = asyncio.ensure_future(self.run_agent(call))
+        over = asyncio.create_task(agent_session.over.wait())
+        try:
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait({run, over}, timeout=self.timeout_s, return_when=first)
+        finally:
+            over.cancel()
+            run.cancel()
+            await asyncio.wait({run})
+        problem = f"the agent did not end within agents.timeout_s={self.timeout_s:g}. Raise it."
+        error: BaseException | None = GymError("agent_timeout", problem)
+        if not run.cancelled():
+            error = run.exception()
+        if agent_session.failure:
+            raise agent_session.failure
+        if error and not (agent_session.limit and isinstance(error, GymError)):
+            raise error
+        return None if error else run.result()
+
+
+async def call_url(url: str, call: AgentCall) -> str | None:
+    """Have an agent that runs elsewhere run an episode, and return its answer. Raises GymError."""
+    body = {"row": call.row, "base_url": call.base_url, "key": call.key}
+    text = ""
+    try:
+        async with aiohttp.request("POST", url, json=body) as response:
+            text = await response.text()
+            response.raise_for_status()
+            answer: str | None = json.loads(text)["answer"]
+            return answer
+    except (aiohttp.ClientError, ValueError, KeyError, TypeError) as error:
+        raise GymError("agent_raised", f"{url}: {error!r} {text[:200]}") from None
