@@ -56,11 +56,10 @@ class VerifierRouter:
         self, name: str, row: Json, index: EpisodeIndex = FIRST
     ) -> AsyncIterator[Session | FunctionSession]:
         """Open a session with the verifier for one episode of `row`. Raises GymError."""
-        if name in self.pools:
-            yield await self.pools[name].open_session(row)
-        else:
-            async with self.gym.session(name, row, index) as session:
-                yield session
+        pool = self.pools.get(name)
+        opening = pool.session(row) if pool else self.gym.session(name, row, index)
+        async with opening as session:
+            yield session
 
     async def aggregate(self, name: str, records: Sequence[Json]) -> Json | None:
         """Return the metrics of a Gym server over `records`. A Python verifier has none."""
