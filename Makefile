@@ -53,11 +53,11 @@ math:
 	.venv-gpu/bin/python algorithm.py --config math --config warm_math $$machine \
 	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL)) $(ARGS)
 
-fast: lint gym .venv-templates/ready
+fast: lint gym .venv-templates/ready .venv-environments/ready
 	.venv/bin/python -m pytest -n 2 --dist loadgroup --max-worker-restart=0 -m "not slow and not docs and not soak"
 
 # --max-worker-restart=0: if a process of the tests dies (a hang, a crash), pytest-xdist would wait for it without end.
-test: lint gym .venv-templates/ready
+test: lint gym .venv-templates/ready .venv-environments/ready
 	.venv/bin/python -m pytest -n 2 --dist loadgroup --max-worker-restart=0
 
 bench: setup gym model data
@@ -144,6 +144,12 @@ gemma: models/gemma-3-270m/config.json
 	.venv/bin/uv pip install --quiet --target .venv-templates --no-deps --require-hashes -r requirements-templates.txt
 	@touch $@
 
+.venv-environments/ready: requirements-environments.txt | .venv/bin/uv
+	@echo "== .venv-environments: OpenEnv and two MCP servers, for the tests (330 MB)"
+	.venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-environments
+	.venv/bin/uv pip install --quiet --python .venv-environments/bin/python --no-deps --require-hashes -r requirements-environments.txt
+	@touch $@
+
 # NeMo Gym 0.7.0 declares Python 3.13.14. If this machine does not have it and uv cannot fetch it, Gym also runs on 3.12
 # and on .venv's 3.11, with --ignore-requires-python. On 3.13 reasoning-gym needs a C compiler.
 .venv-gym/ready: requirements-gym.txt | $(SETUP)
@@ -192,4 +198,4 @@ data/gsm8k_train.jsonl: | $(SETUP)
 	$(VENV)/bin/python env.py gsm8k --out data $(if $(GSM8K),--source $(GSM8K))
 
 clean:
-	rm -rf .venv .venv-docs .venv-templates .venv-gpu .venv-uv .venv-gym .venv-gym*-servers .venv-trl .versus-trl models data site
+	rm -rf .venv .venv-docs .venv-templates .venv-environments .venv-gpu .venv-uv .venv-gym .venv-gym*-servers .venv-trl .versus-trl models data site

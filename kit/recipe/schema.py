@@ -250,6 +250,7 @@ class EnvSection(Section):
     val_files: list[FileEntry]
     only_servers: list[str] | None
     verifier: FunctionSpec | None
+    environment: Json | None  # an optional feature parses it
     shadow_verifier: FunctionSpec | None
     verifier_pool: VerifierPool
     allow_unsandboxed_code: Switch

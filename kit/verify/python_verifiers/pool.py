@@ -18,7 +18,9 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Protocol
 
 import gym_client
 from gym_client import GymError, Json
@@ -28,7 +30,12 @@ from kit.recipe.recipe import Recipe
 from kit.recipe.resources import cores
 from kit.verify import servers as gym_servers
 from kit.verify.python_verifiers.process import ANSWER, REQUEST, kill_tree
-from kit.verify.python_verifiers.session import CallResult, EnvironmentSession, FunctionSession
+from kit.verify.python_verifiers.session import (
+    CallResult,
+    EnvironmentSession,
+    EpisodeSession,
+    FunctionSession,
+)
 from kit.verify.python_verifiers.settings import VerifierSpec
 
 LOAD_TIMEOUT_S = 300.0  # to start a process and import the verifier
@@ -39,17 +46,34 @@ MAX_LOG_BYTES = 16 * 2**20  # a longer log is emptied
 logger = logging.getLogger(__name__)
 
 
-def make_pools(recipe: Recipe, specs: Mapping[str, VerifierSpec], logs: Path) -> dict[str, Pool]:
-    """Make a pool for each Python verifier: {name: pool}. Starts no process.
+class SessionSource(Protocol):
+    """What opens the sessions of a verifier: a Pool, or a client of an environment."""
 
-    The logs of a verifier whose name here is another one are in a folder of that name.
+    spec: VerifierSpec
+
+    async def kind(self) -> str: ...
+    def session(self, row: Json) -> AbstractAsyncContextManager[EpisodeSession]: ...
+    async def close(self) -> None: ...
+
+
+def make_pools(
+    recipe: Recipe, specs: Mapping[str, VerifierSpec], logs: Path
+) -> Mapping[str, SessionSource]:
+    """Make a pool for each Python verifier, {name: pool}, or the client of its environment.
+
+    Starts no process. The logs of a verifier whose name here is another one are in a folder of that
+    name.
     """
-    pools = {}
+    pools: dict[str, SessionSource] = {}
     for name, spec in specs.items():
         folder = logs if name == spec.name else logs / name
         folder.mkdir(parents=True, exist_ok=True)
         pools[name] = Pool(spec, recipe, folder)
-    return pools
+    if not recipe.env.environment:
+        return pools
+    environment = optional.load("environment", "env.environment")
+    replaced: Mapping[str, SessionSource] = environment.replace_pools(pools, recipe, logs)
+    return replaced
 
 
 class Pool:

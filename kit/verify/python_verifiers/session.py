@@ -25,8 +25,25 @@ class CallResult(NamedTuple):
     seconds: float
 
 
+class EpisodeSession:
+    """The part of `gym_client.Session` that inference.py uses."""
+
+    kind: str
+    observation: str | None
+    executable: frozenset[str]
+
+    async def verify(self, _: Json, response: ParsedResponse) -> gym_client.VerifyResult:
+        raise NotImplementedError
+
+    async def step(self, _: Json, response: ParsedResponse) -> gym_client.StepResult:
+        raise NotImplementedError
+
+    async def call_tool(self, name: str, arguments: str) -> str:
+        raise NotImplementedError
+
+
 @dataclass
-class FunctionSession:
+class FunctionSession(EpisodeSession):
     """A session with the interface of `gym_client.Session`, as far as inference.py uses it."""
 
     spec: VerifierSpec
