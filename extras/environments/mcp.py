@@ -157,7 +157,8 @@ class HttpClient(Client):
                 text = await answer.read()
         except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: no URL
             raise self.lost(f"does not answer: {error}") from None
-        for line in text.splitlines():
+        is_whole = answer.content_type == "application/json"
+        for line in [text] if is_whole else text.splitlines():
             event = read_message(line.removeprefix(b"data:"))
             if event.get("id") == message.get("id"):
                 return event

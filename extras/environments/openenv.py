@@ -26,6 +26,7 @@ from kit.verify.network import find_free_port
 from kit.verify.python_verifiers.session import EpisodeSession
 from kit.verify.python_verifiers.settings import VerifierSpec
 
+NAME = "openenv"
 PAUSE_S = 0.5  # between two attempts to reach a server that starts, or to get a place on a full one
 MAX_MESSAGE_BYTES = 64 * 2**20
 FULL = "CAPACITY_REACHED"  # codes of a server's errors
@@ -48,13 +49,19 @@ class OpenEnvClient:
         self.settings = settings
         self.recipe = recipe
         self.log = logs / "environment_openenv.log"
-        self.url = "" if isinstance(settings.openenv, Command) else settings.openenv.rstrip("/")
+        url = "" if isinstance(settings.openenv, Command) else settings.openenv
+        self.gym = gym_client.Gym({NAME: url}, recipe.gym.timeout_s)  # for its two HTTP requests
         self.process: Process | None = None
-        self.http: aiohttp.ClientSession | None = None
+        self.http: aiohttp.ClientSession | None = None  # None until the first session
         self.action_field: str | None = None  # that gets the text of the policy. "": it writes JSON
         self.open_sessions = 0
         self.starting = asyncio.Lock()
         self.waiting = asyncio.Lock()  # for a place on a full server: one episode asks
+
+    @property
+    def url(self) -> str:
+        """Return the address of the server."""
+        return self.gym.urls[NAME]
 
     async def kind(self) -> str:
         """Return the kind of the sessions."""
@@ -80,6 +87,7 @@ class OpenEnvClient:
     async def close(self) -> None:
         """End the connections, and the server if this object started it."""
         if self.http:
+            await self.gym.__aexit__()
             await self.http.close()
         if self.process:
             await processes.stop(self.process)
@@ -88,7 +96,9 @@ class OpenEnvClient:
 
     async def prepare(self) -> None:
         """Start the server if it does not run, and read the schema once. Raises GymError."""
-        self.http = self.http or aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        if self.http is None:
+            self.http = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+            await self.gym.__aenter__()
         command = self.settings.openenv
         is_running = self.process is not None and self.process.returncode is None
         if isinstance(command, Command) and not is_running:
@@ -102,7 +112,7 @@ class OpenEnvClient:
     async def start(self, command: Command) -> None:
         """Start the server on a free port, and wait until it answers. Raises GymError."""
         port = find_free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        self.gym.urls = {NAME: f"http://127.0.0.1:{port}"}
         words = [word.replace("{port}", str(port)) for word in command.command]
         variables = self.recipe.env.verifier_pool.env
         self.process = await processes.start(words, Path.cwd(), variables, self.log)
@@ -122,19 +132,7 @@ class OpenEnvClient:
 
     async def get(self, path: str) -> object:
         """Return the JSON of an answer. Raises GymError."""
-        assert self.http
-        url = self.url + path
-        timeout = aiohttp.ClientTimeout(self.recipe.gym.timeout_s)
-        try:
-            async with self.http.get(url, timeout=timeout) as answer:
-                text = await answer.content.read(gym_client.MAX_ANSWER_BYTES)
-        except TimeoutError:
-            raise GymError("timeout", f"{url}: no answer in {timeout.total:g} s") from None
-        except (aiohttp.ClientError, ValueError) as error:  # ValueError: no URL
-            raise GymError("connect", f"{url} does not answer: {error}") from None
-        if answer.status != 200:
-            raise GymError("bad_answer", f"{url}: HTTP {answer.status}. Is it an OpenEnv server?")
-        return gym_client.parse_json(text, url)
+        return await gym_client.Connection(self.gym, NAME).call("GET", path)
 
     # --- sessions --------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from kit.recipe.keys import ROOT
 from kit.verify import servers
 from kit.verify.python_verifiers.process import kill_tree
 
-EXIT_TIMEOUT_S = 2.0  # for a program to end after its stdin is closed
+EXIT_TIMEOUT_S = 5.0  # for a killed program to be gone
 LINE_BYTES = 16 * 2**20  # of the longest line that a program writes
 # The kernel ends the program with the run, also if that is killed.
 WRAPPER = (
@@ -30,11 +30,10 @@ WRAPPER = (
 async def start(
     command: Sequence[str], folder: Path, variables: Sequence[str], log: Path
 ) -> Process:
-    """Start a program in a folder, where relative paths begin. Its stderr goes to the log.
+    """Start a program in a folder, where relative paths begin. Raises GymError.
 
-    Raises GymError.
-
-    variables: the names of environment variables that it sees, besides the public ones.
+    Its stderr goes to the log. variables: names of environment variables that it sees, besides the
+    public ones.
     """
     program = shutil.which(command[0])
     if program is None:
@@ -63,11 +62,7 @@ def describe_log(log: Path) -> str:
 
 
 async def stop(process: Process) -> None:
-    """Close the program's stdin, and kill it if it does not end."""
-    assert process.stdin
-    process.stdin.close()
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
+    """Kill a program with all that it has started."""
     if process.returncode is None:
         kill_tree(process.pid)
     with contextlib.suppress(ProcessLookupError):
