@@ -6,6 +6,8 @@ import ast
 import math
 import re
 import runpy
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -19,6 +21,7 @@ from kit.errors import UserFunctionError
 from kit.recipe.keys import merge_nested
 from kit.recipe.load import read_source
 from templates import filters, samplers
+from templates.program import Program
 from templates.reward import compute_score
 from templates.rewards import components, lower_partial, overlong, weighted
 from templates.task import Guess, rows
@@ -234,3 +237,37 @@ def test_each_docstring_shows_a_valid_recipe_line(path):
     assert references and all(ROOT / file in (path, path.parent) for file, _ in references)
     names = [name for _, name in references if name]
     assert all(re.search(rf"^(async def|def|class) {name}\b", text, re.M) for name in names)
+
+
+# --- environments --------------------------------------------------------------------------------
+
+ECHO = """
+import json, sys
+for line in sys.stdin:
+    print(json.dumps({"observation": json.loads(line), "reward": 0.5, "done": False}), flush=True)
+"""
+
+
+def test_a_program_plays_an_episode():
+    environment = Program()
+    assert environment.reset({"command": [sys.executable, "-c", ECHO]}) is None
+    assert environment.step("two\nlines") == ("two\nlines", 0.5, False)
+    environment.close()
+    assert environment.program.returncode is not None
+
+
+GAME = """
+from templates.gymnasium_game import Blackjack
+game = Blackjack()
+print(game.reset({"seed": 1}) == Blackjack().reset({"seed": 1}), game.step("fold"))
+print(game.step("Stick")[1:])
+"""
+
+
+def test_the_adapter_of_gymnasium_plays_a_game():
+    """Gymnasium is in the environment of NeMo Gym."""
+    command = [ROOT / ".venv-gym" / "bin" / "python", "-c", GAME]
+    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    first, second = printed.splitlines()
+    assert first == "True ('Write hit or stick.', 0.0, False)"
+    assert second in ("(-1.0, True)", "(0.0, True)", "(1.0, True)")

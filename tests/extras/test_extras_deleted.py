@@ -41,6 +41,7 @@ CHANGES = {
     "images.py": ["actor_rollout_ref.model.path={reads_images}"],
     "sft.py": ["sft"],
     "one_step_off": ["trainer.one_step_off=1"],
+    "environments": ["env.environment={openenv: 'http://127.0.0.1:9'}"],
     "shadow_verifier.py": ["env.shadow_verifier=templates/reward.py:compute_score"],
     "agents": ["env.agent={command: 'true'}"],
     "rollout_workers": ["actor_rollout_ref.rollout.agent.num_workers=2"],
