@@ -259,5 +259,7 @@ def make_features(settings: Settings) -> Features:
 def find_missing(settings: Settings) -> list[ConfigError]:
     """Return an error for each feature that a recipe turns on, and that was deleted."""
     needed = [entry for entry in ENTRIES if entry.is_needed(settings)]
-    missing = [each for each in needed if not each.may_be_missing and not is_installed(each.module)]
-    return [missing_error(entry.module, entry.turned_on_by) for entry in missing]
+    modules = {each.module: each.turned_on_by for each in needed if not each.may_be_missing}
+    if settings.trainer.device == "cpu":
+        modules["kit.cpu.platform"] = "trainer.device=cpu"
+    return [missing_error(name, key) for name, key in modules.items() if not is_installed(name)]

@@ -6,8 +6,8 @@ response 10 to 20 s sooner on two cores (docs/performance.md), and shares its me
 others. On GPUs, the server must not start CUDA, which no fork could use. So torch counts the GPUs
 by NVML meanwhile, and a module that starts CUDA when it is imported ends the run.
 
-    server    `fork_server.py serve FD WRAPPER MODULE...`: imports the modules, writes a line to its
-              stdout, then forks a child for each request. It ends when the run closes its stdin
+    server    `fork_server.py serve FD WRAPPER MODULE...`: imports the modules, then forks a child
+              for each request. It ends when the run closes its stdin
     client    FOLDER/python, a wrapper that is started instead of Python. It sends its arguments,
               environment, folder, signal mask and file descriptors to the server, and waits for
               the child. It passes SIGTERM on and ends as the child ends
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import subprocess
+    from collections.abc import Sequence
 
     from kit.recipe.settings import Settings
     from kit.run.launch import Launch
@@ -42,7 +43,6 @@ STDIN = 0
 # A command is forked if one of its arguments contains one of these: Ray's workers, vLLM's engine.
 FORKED_COMMANDS = ("default_worker.py", "from multiprocessing.spawn import spawn_main")
 SECRETS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")  # Ray sets them after the server was started
-READY = b"ready\n"  # written to the server's stdout when all modules are imported
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch.cuda.is_available then starts no CUDA
 CUDA_DEVICE = "/dev/nvidia-uvm"  # CUDA opens it when it starts. NVML does not
 EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"  # verl imports them when it is imported
@@ -72,10 +72,9 @@ class ForkServer(NamedTuple):
         with contextlib.suppress(BrokenPipeError):
             os.write(self.process.stdin.fileno(), json.dumps(environment).encode() + b"\n")
 
-    def wait_ready(self) -> str:
-        """Wait until the server has imported its modules. Return why it ended, "" if it did not."""
-        assert self.process.stdout
-        if READY in iter(self.process.stdout.readline, b""):
+    def find_failure(self) -> str:
+        """Return why the server has ended; "" if it runs."""
+        if self.process.poll() is None:
             return ""
         with open(os.path.join(self.folder, "log")) as log:
             return ([*log] or ["it was killed"])[-1].strip()
@@ -113,7 +112,7 @@ def start(modules: list[str]) -> ForkServer:
         process = subprocess.Popen(
             [sys.executable, "-P", path, *parameters],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=log,
             stderr=log,
             start_new_session=True,  # Ctrl-C is for the driver
             pass_fds=[listener.fileno()],
@@ -218,9 +217,6 @@ def serve(listener: socket.socket, wrapper: str, modules: list[str]) -> None:
     variables = import_modules(modules)
     # Ray tells a fork its GPUs later. CUDA must not start before, since it reads them only then.
     variables[NVML_CHECK] = "1"
-    sys.stdout.buffer.write(READY)
-    sys.stdout.flush()
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # Without this, the first garbage collection of each fork would write to every page. That would
     # copy the page.
     gc.freeze()
@@ -428,7 +424,9 @@ else:
     class Preload(RecipeCheck, RunPart):
         """Workers that are forks of one process."""
 
-        _server: ForkServer | None = None  # of the class: features are pickled
+        # of the class: features are pickled
+        _server: ForkServer | None = None  # for the next run
+        _running: ForkServer | None = None
 
         def begin_imports(self, settings: Settings) -> None:
             """Start the server, so that it imports the modules while the recipe is checked."""
@@ -445,8 +443,9 @@ else:
             if not Preload._server:
                 self.begin_imports(launch.recipe)
             server = Preload._server
-            Preload._server = None
             assert server
+            Preload._server = None
+            Preload._running = server
             launch.stack.callback(server.stop)
             log = os.path.join(server.folder, "log")
             launch.stack.callback(shutil.copy, log, launch.logs / "fork.log")
@@ -461,11 +460,15 @@ else:
                 job = ray.get_runtime_context().get_job_id()
                 secrets = {name: os.environ[name] for name in SECRETS}
                 server.set_env(RAY_JOB_ID=job, RAY_RAYLET_PID=str(raylet_pid), **secrets)
-                reason = server.wait_ready()  # until then no worker could start
-                if reason:
-                    raise RunError(
-                        f"The process that imports the workers' modules has ended: {reason} To let "
-                        f"each worker import them itself, which takes longer, add {KEY}=''."
-                    )
 
             launch.on_ray.append(set_variables)
+
+        def after_start(self, launch: Launch, addresses: Sequence[str]) -> None:
+            """Raise RunError if the server has failed, and the workers imported the modules."""
+            assert Preload._running
+            reason = Preload._running.find_failure()
+            if reason:
+                raise RunError(
+                    f"The process that imports the workers' modules has ended: {reason} To let "
+                    f"each worker import them itself, which takes longer, add {KEY}=''."
+                )
