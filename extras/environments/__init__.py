@@ -110,7 +110,8 @@ def read_spec(value: Json, verifier: VerifierSpec | None) -> VerifierSpec:
         raise ConfigError(f"{KEY} gives the reward, so {VERIFIER_KEY} has no use. Remove one.")
     folder = Path(__file__).resolve().parent
     if isinstance(settings, OpenEnvSettings):
-        return VerifierSpec("openenv", show(settings.openenv), KEY, str(folder / "openenv.py"))
+        path = str(folder / "openenv.py")
+        return VerifierSpec("openenv", show(settings.openenv), KEY, path, has_processes=False)
     return VerifierSpec(
         "TrlEnvironment",
         settings.trl_class,

@@ -62,7 +62,8 @@ def sandbox_command(command: Sequence[str], readable: Sequence[Path]) -> list[st
             mounts += ["--symlink", os.readlink(name), name]
         else:
             mounts += ["--ro-bind", name, name]
-    own = [Path(sys.prefix), Path(sys.base_prefix), ROOT / "kit", *ROOT.glob("*.py")]
+    code = [ROOT / "kit", ROOT / "extras", *ROOT.glob("*.py")]
+    own = [Path(sys.prefix), Path(sys.base_prefix), *code]
     for path in (*own, *readable):
         for name in {str(path.absolute()), str(path.resolve())}:
             mounts += ["--ro-bind-try", name, name]

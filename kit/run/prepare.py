@@ -262,7 +262,9 @@ def check_early(
             verifiers = read_verifiers(settings.env, servers)
     except (UserFunctionError, ConfigError) as error:
         errors.append(error)
-    has_server = servers or settings.gym.head_server or settings.env.verifier
+    env_section = settings.env
+    named = env_section.verifier or env_section.environment
+    has_server = servers or settings.gym.head_server or named
     if settings.has_episodes and not (has_server or verifiers.specs):
         errors.append(
             "The recipe names no verifier, so nothing gives rewards. Set "

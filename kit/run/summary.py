@@ -133,10 +133,12 @@ def describe_verifiers(recipe: Recipe, inputs: RunInputs) -> list[str]:
     if inputs.verifiers.specs:
         names = ", ".join(map(str, inputs.verifiers.specs.values()))
         pool = recipe.env.verifier_pool
-        lines.append(
-            f"verifier    {names}: {pool.processes or cores()} processes, "
-            f"{pool.timeout_s:g} s a call, {pool.memory_gb:g} GiB each"
+        processes = (
+            f": {pool.processes or cores()} processes, {pool.timeout_s:g} s a call, "
+            f"{pool.memory_gb:g} GiB each"
         )
+        has_processes = any(spec.has_processes for spec in inputs.verifiers.specs.values())
+        lines.append(f"verifier    {names}{processes if has_processes else ''}")
     else:
         lines.append("verifier    Gym servers, which start with the run (to try them: `probe`)")
     lines += [f"tried       {trial.result}" for trial in inputs.trials if trial.result]

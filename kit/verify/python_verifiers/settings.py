@@ -33,6 +33,7 @@ class VerifierSpec:
     path: str = ""  # of its file, empty for verl's scorer
     settings: Json = field(default_factory=dict)
     raw_text: bool = False  # whether it reads the whole response, with its thought
+    has_processes: bool = True  # of the pool; False for a server of an environment
 
     def __str__(self) -> str:
         settings = {RAW_TEXT: True, **self.settings} if self.raw_text else self.settings
