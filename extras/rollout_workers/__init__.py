@@ -3,8 +3,8 @@
 Each worker has separate clients of vLLM and of the Gym servers, separate Python verifiers, and an
 equal part of all limits of the recipe. A group of episodes goes to one worker. Requests have the
 same ids as without workers, so with rollout.full_determinism the tokens are the same for any N. The
-policy endpoint for agents (kit/engine/endpoint) stays in the driver. The workers run on the driver's
-node, since the Gym servers listen on its loopback address only.
+policy endpoint for agents stays in the driver. The workers run on the driver's node, since the Gym
+servers listen on its loopback address only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Requests in one form for all dialects.
 
-A dialect reads a body to a `Request`. Messages and tools are read by
-env.py, as those of a row are. Sampling parameters (`temperature`, `seed` and others) are not used,
-since the run sets them: tokens must be on-policy.
+A dialect reads a body to a `Request`. Messages and tools are read by env.py, as those of a row are.
+Sampling parameters (`temperature`, `seed` and others) are not used, since the run sets them: tokens
+must be on-policy.
 
 Protects: training, from a field of a request that would be ignored without a message.
 """

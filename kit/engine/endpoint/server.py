@@ -186,7 +186,9 @@ async def complete(client: AgentSession | SharedClients, dialect: Dialect, body:
     stored = client.stored if isinstance(client, AgentSession) else {}
     whole = dialect.resume(body, stored)
     request = dialect.read(whole)
-    reply = dialect.write(whole, request, await client.complete(request))
+    call = await client.complete(request)
+    reply = dialect.write(whole, request, call)
+    call.token_fields = {}  # the tree of a batch has the ids once
     if isinstance(client, AgentSession):
         client.store(reply["id"], dialect.store(whole, reply))
     return reply

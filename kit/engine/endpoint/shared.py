@@ -21,6 +21,13 @@ from kit.engine.endpoint.requests import Request, RequestError
 from kit.engine.endpoint.tree import Call, Tree
 from kit.engine.sampling import RolloutContext
 
+logger = logging.getLogger(__name__)
+REWRITTEN = (
+    "an agent has rewritten the history of its conversation, so its episode fails as "
+    "not_contiguous. Later cases are counted only as failed episodes. Turn off the agent's "
+    'compaction. See docs/environments.md, "Agents that rewrite the history".'
+)
+
 
 class SharedClients:
     """The clients that share the endpoint's own key."""
@@ -45,7 +52,9 @@ class SharedClients:
         tree = self.tree
         call = await self.prompts.build(self.context, tree, request)
         if call.is_rewritten:
-            self.count_rewritten()
+            self.rewritten_count += 1
+            if self.rewritten_count == 1:
+                logger.warning(REWRITTEN)
         request.room = find_room(call, request, self.context)
         request_id = uuid.uuid4().hex
         sampled = await respond(self.context, samples.sampling, request_id, request, call)
@@ -56,16 +65,6 @@ class SharedClients:
         values = (prompt, sampled.ids, sampled.log_probs)
         call.token_fields = dict(zip(TOKEN_FIELDS, values, strict=True))
         return call
-
-    def count_rewritten(self) -> None:
-        """Count a rewritten history, and log the first one."""
-        self.rewritten_count += 1
-        if self.rewritten_count == 1:
-            logging.getLogger(__name__).warning(
-                "an agent has rewritten the history of its conversation, so its episode fails as "
-                "not_contiguous. Later cases are counted only as failed episodes. Turn off the "
-                'agent\'s compaction. See docs/environments.md, "Agents that rewrite the history".'
-            )
 
 
 def find_hidden(request: Request) -> set[str]:

@@ -11,7 +11,6 @@ Protects: sampled tokens, each of which is trained exactly once however an agent
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from array import array
 from collections.abc import Iterator, Sequence
@@ -61,8 +60,11 @@ class Call:
     @property
     def ids(self) -> list[int]:
         """Return all ids up to the end of the response."""
-        parts = [part for call in self.path for part in (call.prompt_ids, call.sampled_ids)]
-        return list(itertools.chain.from_iterable(parts))
+        ids: list[int] = []
+        for call in self.path:
+            ids += call.prompt_ids
+            ids += call.sampled_ids
+        return ids
 
     @property
     def prompt_length(self) -> int:

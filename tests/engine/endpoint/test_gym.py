@@ -282,25 +282,6 @@ def test_an_agent_has_the_limits_of_an_episode_of_the_kit(server, texts, limits,
     assert episode.ended == ended and (not row or episode.response == "Hell")
 
 
-# --- requests that are refused -------------------------------------------------------------------
-
-
-def test_a_refused_request_fails_without_a_repetition(server, monkeypatch):
-    tokenizer = chatml_tokenizer()
-    context = context_of(one_turn_each(["Hello."] * 9, tokenizer), tokenizer)
-    requests = []
-    complete = endpoint_server.complete
-
-    async def record(client, dialect, body):
-        requests.append(body)
-        return await complete(client, dialect, body)
-
-    monkeypatch.setattr(endpoint_server, "complete", record)
-    failure = play(server, context, {**PARAMS, "tool_choice": "required"}, [])
-    assert failure["status"] == 400 and len(requests) == 1 and not context.client.prompts
-    assert json.loads(failure["body"])["error"]["param"] == "tool_choice"
-
-
 # --- Gym's simple_agent --------------------------------------------------------------------------
 
 

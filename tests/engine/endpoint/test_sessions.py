@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 
 import aiohttp
 import anthropic
@@ -533,3 +534,31 @@ def test_each_sampled_token_is_trained_once(steps):
     assert all(row.prompt_ids + row.response_ids in prompts for row in rows)
     assert list_sampled(episode)[-1] == sampled[-1]
     assert all(len(row.response_mask) == len(row.log_probs) for row in rows)
+
+
+# --- one agent against the others ----------------------------------------------------------------
+
+OPENED = "<think>" * 12_000
+LARGE = [
+    json.dumps({"messages": [{"role": "user", "content": "lorem " * 700_000}]}),
+    json.dumps({"messages": [USER, {"role": "assistant", "content": OPENED}, USER]}),
+    '{"messages": [' + "{}," * 10**7 + "{}]}",
+]
+
+
+@pytest.mark.parametrize("body", LARGE, ids=["text", "thoughts", "objects"])
+def test_no_request_of_an_agent_delays_another_agents(body):
+    async def play(agent):
+        await agent.say()  # imports what parses a response
+        request = agent.http.post(agent.url + CHAT, data=body)
+        task = asyncio.ensure_future(request)
+        longest = 0.0
+        while not task.done():
+            begin = time.thread_time()  # of the event loop, on a machine with other work
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.thread_time() - begin)
+        (await task).release()
+        print(f"longest pause {longest:.3f} s")
+        assert longest < 0.1
+
+    run(play, "a", "b", max_prompt_length=30_000)

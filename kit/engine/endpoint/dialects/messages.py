@@ -71,7 +71,8 @@ def read_text(content: object, param: str) -> str:
         elif block.get("type") not in SKIPPED:
             problem = f"blocks of type {block.get('type')} are not supported here. Remove it."
             raise RequestError(problem, param)
-    return "\n".join(text for text in texts if not text.startswith(BILLING))
+    kept = [each.partition("\n")[2] if each.startswith(BILLING) else each for each in texts]
+    return "\n".join(filter(None, kept))
 
 
 def read_message(message: Json) -> Iterator[Json]:
