@@ -88,7 +88,8 @@ class ModelServer:
 
     def __init__(self, process):
         self.process = process
-        self.endpoint = endpoint_server.Endpoint(None, KEY)
+        context = context_of(None, chatml_tokenizer())  # `use` replaces it
+        self.endpoint = endpoint_server.Endpoint(context, KEY)
         self.loop = asyncio.Runner()
 
     async def ask(self, params) -> dict:
