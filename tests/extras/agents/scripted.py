@@ -35,19 +35,27 @@ from kit.verify.network import find_free_port
 from tests.helpers.rollouts import chatml_tokenizer, context_of, encode_turns
 
 TOKENIZER = chatml_tokenizer()
+LENGTHS = {"max_prompt_length": 10**6, "max_response_length": 10**6}
 SHELL = "echo 42 > answer.txt"
 
 
 class Policy:
     """A rollout engine that plays the same turns in each episode."""
 
-    def __init__(self, turns: list[str]):
+    def __init__(self, turns: list[str], pause_s: float):
         self.answers = encode_turns(turns, TOKENIZER)
+        self.pause_s = pause_s
+        self.cancelled_count = 0
         self.counts = Counter[str]()  # {episode: its calls}
         self.sampled_count = 0
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling_params: Any) -> Any:
         """Return the next turn of an episode. A call without tools, as for a title, is no turn."""
+        try:
+            await asyncio.sleep(self.pause_s)
+        except asyncio.CancelledError:
+            self.cancelled_count += 1
+            raise
         ids = encode_turns(["A title"], TOKENIZER)[0]
         if "\nTools: [" in TOKENIZER.decode(prompt_ids):
             turn = self.counts[request_id]
@@ -89,17 +97,23 @@ def make_call(tool: str, /, **arguments: str) -> str:
 
 
 def run_episodes(
-    spec: AgentSpec, turns: list[str], folder: Path, count: int = 1, max_calls: int = 20
+    spec: AgentSpec,
+    turns: list[str],
+    folder: Path,
+    count: int = 1,
+    max_calls: int = 20,
+    timeout_s: float = 300.0,
+    pause_s: float = 0.0,
 ) -> tuple[list[Episode], Policy]:
     """Run episodes of an agent at the same time. The policy repeats the last of its turns."""
-    policy = Policy(turns)
-    context = context_of(policy, TOKENIZER, max_prompt_length=10**6, max_response_length=10**6)
+    policy = Policy(turns, pause_s)
+    context = context_of(policy, TOKENIZER, **LENGTHS, timeout_s=2000.0)
     sessions = Sessions()
     port = find_free_port()
     limits = Limits(max_calls, 10**6, 8, math.inf, "fork", "all", False)
     function = FunctionAgent(spec, folder / "agent.log")
     agent: Any = function.run if spec.function else partial(run_command, spec, True)
-    context.agent = AgentRunner(agent, sessions, f"http://127.0.0.1:{port}", limits, 300.0)
+    context.agent = AgentRunner(agent, sessions, f"http://127.0.0.1:{port}", limits, timeout_s)
     question = "What is x + y? Write it into answer.txt."
     row = {"question": question}
     task = env.Task("rows:1", row, "s", [{"role": "user", "content": question}], [])

@@ -52,6 +52,14 @@ def test_an_agent_that_never_stops_ends_at_its_limit_and_is_verified(tmp_path):
     assert len(episode.turns) == 3 and episode.response == "Limit reached."
 
 
+def test_the_call_of_an_agent_that_is_killed_ends_with_it(tmp_path):
+    """Otherwise the policy would go on with it after the next update of the weights."""
+    spec = make_spec("openai_chat")
+    limits = {"timeout_s": 30.0, "pause_s": 1000.0}
+    (episode,), policy = scripted.run_episodes(spec, TURNS, tmp_path, **limits)
+    assert (episode.status, policy.cancelled_count) == ("agent_timeout", 1)
+
+
 @pytest.mark.parametrize("name", ["codex", "opencode"])
 def test_a_coding_agent_works_without_a_network(name, tmp_path):
     if not (ROOT / ".venv-agents/bin" / name).exists():
