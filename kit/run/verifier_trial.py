@@ -206,7 +206,7 @@ def rank(reward: float | None) -> float:
 
 def show(reward: float | None) -> str:
     """Return a reward for the summary."""
-    return "none" if reward is None else f"{reward:g}"
+    return "none (masked, or null)" if reward is None else f"{reward:g}"
 
 
 def list_responses(task: Task) -> dict[str, str]:

@@ -109,7 +109,7 @@ def test_a_verifier_that_pays_the_form_alone_is_named(tmp_path):
     ("answer", "text"),
     [
         ((200, {"reward": 0.5}), "reward 0.5 for 'So the answer is 7.'"),
-        ((200, {"reward": 0.5, "judge_error": "x"}), "reward none (masked)"),
+        ((200, {"reward": 0.5, "judge_error": "x"}), "reward none (masked, or null)"),
         ((500, "KeyError"), "HTTP 500"),  # maybe because of this text
         ((422, "no such field"), "gym.servers.s cannot verify row a:1"),
     ],
