@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -168,7 +169,8 @@ def test_a_step_whose_policy_is_not_the_sampler_is_off_policy(
     behavior = torch.full((2, 3), -1.0)
     mask = torch.ones(2, 3)
     tensors = {"response_mask": mask, "turn": torch.zeros(2, 3), "rollout_log_probs": behavior}
-    batch = Batch(batch=tensors)
+    tensors |= {"responses": mask, "attention_mask": mask}
+    batch = Batch(batch=tensors, non_tensor_batch={"episode": np.arange(2)})
     present = behavior + shift * torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, -1.0]])
     monkeypatch.setattr(training, "compute_log_probs", lambda *_: {"log_probs": present})
 
