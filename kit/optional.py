@@ -31,6 +31,7 @@ TOOLS: Mapping[str, str] = {
 PARTS: Mapping[str, str] = {
     "images": "extras.images",  # of a model that reads images
     "environments": "extras.gym_environments",  # of servers that require more packages
+    "environment": "extras.environments",  # of env.environment
     "programs": "extras.policy_programs.program_scores",  # scores responses that are code
     "sandbox": "extras.policy_programs.sandbox",  # of Python verifiers
     "rows": "lab.convert",  # converts files of rows

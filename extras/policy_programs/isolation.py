@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from kit.verify.python_verifiers.calls import CallResult, VerifierError, describe_failure
+from kit.verify.python_verifiers.calls import VerifierError, describe_failure
 from kit.verify.python_verifiers.process import kill_descendants, replace_by_null
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ MAX_FILE_BYTES = 64 * 2**20  # of each file that a program writes
 MAX_SANDBOX_PROCESSES = 256  # of one program. A sandbox does not count the user's other processes.
 
 
-def run_isolated(call: Callable[[], CallResult], memory: int) -> Json:
+def run_isolated(call: Callable[[], Json], memory: int) -> Json:
     """Run `call` in a forked process, kill all that it has started, and return its answer.
 
     The result is read as JSON of at most MAX_RESULT_BYTES, and never unpickled.
@@ -67,7 +67,7 @@ def reap_children() -> None:
             pass
 
 
-def write_result_and_exit(call: Callable[[], CallResult], writer: int, memory: int) -> NoReturn:
+def write_result_and_exit(call: Callable[[], Json], writer: int, memory: int) -> NoReturn:
     """Write the result of `call` to the pipe `writer`, and exit. Runs in the forked process.
 
     Processes that the program forks do not get the pipe.
@@ -76,7 +76,7 @@ def write_result_and_exit(call: Callable[[], CallResult], writer: int, memory: i
     limit_program(memory)
     try:
         try:
-            answer = call().answer
+            answer = call()
         except BaseException as error:
             answer = describe_failure(error, "")
         os.write(writer, json.dumps(answer).encode() + b"\n")

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from extras.policy_programs.isolation import run_isolated
 from kit.data.ground_truths import Json
-from kit.verify.python_verifiers.calls import CallResult, score
+from kit.verify.python_verifiers.calls import score
 from kit.verify.python_verifiers.verl_scorer import (
     PROGRAM_SOURCES,
     VerlScore,
@@ -55,7 +55,7 @@ def score_code(
     runner: asyncio.Runner,
     arguments: Json,
     memory: int,
-) -> CallResult:
+) -> Json:
     """Score a response that is code, in the process of a verifier. Raises VerifierError.
 
     verifier: verl's scorer with its settings. arguments: of its call. memory: bytes.
@@ -72,7 +72,7 @@ def score_code(
         return call()
     # Otherwise the forked process of each call would import it. sympy alone takes seconds.
     importlib.import_module(f"verl.utils.reward_score.{name}")
-    return CallResult(run_isolated(call, memory))
+    return run_isolated(call, memory)
 
 
 def score_program(

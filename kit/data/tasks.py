@@ -87,6 +87,7 @@ class TaskLoader:
     only_servers: Collection[str] | None = None  # None: the rows of all servers
     custom_verifiers: Collection[str] = ()  # names that Entry.server may have, too
     prompt_key: str = "prompt"  # data.prompt_key, of verl's rows
+    tools: list[Json] = field(default_factory=list)  # of rows that have none, in a chat's format
     report: Callable[[str], None] = ignore  # prints a line
     reported: set[tuple[str, str]] = field(default_factory=set)  # (entry, field that is not used)
 
@@ -158,6 +159,7 @@ class TaskLoader:
         Raises DataError.
         """
         messages, tools = env.render_row(row, row_id)
+        tools = tools or self.tools
         env.check_end(messages, row_id)
         arguments = env.read_template_arguments(row, row_id)
         template = self.template.with_arguments(arguments, row_id) if arguments else self.template

@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import env
+from env import Json
 from kit.chat.processor import TextProcessor
 from kit.chat.template import ChatTemplate
 from kit.data.generated_rows import RowSource
@@ -44,6 +45,7 @@ class RunInputs(Generic[Row]):
     source: RowSource  # the tasks of each batch
     model: PretrainedConfig  # of its text part
     verifiers: PythonVerifiers
+    tools: list[Json] = dataclasses.field(default_factory=list)  # of rows that have none
     generated: list[env.Task] = dataclasses.field(default_factory=list)  # from functions, batch 1
     trials: list[Trial] = dataclasses.field(default_factory=list)  # of verifiers
     scales: Scales = dataclasses.field(default_factory=dict)

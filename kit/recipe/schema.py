@@ -274,6 +274,7 @@ class EnvSection(Section):
     only_servers: list[str] | None
     verifier: FunctionSpec | None
     agent: AgentSpec | None
+    environment: Json | None  # an optional feature parses it
     shadow_verifier: FunctionSpec | None
     verifier_pool: VerifierPool
     allow_unsandboxed_code: Switch

@@ -29,7 +29,7 @@ from kit.recipe.settings import Settings
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from gym_client import Gym
+    from gym_client import Gym, Json
     from inference import Servers
     from kit.data.episode import Episode
     from kit.engine.inputs import RunInputs
@@ -64,6 +64,10 @@ class RecipeCheck:
     def check_model(self, recipe: Recipe, hf_config: PretrainedConfig) -> Iterable[str]:
         """Return problems with the sizes of the model."""
         return ()
+
+    def list_tools(self, settings: Settings) -> list[Json]:
+        """Return the tools of rows that have none, in the format of a chat. Raises ConfigError."""
+        return []
 
     def check_inputs(self, recipe: Recipe, inputs: RunInputs) -> None:
         """Check the loaded rows, and servers that the run needs. Raises ConfigError."""
@@ -220,6 +224,7 @@ ENTRIES = (
     Entry("extras.judges", "Judges", "gym.judges"),
     Entry("extras.policy_programs", "PolicyPrograms", "env.verifier_pool.sandbox"),
     Entry("extras.agents", "Agents", "env.agent"),
+    Entry("extras.environments", "Environments", "env.environment"),
     Entry("extras.shadow_verifier", "ShadowVerifier", "env.shadow_verifier"),
     Entry("extras.megatron", "Megatron", "model_engine", uses_megatron),
     Entry("extras.backends", "Backends", "an option of the rollout engine", uses_other_backend),

@@ -102,6 +102,8 @@ def prepare(
     own = settings.gym.servers.keys() - draft.facts.replaced_servers
     aliases = {agent: server for agent, server in agents.items() if server in servers}
     aliases |= {name: name for name in (*servers, *own)}
+    for each in draft.features.checks:
+        inputs.tools += each.list_tools(settings)
     batches = load_rows(settings, inputs, aliases, draft.functions.sampler)
     custom = inputs.verifiers.specs
     check_code_execution(settings, inputs)
@@ -379,6 +381,7 @@ def load_rows(
         only_servers=settings.env.only_servers,
         custom_verifiers=inputs.verifiers.specs,
         prompt_key=data.prompt_key,
+        tools=inputs.tools,
         report=say,
     )
     entries: dict[str, list[Entry]] = {TRAIN: [], VAL: []}

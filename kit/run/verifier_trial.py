@@ -10,6 +10,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import gym_client
 from env import Task
@@ -27,7 +28,7 @@ from kit.engine.inputs import Trial
 from kit.errors import ConfigError, UserFunctionError
 from kit.recipe.recipe import Recipe
 from kit.run.event_loops import make_runner
-from kit.verify.python_verifiers.pool import Pool
+from kit.verify.python_verifiers.pool import make_pools
 from kit.verify.python_verifiers.settings import VerifierSpec
 from kit.verify.verifiers import VerifierRouter, make_verifiers
 
@@ -65,7 +66,8 @@ def check_verifiers(
         return []
     urls = {name: str(recipe.gym.servers[name].url) for name in rows if name not in specs}
     with tempfile.TemporaryDirectory() as logs, make_runner() as runner:
-        pools = {name: Pool(specs[name], recipe, Path(logs)) for name in rows if name in specs}
+        used = {name: specs[name] for name in rows if name in specs}
+        pools = make_pools(recipe, used, Path(logs))
         router, _ = make_verifiers(recipe, urls, pools)
 
         async def check_all() -> list[Trial]:
@@ -107,8 +109,20 @@ def select_tasks(tasks: Sequence[Task]) -> list[Task]:
     return list(selected.values())
 
 
+class Attempt(NamedTuple):
+    """A verified response. reward: None if it is masked or unknown."""
+
+    reward: float | None
+    observation: str | None = None  # the first one of an environment
+
+
 async def call_once(router: VerifierRouter, task: Task, response: str) -> float | None:
-    """Verify a response to the row of a task. Return the reward, None if it is masked or unknown.
+    """Return the reward of a response, as `try_once` does."""
+    return (await try_once(router, task, response)).reward
+
+
+async def try_once(router: VerifierRouter, task: Task, response: str) -> Attempt:
+    """Verify a response to the row of a task.
 
     A Gym server that plays turns only opens a session. Raises UserFunctionError for a Python
     verifier. For a Gym server, raises ConfigError, or GymError if the response may be the reason.
@@ -120,11 +134,13 @@ async def call_once(router: VerifierRouter, task: Task, response: str) -> float 
         async with router.session(task.server, task.row) as session:
             if session.kind == "verify":
                 body = gym_client.message_response(response)
-                return (await session.verify(body, parsed)).reward
-            return (await session.step({}, parsed)).reward if pool else None
+                return Attempt((await session.verify(body, parsed)).reward)
+            reward = (await session.step({}, parsed)).reward if pool else None
+            observation = session.observation
+        return Attempt(reward, observation)
     except GymError as error:
-        if error.reason == "masked":
-            return None
+        if error.reason in ("masked", "no_reward"):
+            return Attempt(None)
         if pool:
             trial = f"(tried on row {task.row_id} with the response {response!r})"
             raise UserFunctionError(f"{pool.spec.key}={error} {trial}") from None
@@ -143,8 +159,10 @@ async def check_row(
 
     first: no answer unless the user gave it. Raises what `call_once` does.
     """
-    other = await call_once(router, task, first)
+    other, observation = await try_once(router, task, first)
     line = f"on row {task.row_id}: reward {show(other)} for {first!r}"
+    if observation:
+        line += f", after the first observation {observation!r:.200}"
     if await router.kind(task.server) != "verify":
         is_python = task.server in router.pools
         return Trial(line if is_python else f"on row {task.row_id}: a session opens")
@@ -188,7 +206,7 @@ def rank(reward: float | None) -> float:
 
 def show(reward: float | None) -> str:
     """Return a reward for the summary."""
-    return "none (masked)" if reward is None else f"{reward:g}"
+    return "none" if reward is None else f"{reward:g}"
 
 
 def list_responses(task: Task) -> dict[str, str]:

@@ -16,8 +16,8 @@ from gym_client import FIRST, EpisodeIndex, Json, RunResult, Session
 from kit.recipe.recipe import Recipe
 from kit.verify.concurrency import ConcurrencyLimits
 from kit.verify.masks import find_mask
-from kit.verify.python_verifiers.pool import Pool
-from kit.verify.python_verifiers.session import FunctionSession
+from kit.verify.python_verifiers.pool import SessionSource
+from kit.verify.python_verifiers.session import EpisodeSession
 
 
 class VerifierRouter:
@@ -26,7 +26,7 @@ class VerifierRouter:
     pools: {name: pool} of the Python verifiers. `gym` has every other verifier.
     """
 
-    def __init__(self, gym: gym_client.Gym, pools: Mapping[str, Pool]):
+    def __init__(self, gym: gym_client.Gym, pools: Mapping[str, SessionSource]):
         self.gym = gym
         self.pools = pools
 
@@ -54,13 +54,12 @@ class VerifierRouter:
     @contextlib.asynccontextmanager
     async def session(
         self, name: str, row: Json, index: EpisodeIndex = FIRST
-    ) -> AsyncIterator[Session | FunctionSession]:
+    ) -> AsyncIterator[Session | EpisodeSession]:
         """Open a session with the verifier for one episode of `row`. Raises GymError."""
-        if name in self.pools:
-            yield await self.pools[name].open_session(row)
-        else:
-            async with self.gym.session(name, row, index) as session:
-                yield session
+        pool = self.pools.get(name)
+        opening = pool.session(row) if pool else self.gym.session(name, row, index)
+        async with opening as session:
+            yield session
 
     async def aggregate(self, name: str, records: Sequence[Json]) -> Json | None:
         """Return the metrics of a Gym server over `records`. A Python verifier has none."""
@@ -72,7 +71,7 @@ class VerifierRouter:
 def make_verifiers(
     recipe: Recipe,
     urls: Mapping[str, str],
-    pools: Mapping[str, Pool],
+    pools: Mapping[str, SessionSource],
     share: int = 1,
 ) -> tuple[VerifierRouter, ConcurrencyLimits]:
     """Make the router of the recipe's verifiers, and the limits of the calls to Gym servers.

@@ -96,7 +96,7 @@ BOARD = "class Board:\n    def __init__(self):\n        self.turns = []"
 
 
 def test_verifiers_import_their_siblings_in_their_processes(tmp_path):
-    """The steps of a game run in two processes, which pickle its objects by their classes."""
+    """The steps of three games run in two processes."""
     folder = write_files(tmp_path / "my rewards", my=VERIFIERS, board=BOARD)
     router = make_router(tmp_path, f"{folder}/my.py:compute_score")
     assert list_rewards(play(router, "helpers", "helpers of chain", "other")) == [1.0, 1.0, 0.0]

@@ -10,11 +10,10 @@ import inspect
 import json
 import math
 import numbers
-import pickle
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kit.errors import UserFunctionError
 from kit.recipe.python_files import describe_place
@@ -31,24 +30,29 @@ class VerifierError(Exception):
 
 
 class Environment(Protocol):
-    """An instance of a user's class. The methods may be async, and may return anything."""
+    """An instance of a user's class. The methods may be async, and may return anything.
+
+    It may have `close`, to end what it started.
+    """
 
     def reset(self, row: Json) -> object: ...
     def step(self, text: str) -> object: ...
 
 
-class CallResult(NamedTuple):
-    """The result of one request."""
+class ToolEnvironment(Protocol):
+    """An environment whose tools the policy calls, and which computes the reward at the end."""
 
-    answer: Json
-    env_state: bytes = b""  # the environment, pickled, for the next step of its episode
-    seconds: float = 0.0  # that the driver waited for it
+    tools: Collection[str]  # their names, after reset
+
+    def reset(self, row: Json) -> object: ...
+    def call_tool(self, name: str, arguments: str) -> object: ...
+    def score(self, **arguments: object) -> object: ...  # of a function
 
 
 # --- call ----------------------------------------------------------------------------------------
 
 
-def score(verifier: Callable[..., object], runner: asyncio.Runner, arguments: Json) -> CallResult:
+def score(verifier: Callable[..., object], runner: asyncio.Runner, arguments: Json) -> Json:
     """Call a function and return the JSON of a verification result. Raises VerifierError.
 
     The other numbers of a dict are components of the reward. If JSON can express another value, it
@@ -66,32 +70,47 @@ def score(verifier: Callable[..., object], runner: asyncio.Runner, arguments: Js
             components[str(name)] = to_finite_number(part)
     if reward is None or None in components.values():
         raise VerifierError(f"returned {reprlib.repr(value)}; it must return {SCORE_RESULT}.")
-    return CallResult({**details, "reward": reward, "reward_components": components})
+    return {**details, "reward": reward, "reward_components": components}
 
 
-def reset(
-    make_environment: Callable[[], Environment], runner: asyncio.Runner, row: Json
-) -> CallResult:
-    """Make an environment, reset it, and return its first observation. Raises VerifierError."""
-    environment = make_environment()
+def reset(environment: Environment | ToolEnvironment, runner: asyncio.Runner, row: Json) -> Json:
+    """Reset an environment, and return its first observation. Raises VerifierError."""
     observation = await_result(environment.reset(row), runner)
     if not isinstance(observation, str | None):
         raise VerifierError(
             f"reset returned {reprlib.repr(observation)}; it must return text or None."
         )
-    return CallResult({"observation": observation}, pickle_environment(environment))
+    return {"observation": observation, "tools": list(getattr(environment, "tools", ()))}
 
 
-def step(
-    _: Callable[[], Environment], runner: asyncio.Runner, env_state: bytes, text: str
-) -> CallResult:
+def step(environment: Environment, runner: asyncio.Runner, text: str) -> Json:
     """Give the text of the policy to an environment. Raises VerifierError."""
-    environment: Environment = pickle.loads(env_state)
     value = await_result(environment.step(text), runner)
     answer = parse_step(value)
     if answer is None:
         raise VerifierError(f"step returned {reprlib.repr(value)}; it must return {STEP_RESULT}.")
-    return CallResult(answer, b"" if answer["done"] else pickle_environment(environment))
+    return answer
+
+
+def call_tool(
+    environment: ToolEnvironment, runner: asyncio.Runner, name: str, arguments: str
+) -> Json:
+    """Call a tool of an environment, and return its output."""
+    return {"output": str(await_result(environment.call_tool(name, arguments), runner))}
+
+
+def score_environment(
+    environment: ToolEnvironment, runner: asyncio.Runner, arguments: Json
+) -> Json:
+    """Return the JSON of an environment's reward, as `score` does. Raises VerifierError."""
+    return score(environment.score, runner, arguments)
+
+
+def close(environment: object, runner: asyncio.Runner) -> Json:
+    """Let an environment end what it started, if it has such a method."""
+    if hasattr(environment, "close"):
+        await_result(environment.close(), runner)
+    return {}
 
 
 def parse_step(value: object) -> Json | None:
@@ -109,19 +128,6 @@ def parse_step(value: object) -> Json | None:
 def await_result(value: object, runner: asyncio.Runner) -> object:
     """Return the value, or the result of an async function."""
     return runner.run(value) if inspect.iscoroutine(value) else value
-
-
-def pickle_environment(environment: Environment) -> bytes:
-    """Pickle an environment: its next step may run in another process. Raises VerifierError."""
-    try:
-        return pickle.dumps(environment)
-    except Exception as error:  # methods of the class may raise any exception
-        raise VerifierError(
-            f"an instance of {type(environment).__name__} cannot be pickled "
-            f"({type(error).__name__}: {error}), but its next step may run in another process. "
-            "Keep only numbers, text, lists and arrays in it. If that is not possible, keep the "
-            "actions, and play them again."
-        ) from error
 
 
 # --- values --------------------------------------------------------------------------------------

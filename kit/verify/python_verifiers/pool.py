@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import logging
 import os
 import pickle
 import secrets
@@ -15,8 +17,10 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Protocol
 
 import gym_client
 from gym_client import GymError, Json
@@ -25,34 +29,58 @@ from kit.recipe.keys import ROOT
 from kit.recipe.recipe import Recipe
 from kit.recipe.resources import cores
 from kit.verify import servers as gym_servers
-from kit.verify.python_verifiers.calls import CallResult
 from kit.verify.python_verifiers.process import ANSWER, REQUEST, kill_tree
-from kit.verify.python_verifiers.session import FunctionSession
+from kit.verify.python_verifiers.session import (
+    CallResult,
+    EnvironmentSession,
+    EpisodeSession,
+    FunctionSession,
+)
 from kit.verify.python_verifiers.settings import VerifierSpec
 
 LOAD_TIMEOUT_S = 300.0  # to start a process and import the verifier
 EXIT_TIMEOUT_S = 5.0  # for a killed process to be gone
+CLOSE_TIMEOUT_S = 10.0  # to close an environment; no reward depends on it
 MAX_ANSWER_BYTES = 64 * 2**20
 MAX_LOG_BYTES = 16 * 2**20  # a longer log is emptied
+logger = logging.getLogger(__name__)
 
 
-def make_pools(recipe: Recipe, specs: Mapping[str, VerifierSpec], logs: Path) -> dict[str, Pool]:
-    """Make a pool for each Python verifier: {name: pool}. Starts no process.
+class SessionSource(Protocol):
+    """What opens the sessions of a verifier: a Pool, or a client of an environment."""
 
-    The logs of a verifier whose name here is another one are in a folder of that name.
+    spec: VerifierSpec
+
+    async def kind(self) -> str: ...
+    def session(self, row: Json) -> AbstractAsyncContextManager[EpisodeSession]: ...
+    async def close(self) -> None: ...
+
+
+def make_pools(
+    recipe: Recipe, specs: Mapping[str, VerifierSpec], logs: Path
+) -> Mapping[str, SessionSource]:
+    """Make a pool for each Python verifier, {name: pool}, or the client of its environment.
+
+    Starts no process. The logs of a verifier whose name here is another one are in a folder of that
+    name.
     """
-    pools = {}
+    pools: dict[str, SessionSource] = {}
     for name, spec in specs.items():
         folder = logs if name == spec.name else logs / name
         folder.mkdir(parents=True, exist_ok=True)
         pools[name] = Pool(spec, recipe, folder)
-    return pools
+    if not recipe.env.environment:
+        return pools
+    environment = optional.load("environment", "env.environment")
+    replaced: Mapping[str, SessionSource] = environment.replace_pools(pools, recipe, logs)
+    return replaced
 
 
 class Pool:
     """The processes of one verifier.
 
-    The process that was used last is used next, so that no more are started than needed.
+    A function is called in the process that was used last, so that no more are started than needed.
+    An environment stays in one process, the one with the fewest.
     """
 
     def __init__(self, spec: VerifierSpec, recipe: Recipe, logs: Path):
@@ -68,18 +96,33 @@ class Pool:
             self.idle.put_nowait(worker)
         self.loaded_kind = ""  # empty until a process has loaded the verifier
 
-    async def kind(self) -> str:
-        """Return "verify" for a function, "step" for a class. Raises GymError."""
+    async def find_kind(self) -> str:
+        """Return "verify" for a function, "step" or "tools" for a class. Raises GymError."""
         if not self.loaded_kind:
             self.loaded_kind = str((await self.call("kind")).answer["kind"])
         return self.loaded_kind
 
-    async def open_session(self, row: Json) -> FunctionSession:
-        """Open a session for one episode of `row`. Raises GymError."""
-        kind = await self.kind()
-        session = FunctionSession(self.spec, kind, row, self.call, self.may_run_code)
-        await session.open()
-        return session
+    async def kind(self) -> str:
+        """Return the kind of the sessions: "verify" or "step". Raises GymError."""
+        return "step" if await self.find_kind() == "step" else "verify"
+
+    @contextlib.asynccontextmanager
+    async def session(self, row: Json) -> AsyncIterator[FunctionSession]:
+        """Open a session for one episode of `row`, and close it at exit. Raises GymError."""
+        if await self.find_kind() == "verify":
+            yield FunctionSession(self.spec, row, self.call, self.may_run_code)
+            return
+        worker = min(self.workers, key=lambda worker: worker.environments)
+        environment = PinnedEnvironment(worker)
+        worker.environments += 1
+        try:
+            session = EnvironmentSession(self.spec, row, environment.call, self.may_run_code)
+            session.kind = await self.kind()
+            await session.open()
+            yield session
+        finally:
+            worker.environments -= 1
+            await environment.close()
 
     async def call(self, method: str, *arguments: object) -> CallResult:
         """Call the verifier in an idle process. Waiting for one has no timeout. Raises GymError."""
@@ -102,17 +145,25 @@ class Worker:
         self.recipe = recipe
         self.log = log
         self.process: Process | None = None
+        self.environments = 0  # open ones
+        self.lock = asyncio.Lock()  # of the current request
+
+    def is_running(self) -> bool:
+        """Return whether there is a process."""
+        return self.process is not None and self.process.returncode is None
 
     async def call(self, method: str, *arguments: object) -> CallResult:
-        """Call the verifier. Raises GymError."""
-        if self.process is None or self.process.returncode is not None:
-            await self.start()
-        return await self.request(self.recipe.env.verifier_pool.timeout_s, method, *arguments)
+        """Call the verifier. Waiting for other calls has no timeout. Raises GymError."""
+        async with self.lock:
+            if not self.is_running():
+                await self.start()
+            return await self.request(self.recipe.env.verifier_pool.timeout_s, method, *arguments)
 
     # --- start and stop --------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start a process, and load the verifier in it. Raises GymError."""
+        await self.kill()  # what environments of a dead process have started
         visible = ["PYTHONPATH", *self.recipe.env.verifier_pool.env]
         environment = gym_servers.list_public_variables(visible)
         environment["OMP_NUM_THREADS"] = "1"  # there is a process for each core
@@ -219,20 +270,62 @@ class Worker:
         process.stdin.write(REQUEST.pack(number, len(payload)) + payload)
         await process.stdin.drain()
         header = await process.stdout.readexactly(ANSWER.size)
-        answered_number, text_size, env_state_size = ANSWER.unpack(header)
-        if answered_number != number or text_size + env_state_size > MAX_ANSWER_BYTES:
+        answered_number, text_size = ANSWER.unpack(header)
+        if answered_number != number or text_size > MAX_ANSWER_BYTES:
             raise GymError(
                 "bad_answer",
                 f"{self.spec.reference}: the answer to {method} is over the limit of "
-                f"{MAX_ANSWER_BYTES} bytes with the pickled environment, or belongs to no request. "
-                f"Keep less in it, and read the log, {self.log}.",
+                f"{MAX_ANSWER_BYTES} bytes, or belongs to no request. Return less, and read the "
+                f"log, {self.log}.",
             )
         text = await process.stdout.readexactly(text_size)
-        env_state = await process.stdout.readexactly(env_state_size)
         answer = gym_client.sanitize_json(json.loads(text))
         if not isinstance(answer, dict):
             raise ValueError(f"the answer {answer!r:.80} is not an object")
-        return CallResult(answer, env_state, time.monotonic() - began)
+        return CallResult(answer, time.monotonic() - began)
+
+
+class PinnedEnvironment:
+    """The environment of one episode, which stays in the process that made it."""
+
+    numbers = itertools.count()
+
+    def __init__(self, worker: Worker):
+        self.worker = worker
+        self.number = next(self.numbers)
+        self.process: Process | None = None  # that has it
+
+    async def call(self, method: str, *arguments: object) -> CallResult:
+        """Call a method of the environment; `reset` first. Raises GymError."""
+        worker = self.worker
+        async with worker.lock:
+            if method == "reset":
+                if not worker.is_running():
+                    await worker.start()
+                self.process = worker.process
+            if not self.is_alive():
+                raise GymError(
+                    "session_lost",
+                    f"{worker.spec.reference}: the process of this environment ended, which "
+                    f"another episode may have caused. Read its log, {worker.log}.",
+                    session_lost=True,
+                )
+            timeout_s = worker.recipe.env.verifier_pool.timeout_s
+            if method == "close":
+                timeout_s = min(timeout_s, CLOSE_TIMEOUT_S)
+            return await worker.request(timeout_s, method, self.number, *arguments)
+
+    def is_alive(self) -> bool:
+        """Return whether the process that has the environment is the worker's, and runs."""
+        return self.process is self.worker.process and self.worker.is_running()
+
+    async def close(self) -> None:
+        """End what the environment started. A failure is only logged."""
+        try:
+            if self.is_alive():
+                await self.call("close")
+        except GymError as error:
+            logger.warning("%s, so what this environment started may be open", error)
 
 
 def list_code(path: Path) -> list[Path]:

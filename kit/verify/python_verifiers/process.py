@@ -1,11 +1,11 @@
 """The process that runs a Python verifier. pool.py starts it and sends it requests.
 
-Protocol: a request on stdin is a pickled list of its timeout in seconds, a method (load, kind,
-score, reset or step) and the arguments. An answer on stdout is JSON, followed by the pickled
-environment. The JSON is the result, or it has `failed` (a reason as in gym_client.GymError) and
-`why`. The answer repeats the random number of its request, so that nobody can answer a later
-request in advance. The driver never unpickles what this process writes. The output of the verifier
-goes to stderr.
+Protocol: a request on stdin is a pickled list of its timeout in seconds, a method and the
+arguments. The methods are load, kind, score and, for one episode, those of EPISODE_CALLS: their
+first argument is the number of the episode, whose environment stays here from reset to close. An
+answer on stdout is JSON: the result, or `failed` (a reason as in gym_client.GymError) and `why`. It
+repeats the random number of its request, so that nobody can answer a later request in advance. The
+driver never unpickles what this process writes. The output of the verifier goes to stderr.
 
 Only this process can write answers: in a child that it forks, both pipes are /dev/null.
 
@@ -30,24 +30,27 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import psutil
 
 from kit import optional
 from kit.recipe.python_files import import_callable
-from kit.verify.python_verifiers.calls import (
-    CallResult,
-    describe_failure,
-    reset,
-    score,
-    step,
-)
+from kit.verify.python_verifiers import calls
 from kit.verify.python_verifiers.verl_scorer import CODE_SOURCES, load_verl_scorer
 
+if TYPE_CHECKING:  # its packages would take each process a second to import
+    from gym_client import Json
+
 REQUEST = struct.Struct("!QQ")  # number of the request, bytes of its pickle
-ANSWER = struct.Struct("!QQQ")  # number of the request, bytes of the JSON, bytes of the environment
-CALLS: dict[str, Callable[..., CallResult]] = {"score": score, "reset": reset, "step": step}
+ANSWER = struct.Struct("!QQ")  # number of the request, bytes of the JSON
+EPISODE_CALLS: dict[str, Callable[..., Json]] = {
+    "reset": calls.reset,
+    "step": calls.step,
+    "call_tool": calls.call_tool,
+    "score_environment": calls.score_environment,
+    "close": calls.close,
+}
 TREE_TIMEOUT_S = 5.0  # for the descendants of a killed process to end
 # Options of prctl(2).
 PR_SET_PDEATHSIG = 1
@@ -77,6 +80,7 @@ class VerifierServer:
         self.path = ""  # of the verifier's file, empty for verl's scorer
         # a function or class with its settings
         self.verifier: functools.partial[object] | None = None
+        self.environments: dict[int, object] = {}  # {episode: instance of the class}
 
     def respond(self, request: int, payload: bytes) -> bytes:
         """Carry out one request and return its encoded answer."""
@@ -84,36 +88,52 @@ class VerifierServer:
             timeout_s, method, *arguments = pickle.loads(payload)
             # Write the current line to the log, shortly before the driver would kill this process.
             faulthandler.dump_traceback_later(0.9 * timeout_s)
-            result = self.call(method, arguments)
+            answer = self.call(method, arguments)
         except BaseException as error:  # also sys.exit: a failed call, not an end
-            result = CallResult(describe_failure(error, self.path))
+            answer = calls.describe_failure(error, self.path)
         faulthandler.cancel_dump_traceback_later()
-        text = json.dumps(result.answer).encode()
-        return ANSWER.pack(request, len(text), len(result.env_state)) + text + result.env_state
+        text = json.dumps(answer).encode()
+        return ANSWER.pack(request, len(text)) + text
 
     def call(
         self,
         method: str,
         arguments: list[Any],  # unpickled
-    ) -> CallResult:
+    ) -> Json:
         """Load the verifier or call it. Raises its errors, UserFunctionError and VerifierError."""
         if method == "load":
             self.path, name, settings = arguments
             reference = f"{self.path}:{name}"
             verifier = import_callable(reference) if self.path else load_verl_scorer()
             self.verifier = functools.partial(verifier, **settings)
-            return CallResult({})
+            return {}
         assert self.verifier, "the first request loads the verifier"
         if method == "kind":
-            is_class = inspect.isclass(self.verifier.func)
-            return CallResult({"kind": "step" if is_class else "verify"})
-        if method == "score" and not self.path and arguments[0]["data_source"] in CODE_SOURCES:
+            return {"kind": find_kind(self.verifier.func)}
+        if method in EPISODE_CALLS:
+            return self.call_environment(method, *arguments)
+        if not self.path and arguments[0]["data_source"] in CODE_SOURCES:
             scores = optional.load("programs", "env.verifier=verl")
-            result: CallResult = scores.score_code(
-                self.verifier, self.runner, arguments[0], self.memory
-            )
-            return result
-        return CALLS[method](self.verifier, self.runner, *arguments)
+            answer: Json = scores.score_code(self.verifier, self.runner, arguments[0], self.memory)
+            return answer
+        return calls.score(self.verifier, self.runner, *arguments)
+
+    def call_environment(self, method: str, episode: int, *arguments: object) -> Json:
+        """Call a method of the environment of an episode. `reset` makes it, `close` forgets it."""
+        if method == "reset":
+            assert self.verifier
+            self.environments[episode] = self.verifier()
+        environment = self.environments.get(episode)  # None if it could not be made
+        if method == "close":
+            self.environments.pop(episode, None)
+        return EPISODE_CALLS[method](environment, self.runner, *arguments)
+
+
+def find_kind(verifier: Callable[..., object]) -> str:
+    """Return the kind of a verifier: a function, a class with tools, or one with `step`."""
+    if not inspect.isclass(verifier):
+        return "verify"
+    return "tools" if hasattr(verifier, "call_tool") else "step"
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -1,4 +1,4 @@
-"""The session of one episode with a Python verifier.
+"""The session of one episode with a Python verifier: with a function, or with an environment.
 
 Protects: rewards of verl's scorers, which the program that they run could change.
 """
@@ -8,37 +8,53 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import gym_client
 from gym_client import GymError, Json
 from kit.chat.parsed_response import ParsedResponse
 from kit.data.ground_truths import find_ground_truth
 from kit.verify.masks import find_mask
-from kit.verify.python_verifiers.calls import CallResult
 from kit.verify.python_verifiers.settings import VerifierSpec
 
 
+class CallResult(NamedTuple):
+    """The result of one request. seconds: that the driver waited for it."""
+
+    answer: Json
+    seconds: float
+
+
+class EpisodeSession:
+    """The part of `gym_client.Session` that inference.py uses."""
+
+    kind: str
+    observation: str | None
+    executable: frozenset[str]
+
+    async def verify(self, _: Json, response: ParsedResponse) -> gym_client.VerifyResult:
+        raise NotImplementedError
+
+    async def step(self, _: Json, response: ParsedResponse) -> gym_client.StepResult:
+        raise NotImplementedError
+
+    async def call_tool(self, name: str, arguments: str) -> str:
+        raise NotImplementedError
+
+
 @dataclass
-class FunctionSession:
+class FunctionSession(EpisodeSession):
     """A session with the interface of `gym_client.Session`, as far as inference.py uses it."""
 
-    executable: ClassVar[frozenset[str]] = frozenset()  # a tool call is part of the response
-
     spec: VerifierSpec
-    kind: str  # "verify" or "step"
     row: Json
     call: Callable[..., Awaitable[CallResult]]  # sends a request to a process, as Pool.call
     may_run_code: bool  # whether the recipe allows verl's scorer to run code of the policy
+    kind: str = "verify"  # or "step"
     observation: str | None = None  # the first one of an environment
-    env_state: bytes = b""  # the pickled environment
-
-    async def open(self) -> None:
-        """Make and reset an environment. For a function there is nothing to do. Raises GymError."""
-        if self.kind == "step":
-            reset = await self.call("reset", self.row)
-            self.env_state = reset.env_state
-            self.observation = reset.answer["observation"]
+    # The tools of an environment. A call of any other tool is part of the response.
+    executable: frozenset[str] = frozenset()
+    score_method: ClassVar[str] = "score"
 
     async def verify(self, _: Json, response: ParsedResponse) -> gym_client.VerifyResult:
         """Return the function's reward of the policy's last turn. Raises GymError."""
@@ -56,7 +72,7 @@ class FunctionSession:
                 "machine, which the recipe does not allow. Set env.verifier_pool.sandbox=bwrap, or "
                 "env.allow_unsandboxed_code=true.",
             )
-        scored = await self.call("score", arguments)
+        scored = await self.call(self.score_method, arguments)
         # The user's own function may pay any reward.
         result = gym_client.parse_verify_result(
             scored.answer, scored.seconds, self.row, math.inf, find_mask
@@ -71,16 +87,31 @@ class FunctionSession:
 
     async def step(self, _: Json, response: ParsedResponse) -> gym_client.StepResult:
         """Give the policy's last turn to the environment. Raises GymError."""
-        result = await self.call("step", self.env_state, self.read_text(response))
-        self.env_state = result.env_state
-        answer = result.answer
+        answer = (await self.call("step", self.read_text(response))).answer
         return gym_client.StepResult(
             answer["observation"], answer["reward"], terminated=answer["done"], truncated=False
         )
 
+    async def call_tool(self, name: str, arguments: str) -> str:
+        """Return the output of a tool of the environment. arguments: JSON. Raises GymError."""
+        output: str = (await self.call("call_tool", name, arguments)).answer["output"]
+        return output
+
     def read_text(self, response: ParsedResponse) -> str:
         """Return the answer, or with `raw_text` all that the policy wrote, as verl decodes it."""
         return response.raw if self.spec.raw_text else response.written
+
+
+class EnvironmentSession(FunctionSession):
+    """A session with an environment, which stays in one process. `call` sends requests to it."""
+
+    score_method = "score_environment"
+
+    async def open(self) -> None:
+        """Make and reset the environment. Raises GymError."""
+        answer = (await self.call("reset", self.row)).answer
+        self.observation = answer["observation"]
+        self.executable = frozenset(answer["tools"])
 
 
 def make_arguments(row: Json, text: str, default_source: str | None) -> Json:

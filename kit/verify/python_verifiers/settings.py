@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gym_client import Json
+from kit import optional
 from kit.errors import ConfigError, UserFunctionError
 from kit.recipe import user_functions
 from kit.recipe.entries import Entry
@@ -63,6 +64,9 @@ def read_verifiers(env: EnvSection, servers: Collection[str]) -> PythonVerifiers
     servers: the names in gym.servers.
     """
     default = read_spec(env.verifier, VERIFIER_KEY) if env.verifier else None
+    if env.environment:
+        environment = optional.load("environment", "env.environment")
+        default = environment.read_spec(env.environment, default)
     named = {default.name: default} if default else {}
     entries: dict[str, list[Entry]] = {}
     for key, listed in ((TRAIN, env.train_files), (VAL, env.val_files)):
@@ -82,11 +86,11 @@ def read_verifiers(env: EnvSection, servers: Collection[str]) -> PythonVerifiers
 
 
 def find_replaced_servers(env: EnvSection, servers: Iterable[str]) -> list[str]:
-    """Return the Gym servers that no row uses: with env.verifier, those that no file names.
+    """Return the Gym servers that no row uses: with a verifier, those that no file names.
 
     servers: the names in gym.servers.
     """
-    if not env.verifier:
+    if not env.verifier and not env.environment:
         return []
     used = {env.shadow_verifier} if isinstance(env.shadow_verifier, str) else set()
     used |= {entry.server for entry in (*env.train_files, *env.val_files)}

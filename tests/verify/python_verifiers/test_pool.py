@@ -12,10 +12,12 @@ import psutil
 import pytest
 
 from gym_client import GymError
+from kit.chat.parsed_response import ParsedResponse
 from kit.verify.python_verifiers import pool
 from tests.helpers.recipes import ROOT
 from tests.helpers.verifiers import (
     EXAMPLE_SOURCE,
+    ROW,
     enter_hostile_folder,
     find_remaining_processes,
     list_rewards,
@@ -23,6 +25,7 @@ from tests.helpers.verifiers import (
     play,
     run_session,
 )
+from tests.verify.python_verifiers.example_verifiers import CALCULATOR
 
 
 @pytest.fixture
@@ -81,6 +84,48 @@ def test_a_cancelled_call_ends_its_process(build_router):
             return await run_session(router, "fine")
 
     assert list_rewards(asyncio.run(cancel_and_call_again())) == [1.0]
+
+
+# --- environments --------------------------------------------------------------------------------
+
+
+def test_an_environment_stays_in_its_process_and_is_closed_at_the_end(build_router):
+    """It holds a running program, so it could not be in another process."""
+
+    async def play_two():
+        async with build_router("my.py:Calculator") as router:
+            results = await asyncio.gather(*(run_session(router, "1", n) for n in ("2", "3")))
+            is_running = router.pools["Calculator"].workers[0].is_running()
+            return results, find_remaining_processes(*CALCULATOR), is_running
+
+    results, remaining, is_running = asyncio.run(play_two())
+    assert [[turn.observation for turn in game] for game in results] == [["1", "3"], ["1", "4"]]
+    assert (remaining, is_running) == ([], True)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("loop", "timeout"), ("os._exit", "died")])
+def test_a_step_that_hangs_or_kills_the_process_costs_other_episodes_only_a_retry(
+    build_router, text, reason
+):
+    async def play_two():
+        async with build_router("my.py:Calculator", timeout_s=2.0) as router:
+            async with router.session("Calculator", ROW) as other:
+                results = await run_session(router, "1", text)
+                results += [await try_step(other, "1"), *await run_session(router, "5")]
+            return results
+
+    first, error, lost, again = asyncio.run(play_two())
+    assert (first.observation, error.reason, error.session_lost) == ("1", reason, False)
+    assert (lost.reason, lost.session_lost, again.observation) == ("session_lost", True, "5")
+    assert find_remaining_processes(*CALCULATOR) == []
+
+
+async def try_step(session, text):
+    """Return the result of a step, or its error."""
+    try:
+        return await session.step({}, ParsedResponse.of_text(text))
+    except GymError as error:
+        return error
 
 
 DRIVER = """

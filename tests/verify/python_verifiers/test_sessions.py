@@ -96,8 +96,8 @@ def test_an_episode_whose_function_raises_has_no_reward(build_router):
     assert (failed.status, failed.reward, failed.reward_components) == ("raised", None, {})
 
 
-def test_an_environment_travels_between_processes(build_router):
-    """Three concurrent episodes keep their state, although two processes run their steps."""
+def test_concurrent_environments_keep_their_states(build_router):
+    """Two processes run the steps of three episodes."""
     router = build_router({"function": "my.py:Game", "most": 3}, processes=2)
 
     async def play_three_games():
@@ -140,7 +140,7 @@ NO_NUMBERS = [
 def score(value):
     """Return the answer of a function that returns `value`."""
     with asyncio.Runner() as runner:
-        return calls.score(lambda: value, runner, {}).answer
+        return calls.score(lambda: value, runner, {})
 
 
 @pytest.mark.parametrize("make", NUMBER_TYPES)

@@ -24,7 +24,6 @@ from tests.helpers.verifiers import EXAMPLE_SOURCE, make_recipe
         ("broken.py:f", r"failed at \S+/broken.py:1: ModuleNotFoundError: .*nothing_at_all"),
         ("my.py:read_missing_key", r"my.py:LINE: KeyError: .* \(tried on row r:1 with"),
         ("my.py:PairStep", r"step returned \('only', 1.0\); it must return \(observation, reward"),
-        ("my.py:Unpicklable", "an instance of Unpicklable cannot be pickled"),
         ("verl", "the row has data_source=None, by which verl scores it"),
     ],
 )

@@ -1,0 +1,399 @@
+"""Environments by address: OpenEnv's package, MCP servers of PyPI and classes with TRL's interface.
+
+`make test` installs the packages in .venv-environments. The failures are those that users of each
+meet: who is at fault decides whether the policy reads an error, or the episode has no reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import time
+import urllib.request
+
+import psutil
+import pytest
+
+import env
+import gym_client
+import inference
+from gym_client import GymError
+from kit.engine.sampling import request_group
+from kit.errors import ConfigError, UserFunctionError
+from kit.run import summary
+from kit.verify.network import find_free_port
+from kit.verify.python_verifiers.pool import make_pools
+from kit.verify.python_verifiers.settings import read_verifiers
+from kit.verify.verifiers import VerifierRouter
+from tests.helpers.http import ScriptedServer
+from tests.helpers.recipes import ROOT, load, make_partial
+from tests.helpers.rollouts import call, chatml_tokenizer, context_of, one_turn_each
+
+BIN = ROOT / ".venv-environments" / "bin"
+APP = str(ROOT / "tests" / "extras" / "openenv_app.py")
+pytestmark = pytest.mark.skipif(not BIN.exists(), reason="needs make .venv-environments/ready")
+
+MY = '''
+import subprocess
+import time
+
+
+def count_branches(extra_info, **_):
+    names = subprocess.run(["git", "branch"], cwd=extra_info["dir"], stdout=subprocess.PIPE).stdout
+    return len(names.splitlines())
+
+
+class Counter:
+    """An environment for TRL."""
+
+    def __init__(self):
+        self.count = 0
+
+    def reset(self, target=3, **_):
+        if target < 0:
+            raise ConnectionError("no database")
+        self.target = target
+
+    async def add(self, amount: int) -> dict:
+        """Add to the count.
+
+        Args:
+            amount: how much
+        """
+        self.count += amount
+        return {"count": self.count}
+
+    def fail(self) -> str:
+        """Raise."""
+        raise ValueError("broken tool")
+
+    def connect(self) -> str:
+        """Lose a connection."""
+        raise ConnectionError("no server")
+
+    def hang(self) -> str:
+        """Take too long."""
+        time.sleep(60)
+
+    def get_reward(self):
+        return float(self.count == self.target) if self.target else None
+
+
+class Untyped(Counter):
+    def add(self, amount):
+        pass
+
+
+class Unrewarded:
+    def reset(self, **_):
+        pass
+
+
+def equal_counts(prompts, completions, environments, **columns):
+    return [2.0 * (e.count == target) for e, target in zip(environments, columns["target"])]
+'''
+TRL = {"trl_class": "my.py:Counter"}
+GIT = {"mcp": {"command": [str(BIN / "mcp-server-git"), "--repository", "{dir}"]}, "files": "repo"}
+TIME = {"mcp": {"command": [str(BIN / "mcp-server-time"), "--local-timezone", "UTC"]}}
+START = {"command": [str(BIN / "python"), APP, "{port}", "2"]}
+SEED = {"reset": {"seed": 7}}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with the functions, and a git repository with one branch."""
+    (tmp_path / "my.py").write_text(MY)
+    repository = tmp_path / "repo"
+    subprocess.run(["git", "init", "--quiet", "-b", "main", repository], check=True)
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    commit = ("commit", "--quiet", "--allow-empty", "-m", "first")
+    subprocess.run(["git", *identity, *commit], cwd=repository, check=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def openenv_url():
+    """An OpenEnv server with two places."""
+    port = find_free_port()
+    server = subprocess.Popen([BIN / "python", APP, str(port), "2"])
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{url}/health")
+                break
+            time.sleep(0.1)
+        yield url
+    finally:
+        server.kill()
+        server.wait()
+
+
+def make_router(folder, environment, verifier=None, timeout_s=4.0, **gym):
+    """Make the router of a recipe with an environment."""
+    pool = {"processes": 1, "timeout_s": timeout_s}
+    section = {"environment": environment, "verifier": verifier, "verifier_pool": pool}
+    recipe = make_partial({"env": section, "gym": {"servers": {}, "timeout_s": timeout_s, **gym}})
+    specs = read_verifiers(recipe.env, []).specs
+    return VerifierRouter(gym_client.Gym({}), make_pools(recipe, specs, folder))
+
+
+def play(router, texts, row=None, copies=1, **changes):
+    """Run episodes of a policy that writes the next of `texts` in each turn."""
+    (name,) = router.pools
+    tokenizer = chatml_tokenizer()
+    row = {"responses_create_params": {"input": "Begin."}, **(row or {})}
+    messages, tools = env.render_row(row, "x:1")
+    ids = env.encode_messages(messages, tools, tokenizer, "x:1")
+    task = env.Task("x:1", row, name, messages, ids, tools=tools)
+    client = one_turn_each(texts, tokenizer)
+    context = context_of(client, tokenizer, **changes)
+
+    async def run():
+        async with router:
+            requests = request_group(task, "g", copies)
+            return await inference.rollout(requests, {}, context, router)
+
+    return asyncio.run(run())
+
+
+def list_outputs(episode):
+    """Return the outputs of the tools, and the messages of the environment."""
+    texts = [item.get("output", item.get("content")) for item in episode.output]
+    return [text for text in texts if isinstance(text, str)]
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "row", "status", "reward", "text"),
+    [
+        (["3", "7"], SEED, "ok", 1.25, '"hint": "Not 3."'),
+        (["?", "7"], SEED, "ok", 1.0, '"hint": "Not ?."'),  # null, then 1
+        (["?", "?"], SEED, "no_reward", None, "the reward of every step is null"),
+        (["raise"], SEED, "raised", None, "EXECUTION_ERROR: the database is down"),
+        (["1"], {"reset": {"seed": -1}}, "raised", None, "no such seed"),
+        (["hang"], SEED, "timeout", None, "no answer in gym.timeout_s"),
+    ],
+)
+def test_openenv(folder, openenv_url, texts, row, status, reward, text):
+    router = make_router(folder, {"openenv": openenv_url})
+    (episode,) = play(router, texts, row, max_turns=2)
+    assert (episode.status, episode.reward) == (status, reward)
+    assert text in str([episode.error, list_outputs(episode)])
+
+
+def test_openenv_takes_the_last_reward_and_shows_the_policys_errors(folder, openenv_url):
+    settings = {"openenv": openenv_url, "reward": "last", "observation": "hint"}
+    (episode,) = play(make_router(folder, settings), ["1", "2"], SEED, max_turns=2)
+    assert (episode.reward, list_outputs(episode)[0]) == (0.25, "Not 1.")
+    settings["action"] = "nonsense"  # a field that the schema does not have
+    (episode,) = play(make_router(folder, settings), ["1", "2"], SEED, max_turns=2)
+    assert (episode.status, episode.reward) == ("ok", 0.0)
+    assert list_outputs(episode)[0].startswith("Error: ")
+
+
+def test_a_full_openenv_server_is_waited_for(folder, openenv_url):
+    router = make_router(folder, {"openenv": openenv_url})
+    episodes = play(router, ["7"] * 5, SEED, copies=5)
+    assert [episode.reward for episode in episodes] == [1.0] * 5
+
+    async def wait_for_others():
+        router = make_router(folder, {"openenv": openenv_url}, outage_budget_s=1.0)
+        other = make_router(folder, {"openenv": openenv_url})
+        async with router, other, other.session("openenv", SEED), other.session("openenv", SEED):
+            with pytest.raises(GymError) as error:
+                async with router.session("openenv", SEED):
+                    pass
+        return error.value.reason
+
+    assert asyncio.run(wait_for_others()) == "capacity"
+
+
+def test_an_openenv_server_that_dies_is_started_again_and_so_is_the_episode(folder):
+    """The run starts the server, and ends it."""
+    (episode,) = play(make_router(folder, {"openenv": START}), ["1", "die", "7", "7"], SEED)
+    assert (episode.status, episode.reward) == ("ok", 1.0)
+    assert not [p for p in psutil.Process().children(recursive=True) if APP in p.cmdline()]
+
+
+def branch(**arguments):
+    return call(json.dumps({"repo_path": ".", **arguments}), "git_create_branch")
+
+
+@pytest.mark.parametrize(
+    ("texts", "reward", "text"),
+    [
+        ([branch(branch_name="a"), branch(branch_name="b"), "done"], 3.0, "Created branch 'b'"),
+        ([branch(), "done"], 1.0, "'branch_name' is a required property"),
+        ([branch(branch_name="main"), "done"], 1.0, "already exists"),
+        ([call("[1]", "git_status"), "done"], 1.0, "not a JSON object"),
+    ],
+)
+def test_mcp(folder, texts, reward, text):
+    """The tools change a copy of the repository, in which the verifier counts branches."""
+    (episode,) = play(make_router(folder, GIT, "my.py:count_branches", 20.0), texts)
+    assert (episode.status, episode.reward) == ("ok", reward)
+    assert text in list_outputs(episode)[-1]
+    assert len(list((folder / "repo/.git/refs/heads").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "action", "expected"),
+    [
+        ("no_such_tool", None, "Unknown tool"),
+        ("git_status", psutil.Process.kill, "session_lost"),
+        ("git_status", psutil.Process.suspend, "timeout"),
+    ],
+)
+def test_an_mcp_process_that_dies_or_hangs_fails_the_episode(folder, name, action, expected):
+    router = make_router(folder, GIT, "my.py:count_branches")
+
+    async def call_tool():
+        async with router, router.session("count_branches", {}) as session:
+            (server,) = find_servers("mcp-server-git")
+            if action:
+                action(server)
+            try:
+                return await session.call_tool(name, '{"repo_path": "."}')
+            except GymError as error:
+                assert error.session_lost == (expected == "session_lost")
+                return error.reason
+
+    assert expected in asyncio.run(call_tool())
+    assert find_servers("mcp-server-git") == []
+
+
+def find_servers(name):
+    children = psutil.Process().children(recursive=True)
+    return [p for p in children if any(word.endswith(name) for word in p.cmdline())]
+
+
+def test_mcp_over_http(folder):
+    """The server is the package's own, without state."""
+    port = find_free_port()
+    code = f"""
+from mcp.server.fastmcp import FastMCP
+server = FastMCP("s", host="127.0.0.1", port={port}, stateless_http=True)
+server.tool()(lambda a, b: a + b, "add") if 0 else server.add_tool(lambda a, b: a + b, name="add")
+server.run("streamable-http")
+"""
+    server = subprocess.Popen([BIN / "python", "-c", code], stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}/mcp"
+    try:
+        texts = [call('{"a": "x", "b": "y"}', "add"), "done"]
+        for _ in range(100):
+            router = make_router(folder, {"mcp": url}, "templates/reward.py:compute_score")
+            (episode,) = play(router, list(texts) * 4, {"answer": "done"})
+            if episode.status != "session_lost":
+                break
+        assert (episode.status, list_outputs(episode)) == ("ok", ["xy"])
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.parametrize(
+    ("texts", "row", "status", "reward", "text"),
+    [
+        ([call('{"amount": 3}', "add"), "done"], {}, "ok", 1.0, "{'count': 3}"),
+        ([call("{}", "fail"), "done"], {}, "ok", 0.0, "broken tool"),
+        ([call("{}", "add"), "done"], {}, "ok", 0.0, "missing 1 required"),
+        (["done"], {"target": 0}, "bad_answer", None, "returned None"),
+        ([call("{}", "connect")], {}, "raised", None, "my.py:37 in Counter.connect: Connection"),
+        ([call("{}", "hang")], {}, "timeout", None, "gave no answer to call_tool"),
+        (["done"], {"target": -1}, "raised", None, "in Counter.reset: ConnectionError"),
+    ],
+)
+def test_trl_class(folder, texts, row, status, reward, text):
+    (episode,) = play(make_router(folder, TRL), texts, row)
+    assert (episode.status, episode.reward) == (status, reward)
+    assert text in str([episode.error, list_outputs(episode)])
+
+
+def test_a_reward_function_of_trl_gets_the_environment(folder):
+    settings = {**TRL, "reward": "my.py:equal_counts"}
+    texts = [call('{"amount": 3}', "add"), "done"]
+    (episode,) = play(make_router(folder, settings), texts, {"target": 3})
+    assert episode.reward == 2.0
+
+
+# --- before the run ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "verifier", "problem"),
+    [
+        ({"openenv": "http://127.0.0.1:9"}, None, "127.0.0.1:9/schema does not answer"),
+        ({"openenv": "{gym}"}, None, "/schema describes no action"),
+        ({"openenv": {"command": ["no-server"]}}, None, "the command no-server is not found"),
+        ({"openenv": {"command": ["false"]}}, None, "false does not start"),
+        ({"mcp": {"command": ["no-server"]}}, "my", "the command no-server is not found"),
+        ({"mcp": {"command": ["ls", "absent"]}}, "my", "its process ended. .*No such file"),
+        ({"mcp": "http://127.0.0.1:9/mcp"}, "my", "does not answer"),
+        (TIME, None, "gives no reward. Set env.verifier"),
+        ({**TIME, "files": "absent"}, "my", "files: Path does not point to a directory"),
+        ({"trl_class": "my.py:absent"}, None, "has no function or class absent|no function absent"),
+        ({"trl_class": "missing.py:C"}, None, "nothing_at_all"),
+        ({"trl_class": "my.py:Untyped"}, None, "the tool add has no schema"),
+        ({"trl_class": "my.py:Unrewarded"}, None, "has no get_reward"),
+        (TRL, "my", "gives the reward, so env.verifier has no use"),
+        ({"openenv": "http://a", "rewards": "sum"}, None, "rewards: Extra inputs"),
+        ({"gym": "http://a"}, None, "must have one of openenv, mcp, trl_class"),
+    ],
+)
+def test_an_environment_that_cannot_work_is_an_error_of_one_line(
+    folder, workspace, environment, verifier, problem
+):
+    (folder / "missing.py").write_text("import nothing_at_all\n")
+    text = json.dumps(environment).replace("{gym}", ScriptedServer().url).replace('"', "'")
+    changes = [f"env.environment={text}"]
+    changes += [f"env.verifier={folder}/{verifier}.py:count_branches"] if verifier else []
+    with pytest.raises((ConfigError, UserFunctionError), match=problem) as error:
+        load(workspace, *changes, *use_rows(workspace / "train"))
+    assert "\n" not in str(error.value)
+
+
+def use_rows(path):
+    """Return changes of tests/tiny.yaml, whose rows name a Gym server."""
+    return [f"env.train_files=[{path}.jsonl]", "env.val_files=[]", "data.max_prompt_length=2000"]
+
+
+def test_rows_get_the_tools_and_a_dry_run_shows_them(folder, workspace):
+    prepared = load(
+        workspace,
+        "env.environment={trl_class: 'my.py:Counter'}",
+        *use_rows(workspace / "train"),
+    )
+    names = {tool["function"]["name"] for tool in prepared.inputs.train[0].tools}
+    assert names == {"add", "fail", "connect", "hang"}
+    assert prepared.inputs.train[0].server == "TrlEnvironment"
+    (feature,) = [each for each in prepared.features.checks if hasattr(each, "tools")]
+    assert [*feature.dry_run_lines(*prepared[:2])] == ["tools       add, connect, fail, hang"]
+    text = summary.summarize(prepared.recipe, prepared.inputs)
+    assert "tried       on row" in text and "add" in text
+
+
+def test_a_dry_run_shows_the_first_observation(folder, workspace, openenv_url):
+    changes = [
+        f"env.environment={{openenv: '{openenv_url}', observation: hint}}",
+        *use_rows(workspace / "train"),
+    ]
+    prepared = load(workspace, *changes)
+    assert "after the first observation 'Guess.'" in prepared.inputs.trials[0].result
+
+
+def test_a_tool_of_a_row_that_the_environment_does_not_have_is_an_error(folder, workspace):
+    row = {"responses_create_params": {"input": "x", "tools": [{"type": "function", "name": "t"}]}}
+    (workspace / "other_tools.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match="the row has the tools t, but"):
+        load(
+            workspace,
+            "env.environment={trl_class: 'my.py:Counter'}",
+            *use_rows(workspace / "other_tools"),
+            "data.train_batch_size=1",
+        )
