@@ -8,7 +8,6 @@ plays the task of a row and returns its reward, or raises the environment's erro
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import functools
 import importlib
@@ -29,31 +28,33 @@ scorer_errors: contextvars.ContextVar[list[Exception]] = contextvars.ContextVar(
 async def solve(row: dict[str, Any], base_url: str, key: str) -> dict[str, float]:
     """Play the task of a row. Raises RuntimeError."""
     environment = load(*row["environment"])
-    return await environment.play(environment.tasks[row["index"]], f"{base_url}/s/{key}/v1")
+    return await environment.play(environment.tasks[row["index"]], f"{base_url}/s/{key}/v1", KEY)
 
 
 @functools.cache
-def load(name: str, arguments: str = "{}", split: str = "train") -> V0 | V1:
+def load(name: str, arguments: str = "{}", split: str = "train") -> Any:  # a V0 or V1
     """Load an environment once. arguments: JSON. split: of v0, train or eval."""
     os.environ[KEY] = "none"
     module = importlib.import_module(name.rpartition("/")[2].replace("-", "_"))
-    kind = V0 if hasattr(module, "load_environment") else V1
-    return kind(name, json.loads(arguments), split == "eval")
+    if hasattr(module, "load_environment"):
+        return V0(verifiers.load_environment(name, **json.loads(arguments)), split)
+    sys.path.append(str(Path(__file__).parent))  # verifiers looks there, too
+    return importlib.import_module("verifiers_v1").V1(name, json.loads(arguments))
 
 
 class V0:
     """An environment with load_environment."""
 
-    def __init__(self, name: str, arguments: dict[str, Any], is_eval: bool):
-        self.env = verifiers.load_environment(name, **arguments)
-        watch(self.env.rubric)
-        self.tasks = self.env.get_eval_dataset() if is_eval else self.env.get_dataset()
+    def __init__(self, env: Any, split: str):
+        self.env = env
+        self.tasks = env.get_eval_dataset() if split == "eval" else env.get_dataset()
+        watch(env.rubric)
 
-    async def play(self, task: dict[str, Any], url: str) -> dict[str, float]:
+    async def play(self, task: Any, url: str, key_variable: str) -> dict[str, float]:
         """Play a task, and return its metrics and its reward. Raises RuntimeError."""
         errors: list[Exception] = []
         scorer_errors.set(errors)
-        client = verifiers.ClientConfig(api_base_url=url, api_key_var=KEY, max_retries=0)
+        client = verifiers.ClientConfig(api_base_url=url, api_key_var=key_variable, max_retries=0)
         output = await self.env.run_rollout(dict(task), client, "policy", {})
         if output.get("error") or errors:
             raise RuntimeError(output.get("error") or f"a reward function failed: {errors[0]!r}")
@@ -81,36 +82,6 @@ def remember(function: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return call
-
-
-class V1:
-    """A Taskset, whose agent is that of its package, or the one of verifiers_harness.py."""
-
-    def __init__(self, name: str, arguments: dict[str, Any], _: bool):
-        from verifiers.v1.utils import loaders
-
-        sys.path.append(str(Path(__file__).parent))
-        own = loaders.default_harness_id(name)
-        harness = {"id": "verifiers_harness" if own == "bash" else own}
-        agent = {"harness": harness, "runtime": {"type": "subprocess"}}
-        config = {"taskset": {"id": name, **arguments}, "agent": agent}
-        self.env = loaders.load_environment(loaders.resolve_env_config(config))
-        self.tasks = list(self.env.taskset)
-        self.serving: asyncio.Future[None] | None = None  # tools of all tasks
-
-    async def play(self, task: Any, url: str) -> dict[str, float]:
-        """Play a task, and return its metrics and its reward. Raises RuntimeError."""
-        from verifiers.v1 import EvalClientConfig, ModelContext
-
-        self.serving = self.serving or asyncio.ensure_future(self.env.serving().__aenter__())
-        await asyncio.shield(self.serving)
-        client = EvalClientConfig(base_url=url, api_key_var=KEY)
-        episode = await self.env.run_episode(task, ModelContext(model="policy", client=client))
-        if not episode.ok:
-            errors = [*episode.errors, *(each for trace in episode.traces for each in trace.errors)]
-            raise RuntimeError([f"{error.type}: {error.message}" for error in errors])
-        (trace,) = episode.traces
-        return {**trace.metrics, "reward": trace.reward if trace.rewards else None}
 
 
 def write_rows(name: str, path: str, *options: str) -> None:
