@@ -37,7 +37,9 @@ class V1:
         client = v1.EvalClientConfig(base_url=url, api_key_var=key_variable)
         episode = await self.env.run_episode(task, v1.ModelContext(model="policy", client=client))
         if not episode.ok:
-            errors = [*episode.errors, *(each for trace in episode.traces for each in trace.errors)]
+            errors = list(episode.errors)
+            for trace in episode.traces:
+                errors += trace.errors
             raise RuntimeError([f"{error.type}: {error.message}" for error in errors])
         (trace,) = episode.traces
         return {**trace.metrics, "reward": trace.reward if trace.rewards else None}
