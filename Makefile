@@ -54,11 +54,11 @@ math:
 	.venv-gpu/bin/python algorithm.py --config math --config warm_math $$machine \
 	    $(if $(MODEL),actor_rollout_ref.model.path=$(MODEL)) $(ARGS)
 
-fast: lint gym .venv-templates/ready .venv-agents/ready .venv-environments/ready
+fast: lint gym .venv-templates/ready .venv-agents/ready .venv-environments/ready .venv-verifiers/ready
 	.venv/bin/python -m pytest -n 2 --dist loadgroup --max-worker-restart=0 -m "not slow and not docs and not soak"
 
 # --max-worker-restart=0: if a process of the tests dies (a hang, a crash), pytest-xdist would wait for it without end.
-test: lint gym .venv-templates/ready .venv-agents/ready .venv-environments/ready
+test: lint gym .venv-templates/ready .venv-agents/ready .venv-environments/ready .venv-verifiers/ready
 	.venv/bin/python -m pytest -n 2 --dist loadgroup --max-worker-restart=0
 
 bench: setup gym model data
@@ -172,6 +172,12 @@ coding-agents: .venv-agents/ready
 	.venv/bin/uv pip install --quiet --python .venv-environments/bin/python --no-deps --require-hashes -r requirements-environments.txt
 	@touch $@
 
+.venv-verifiers/ready: requirements-verifiers.txt | .venv/bin/uv
+	@echo "== .venv-verifiers: Prime's library verifiers 0.3.1, for the tests (490 MB)"
+	.venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-verifiers
+	.venv/bin/uv pip install --quiet --python .venv-verifiers/bin/python --no-deps --require-hashes -r requirements-verifiers.txt
+	@touch $@
+
 # NeMo Gym 0.7.0 declares Python 3.13.14. If this machine does not have it and uv cannot fetch it, Gym also runs on 3.12
 # and on .venv's 3.11, with --ignore-requires-python. On 3.13 reasoning-gym needs a C compiler.
 .venv-gym/ready: requirements-gym.txt | $(SETUP)
@@ -220,4 +226,4 @@ data/gsm8k_train.jsonl: | $(SETUP)
 	$(VENV)/bin/python env.py gsm8k --out data $(if $(GSM8K),--source $(GSM8K))
 
 clean:
-	rm -rf .venv .venv-docs .venv-templates .venv-agents .venv-environments .venv-gpu .venv-uv .venv-gym .venv-gym*-servers .venv-trl .versus-trl models data site
+	rm -rf .venv .venv-docs .venv-templates .venv-agents .venv-environments .venv-verifiers .venv-gpu .venv-uv .venv-gym .venv-gym*-servers .venv-trl .versus-trl models data site

@@ -44,13 +44,19 @@ def load(reference: str) -> Solve:
     return solve
 
 
-async def run(solve: Solve, file: str, arguments: dict[str, Any]) -> dict[str, str | None]:
-    """Run one episode, and return its answer: a text, other JSON as text, or None."""
+async def run(solve: Solve, file: str, arguments: dict[str, Any]) -> dict[str, object]:
+    """Run one episode, and return its answer: a text, other JSON as text, or None.
+
+    If the function returns a dict with a reward, `result` has its other keys (own_reward.py).
+    """
     try:
         answer = await solve(**arguments)
-        if answer is not None and not isinstance(answer, str):
-            answer = json.dumps(answer)
-        return {"answer": answer}
+        if answer is None or isinstance(answer, str):
+            return {"answer": answer}
+        text = json.dumps(answer)
+        if isinstance(answer, dict) and "reward" in answer:
+            return {"answer": answer.pop("answer", None), "result": answer}
+        return {"answer": text}
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         place = describe_place(error, file).strip() or "failed:"

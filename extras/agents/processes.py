@@ -74,6 +74,7 @@ class FunctionAgent:
         result = json.loads(line)
         if "error" in result:
             raise GymError("agent_raised", f"{self.spec.function} {result['error']}")
+        call.result.update(result.get("result", {}))
         answer: str | None = result["answer"]
         return answer
 

@@ -36,6 +36,7 @@ class AgentCall(NamedTuple):
     base_url: str  # of the policy endpoint, without /v1
     key: str  # of this episode
     folder: Path  # for its files, until the episode is verified
+    result: Json  # gets what a function returned with a reward
 
 
 @dataclass
@@ -68,7 +69,7 @@ class AgentRunner:
         folder = Path(tempfile.mkdtemp(prefix="agent-"))
         agent_session = self.sessions.open(context, sampling, self.limits, request_id)
         prompt = "\n\n".join(str(message["content"]) for message in task.messages)
-        call = AgentCall(task.row, prompt, self.base_url, agent_session.key, folder)
+        call = AgentCall(task.row, prompt, self.base_url, agent_session.key, folder, {})
         try:
             try:
                 answer = await self.run_until_over(call, agent_session)
@@ -78,9 +79,12 @@ class AgentRunner:
             if answer is not None and answer.strip() != episode.response.strip():
                 episode.output.append(gym_client.make_message(answer))
                 episode.responses[-1] = ParsedResponse.of_text(answer)  # the verifier reads it
+            extra: Json = {"agent": call.result} if call.result else {}
             if (folder / WORK).is_dir():
-                extra = {**(task.row.get("extra_info") or {}), "work_folder": str(folder / WORK)}
-                session.row = {**task.row, "extra_info": extra}
+                extra["work_folder"] = str(folder / WORK)
+            if extra:
+                known = task.row.get("extra_info") or {}
+                session.row = {**task.row, "extra_info": {**known, **extra}}
             yield
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)

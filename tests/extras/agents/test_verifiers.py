@@ -1,0 +1,134 @@
+"""Environments of Prime's library verifiers 0.3.1 run the turns, and give the reward.
+
+`make test` installs it in .venv-verifiers. All episodes run at the same time, in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import subprocess
+
+import pytest
+
+import env
+import gym_client
+import inference
+from extras.agents.processes import FunctionAgent
+from extras.agents.runner import AgentRunner
+from kit.engine.endpoint.server import serve
+from kit.engine.endpoint.sessions import Limits, Sessions
+from kit.engine.sampling import request_group
+from kit.recipe.load import read_yaml
+from kit.recipe.schema import AgentSpec
+from kit.verify.network import find_free_port
+from kit.verify.python_verifiers.pool import make_pools
+from kit.verify.python_verifiers.settings import read_verifiers
+from kit.verify.verifiers import VerifierRouter
+from tests.extras.agents import scripted
+from tests.helpers.recipes import ROOT, make_partial
+from tests.helpers.rollouts import context_of
+
+RECIPE = read_yaml("verifiers")["env"]
+SCRIPT = "extras/agents/verifiers_script.py"
+PYTHON = ROOT / ".venv-verifiers/bin/python"
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="needs make .venv-verifiers/ready")
+
+ENVIRONMENT = '''
+import verifiers as vf
+from datasets import Dataset
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers."""
+    return int(a) * int(b)
+
+
+def correct(completion, answer, **_):
+    if answer == "broken":
+        raise ValueError("the scorer is broken")
+    return None if answer == "none" else float(answer in completion[-1]["content"])
+
+
+def load_environment(answers):
+    rows = [{"question": f"6 times 7? {answer}", "answer": answer} for answer in answers]
+    data = Dataset.from_list(rows)
+    return vf.ToolEnv(dataset=data, tools=[multiply], rubric=vf.Rubric(funcs=[correct]))
+'''
+ANSWERS = ["42", "43", "broken", "none", "outage"]
+TURNS = [scripted.make_call("multiply", a="6", b="7"), "The answer is 42."]
+
+
+class Policy(scripted.Policy):
+    """A policy whose engine fails for one task."""
+
+    async def generate(self, request_id, prompt_ids, sampling_params):
+        if "outage" in scripted.TOKENIZER.decode(prompt_ids):
+            raise OSError("no engine")
+        return await super().generate(request_id, prompt_ids, sampling_params)
+
+
+@pytest.fixture(scope="module")
+def episodes(tmp_path_factory):
+    """An episode for each answer, {answer: episode}."""
+    folder = tmp_path_factory.mktemp("verifiers")
+    (folder / "vf_products.py").write_text(ENVIRONMENT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        arguments = json.dumps({"answers": ANSWERS})
+        command = [PYTHON, ROOT / SCRIPT, "vf-products", folder / "rows.jsonl", arguments]
+        subprocess.run(command, check=True)
+        rows = map(json.loads, (folder / "rows.jsonl").read_text().splitlines())
+        return dict(zip(ANSWERS, asyncio.run(play(list(rows), folder)), strict=True))
+
+
+async def play(rows, folder):
+    """Run an episode of each row, with the agent and the verifier of configs/verifiers.yaml."""
+    spec = AgentSpec(**{**RECIPE["agent"], "python": str(PYTHON)})
+    function = FunctionAgent(spec, folder / "agent.log")
+    section = {"verifier": RECIPE["verifier"], "verifier_pool": {"processes": 1}}
+    recipe = make_partial({"env": section, "gym": {"servers": {}}})
+    pools = make_pools(recipe, read_verifiers(recipe.env, []).specs, folder)
+    context = context_of(
+        Policy(TURNS), scripted.TOKENIZER, max_prompt_length=10**6, max_response_length=10**6
+    )
+    sessions, port = Sessions(), find_free_port()
+    limits = Limits(20, 10**6, 8, math.inf, "fork", "all", False)
+    url = f"http://127.0.0.1:{port}"
+    context.agent = AgentRunner(function.run, sessions, url, limits, 300.0)
+    requests = []
+    for index, row in enumerate(rows):
+        messages, _ = env.render_row(row, "x:1")
+        task = env.Task("x:1", row, "agent_reward", messages, [])
+        requests += request_group(task, str(index), 1)
+    try:
+        async with (
+            VerifierRouter(gym_client.Gym({}), pools) as router,
+            serve(context, "127.0.0.1", port, "own key", sessions),
+        ):
+            return await inference.rollout(requests, {}, context, router)
+    finally:
+        function.close()
+
+
+def test_the_environment_gives_the_reward(episodes):
+    right = episodes["42"]
+    assert (right.status, right.error, right.reward) == ("ok", "", 1.0)
+    assert right.reward_components["total_tool_calls"] == 1  # a metric of ToolEnv
+    assert len(right.turns) == 2 and not right.branches
+    assert "42" in scripted.TOKENIZER.decode(right.response_ids) and right.response == TURNS[1]
+    assert episodes["43"].reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("broken", "the scorer is broken"),  # verifiers itself returns 0 for these two
+        ("none", "float() argument must be"),
+        ("outage", "no engine"),
+    ],
+)
+def test_a_failure_is_no_reward(episodes, answer, text):
+    episode = episodes[answer]
+    assert episode.status != "ok" and episode.reward is None and text in episode.error
