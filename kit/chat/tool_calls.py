@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 MISTRAL_CALLS = "[TOOL_CALLS]"  # the list of calls follows
 MAX_CALLS = 32  # in one response that has a malformed one
 PARSE_TIMEOUT_S = 5.0  # for one search of a tool parser, in CPU seconds of this process
-SHORT_CHARS = 2000  # a text up to this length is first parsed without a thread, which takes longer
-SHORT_S = 0.05
 SEARCHES = frozenset(
     ("search", "match", "fullmatch", "findall", "finditer", "sub", "subn", "split")
 )
@@ -88,14 +84,6 @@ async def extract_tool_calls(
         return await extract_tool_calls_by_verl(tokenizer, tool_format, ids, tools)
     # Some formats mark their calls with special tokens.
     text = str(tokenizer.decode(ids, skip_special_tokens=False))
-    if len(text) <= SHORT_CHARS and make_parser_key(tokenizer, tool_format, tools) in IDLE_PARSERS:
-        limit = SearchLimit(SHORT_S)
-        token = SEARCH_LIMIT.set(limit)
-        with contextlib.suppress(TimeoutError):
-            found = extract_by_vllm(tokenizer, tool_format, text, tools)
-        SEARCH_LIMIT.reset(token)
-        if not limit.was_hit:
-            return found
     return await asyncio.to_thread(extract_by_vllm, tokenizer, tool_format, text, tools)
 
 
@@ -103,37 +91,6 @@ def extract_by_vllm(
     tokenizer: PreTrainedTokenizerBase, tool_format: str, text: str, tools: list[Json]
 ) -> ExtractedCalls:
     """Find the tool calls in the text of a response with vLLM's parser of the format."""
-    key = make_parser_key(tokenizer, tool_format, tools)
-    idle = IDLE_PARSERS.pop(key, None) or make_parser(tokenizer, tool_format, tools)
-    found = extract_calls(idle, text)
-    IDLE_PARSERS[key] = idle
-    if len(IDLE_PARSERS) > MAX_IDLE:
-        IDLE_PARSERS.pop(next(iter(IDLE_PARSERS)), None)
-    return found
-
-
-class Parser(NamedTuple):
-    """A parser of vLLM, with the request for whose tools it was made."""
-
-    parser: ToolParser
-    request: ChatCompletionRequest
-
-
-ParserKey = tuple[int, str, str]
-# Making a parser takes milliseconds, so one that is not in use is kept for the next response.
-IDLE_PARSERS: dict[ParserKey, Parser] = {}
-MAX_IDLE = 64
-
-
-def make_parser_key(
-    tokenizer: PreTrainedTokenizerBase, tool_format: str, tools: list[Json]
-) -> ParserKey:
-    """Make the key of a parser. A parser keeps its tokenizer, so the id stays that one's."""
-    return (id(tokenizer), tool_format, json.dumps(tools))
-
-
-def make_parser(tokenizer: PreTrainedTokenizerBase, tool_format: str, tools: list[Json]) -> Parser:
-    """Make vLLM's parser of a format."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
@@ -142,12 +99,6 @@ def make_parser(tokenizer: PreTrainedTokenizerBase, tool_format: str, tools: lis
     parser_class = ToolParserManager.get_tool_parser(tool_format)
     parser = parser_class(tokenizer, request.tools)  # type: ignore[arg-type]  # vLLM's own type
     limit_search_time(parser)
-    return Parser(parser, request)
-
-
-def extract_calls(idle: Parser, text: str) -> ExtractedCalls:
-    """Find the tool calls in the text of a response."""
-    parser, request = idle
     found = read_calls(parser, text, request)
     start = getattr(parser, "tool_call_start_token", "")
     if found.calls or not start or not 1 < text.count(start) <= MAX_CALLS:
@@ -214,19 +165,8 @@ def to_verl_tool(function: Json) -> Json:
     return {"type": "function", "function": verl_function}
 
 
-@dataclasses.dataclass
-class SearchLimit:
-    """The limit of one search, in CPU seconds of this process."""
-
-    seconds: float
-    was_hit: bool = False  # vLLM's parsers catch the error
-
-
-SEARCH_LIMIT: contextvars.ContextVar[SearchLimit] = contextvars.ContextVar("SEARCH_LIMIT")
-
-
 class TimedPattern:
-    """A compiled pattern whose searches raise TimeoutError at the limit.
+    """A compiled pattern whose searches raise TimeoutError after PARSE_TIMEOUT_S.
 
     Some patterns of vLLM's parsers take time cubic in the length of the text. vLLM uses the package
     `regex`, whose searches accept a timeout and let other threads run.
@@ -238,18 +178,8 @@ class TimedPattern:
     def __getattr__(self, name: str) -> object:
         value = getattr(self.pattern, name)
         if name in SEARCHES:
-            return functools.partial(self.search_in_time, name)
+            return functools.partial(value, timeout=PARSE_TIMEOUT_S)
         return value
-
-    def search_in_time(self, name: str, *arguments: object, **options: object) -> object:
-        """Call a method of the pattern."""
-        limit = SEARCH_LIMIT.get(None) or SearchLimit(PARSE_TIMEOUT_S)
-        try:
-            found = getattr(self.pattern, name)(*arguments, **options, timeout=limit.seconds)
-            return iter(list(found)) if name == "finditer" else found
-        except TimeoutError:
-            limit.was_hit = True
-            raise
 
 
 def limit_search_time(parser: ToolParser) -> None:
