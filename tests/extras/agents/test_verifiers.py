@@ -91,7 +91,7 @@ async def play(rows, folder):
     recipe = make_partial({"env": section, "gym": {"servers": {}}})
     pools = make_pools(recipe, read_verifiers(recipe.env, []).specs, folder)
     context = context_of(
-        Policy(TURNS), scripted.TOKENIZER, max_prompt_length=10**6, max_response_length=10**6
+        Policy(TURNS, 0.0), scripted.TOKENIZER, max_prompt_length=10**6, max_response_length=10**6
     )
     sessions, port = Sessions(), find_free_port()
     limits = Limits(20, 10**6, 8, math.inf, "fork", "all", False)
