@@ -106,7 +106,9 @@ class AgentRunner:
             error = run.exception()
         if agent_session.failure:
             raise agent_session.failure
-        if error and not (agent_session.limit and isinstance(error, GymError)):
+        # An agent may end with an error at a limit, which the policy has reached by its responses.
+        is_limited = bool(agent_session.limit or agent_session.overflow)
+        if error and not (is_limited and isinstance(error, GymError) and not error.session_lost):
             raise error
         return None if error else run.result()
 

@@ -111,7 +111,7 @@ def read_spec(value: Json, verifier: VerifierSpec | None) -> VerifierSpec:
     folder = Path(__file__).resolve().parent
     if isinstance(settings, OpenEnvSettings):
         path = str(folder / "openenv.py")
-        return VerifierSpec("openenv", show(settings.openenv), KEY, path, has_processes=False)
+        return VerifierSpec("OpenEnv", show(settings.openenv), KEY, path, has_processes=False)
     return VerifierSpec(
         "TrlEnvironment",
         settings.trl_class,

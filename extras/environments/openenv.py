@@ -26,7 +26,7 @@ from kit.verify.network import find_free_port
 from kit.verify.python_verifiers.session import EpisodeSession
 from kit.verify.python_verifiers.settings import VerifierSpec
 
-NAME = "openenv"
+NAME = "OpenEnv"
 PAUSE_S = 0.5  # between two attempts to reach a server that starts, or to get a place on a full one
 MAX_MESSAGE_BYTES = 64 * 2**20
 FULL = "CAPACITY_REACHED"  # codes of a server's errors
@@ -104,7 +104,7 @@ class OpenEnvClient:
         if isinstance(command, Command) and not is_running:
             await self.start(command)
         if self.action_field is None:
-            schema = gym_client.find_nested(await self.get("/schema"), "action", "properties")
+            schema = gym_client.find_nested(await self.read_schema(), "action", "properties")
             if not isinstance(schema, dict):
                 raise GymError("bad_answer", f"{self.url}/schema describes no action of OpenEnv.")
             self.action_field = self.settings.action or find_text_field(schema)
@@ -130,6 +130,17 @@ class OpenEnvClient:
                     raise GymError("connect", problem) from None
             await asyncio.sleep(PAUSE_S)
 
+    async def read_schema(self) -> object:
+        """Return the schema of the server. Raises GymError."""
+        try:
+            return await self.get("/schema")
+        except GymError as error:
+            if error.reason != "connect":
+                raise
+            advice = "Start it, or name its command: {openenv: {command: [...]}}."
+            problem = f"no OpenEnv server answers at {self.url}. {advice}"
+            raise GymError("connect", problem) from error
+
     async def get(self, path: str) -> object:
         """Return the JSON of an answer. Raises GymError."""
         return await gym_client.Connection(self.gym, NAME).call("GET", path)
@@ -149,6 +160,7 @@ class OpenEnvClient:
         session = OpenEnvSession(self, connection)
         try:
             data = await session.ask("reset", row.get("reset") or {})
+            session.check_field(data.observation)
             session.observation = session.show(data.observation)
         except BaseException as error:
             await connection.close()
@@ -220,6 +232,14 @@ class OpenEnvSession(EpisodeSession):
         if self.rewards and all(reward is None for reward in self.rewards):
             problem = f"{self.client.url}: the reward of every step is null"
             raise GymError("no_reward", f"{problem}. Let the environment set one.")
+
+    def check_field(self, observation: Json | str | None) -> None:
+        """Raise GymError if the first observation has not the field of the recipe."""
+        name = self.client.settings.observation
+        if name and isinstance(observation, dict) and name not in observation:
+            fields = ", ".join(observation)
+            problem = f"{self.client.url}: an observation has the fields {fields}"
+            raise GymError("bad_answer", f"{problem}. Name one as `observation`, not {name}.")
 
     def show(self, observation: Json | str | None) -> str | None:
         """Return the text that the policy reads: the field of the recipe, or all as JSON."""

@@ -57,8 +57,8 @@ class FunctionRows:
         loaded = self.loader.make_tasks(parsed, self.entry, Counter())
         if loaded.dropped:
             raise DataError(
-                f"{self.key}: {loaded.dropped[0]} would be dropped, by data.max_prompt_length or "
-                "env.only_servers. Change these, or the function."
+                f"{self.key}: {loaded.dropped[0]} would be dropped, by data.max_prompt_length="
+                f"{self.loader.max_prompt_length} or env.only_servers. Change these, or the function."
             )
         return loaded.tasks
 

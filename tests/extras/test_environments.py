@@ -217,9 +217,9 @@ def test_a_full_openenv_server_is_waited_for(folder, openenv_url):
     async def wait_for_others():
         router = make_router(folder, {"openenv": openenv_url}, outage_budget_s=1.0)
         other = make_router(folder, {"openenv": openenv_url})
-        async with router, other, other.session("openenv", SEED), other.session("openenv", SEED):
+        async with router, other, other.session("OpenEnv", SEED), other.session("OpenEnv", SEED):
             with pytest.raises(GymError) as error:
-                async with router.session("openenv", SEED):
+                async with router.session("OpenEnv", SEED):
                     pass
         return error.value.reason
 
@@ -342,7 +342,11 @@ def test_a_reward_function_of_trl_gets_the_environment(folder):
 @pytest.mark.parametrize(
     ("environment", "verifier", "problem"),
     [
-        ({"openenv": "http://127.0.0.1:9"}, None, "Cannot connect to host 127.0.0.1:9"),
+        (
+            {"openenv": "http://127.0.0.1:9"},
+            None,
+            "no OpenEnv server answers at http://127.0.0.1:9. Start it",
+        ),
         ({"openenv": "{gym}"}, None, "/schema describes no action"),
         ({"openenv": {"command": ["no-server"]}}, None, "the command no-server is not found"),
         ({"openenv": {"command": ["false"]}}, None, "false does not start"),

@@ -74,6 +74,7 @@ class AgentSession:
         self.request_id = request_id or self.key
         self.tree = Tree()
         self.limit = ""  # the first limit that was reached: turns or length
+        self.overflow: RequestError | None = None  # of the last call, whose prompt was too long
         self.flights: dict[bytes, Flight] = {}  # {hash of a request: its latest call}
         self.stored: dict[str, Json] = {}  # {id of a reply: its conversation, of a dialect}
         self.call_count = 0
@@ -124,7 +125,12 @@ class AgentSession:
         if is_rewritten and self.limits.on_rewrite == "fail":
             problem = "the agent has rewritten the history of its conversation"
             raise GymError("not_contiguous", f"{problem}. Set agents.on_rewrite=fork.")
-        room = find_row_room(call, self.context)
+        try:
+            room = find_row_room(call, self.context)
+        except RequestError as error:
+            self.overflow = error
+            raise
+        self.overflow = None
         request.room = min(room, self.limits.max_tokens - self.token_count)
         request_id = f"{self.request_id}#{self.call_count}"
         await respond(self.context, self.sampling, request_id, request, call)
@@ -155,11 +161,16 @@ class AgentSession:
     # --- its rows ---
 
     def fill(self, episode: Episode) -> None:
-        """Fill an empty episode with the rows. Raises the failure, or GymError('no_calls')."""
+        """Fill an empty episode with the rows.
+
+        Raises the failure, or GymError('no_calls' | 'prompt_too_long').
+        """
         if self.failure:
             raise self.failure
         rows = list(self.tree.list_rows())
         if not rows:
+            if self.overflow:
+                raise GymError("prompt_too_long", str(self.overflow))
             raise GymError("no_calls", "the agent made no call of the policy. Read its output.")
         row_count = len(rows)
         if row_count > self.limits.max_rows:
@@ -167,14 +178,15 @@ class AgentSession:
             logger.warning("%s=%d. Its main row is used alone.", problem, self.limits.max_rows)
         if row_count > self.limits.max_rows or self.limits.branches == "main":
             rows = rows[:1]
-        (path, _), *others = rows
-        add_row(episode, path, 0)
-        episode.responses += [call.response for call in path]
+        (main_path, _), *others = rows
+        add_row(episode, main_path, 0)
+        episode.responses += [call.response for call in main_path]
         for path, first in others:
             branch = Branch([])
             add_row(branch, path, first)
             episode.branches.append(branch)
-        episode.ended = self.limit or ("length" if path[-1].ended == "length" else "stop")
+        is_cut = bool(self.overflow) or main_path[-1].ended == "length"
+        episode.ended = self.limit or ("length" if is_cut else "stop")
         calls = self.tree.calls
         encoded_count = sum(len(call.prompt_ids) for call in calls)
         prompt_count = sum(call.prompt_length for call in calls)

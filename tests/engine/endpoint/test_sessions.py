@@ -334,7 +334,7 @@ def test_a_long_prompt_is_an_error_on_which_claude_code_compacts():
             status, reply = await agent.post("/v1/messages", {"messages": long})
             assert status == 400 and reply["error"]["message"].startswith("prompt is too long")
 
-    run(play, "Hi.", max_prompt_length=100, max_response_length=80)
+    assert run(play, "Hi.", max_prompt_length=100, max_response_length=80).ended == "length"
 
 
 # --- keys ----------------------------------------------------------------------------------------
