@@ -107,7 +107,7 @@ class AgentRunner:
         if agent_session.failure:
             raise agent_session.failure
         # An agent may end with an error at a limit, which the policy has reached by its responses.
-        is_limited = bool(agent_session.limit or agent_session.overflow)
+        is_limited = bool(agent_session.limit or agent_session.cut)
         if error and not (is_limited and isinstance(error, GymError) and not error.session_lost):
             raise error
         return None if error else run.result()

@@ -58,7 +58,8 @@ class FunctionRows:
         if loaded.dropped:
             raise DataError(
                 f"{self.key}: {loaded.dropped[0]} would be dropped, by data.max_prompt_length="
-                f"{self.loader.max_prompt_length} or env.only_servers. Change these, or the function."
+                f"{self.loader.max_prompt_length} or env.only_servers. Change these, or the "
+                "function."
             )
         return loaded.tasks
 

@@ -74,7 +74,7 @@ class AgentSession:
         self.request_id = request_id or self.key
         self.tree = Tree()
         self.limit = ""  # the first limit that was reached: turns or length
-        self.overflow: RequestError | None = None  # of the last call, whose prompt was too long
+        self.cut = ""  # why the last call had not the room that it needed
         self.flights: dict[bytes, Flight] = {}  # {hash of a request: its latest call}
         self.stored: dict[str, Json] = {}  # {id of a reply: its conversation, of a dialect}
         self.call_count = 0
@@ -128,13 +128,13 @@ class AgentSession:
         try:
             room = find_row_room(call, self.context)
         except RequestError as error:
-            self.overflow = error
+            self.cut = str(error)
             raise
-        self.overflow = None
         request.room = min(room, self.limits.max_tokens - self.token_count)
         request_id = f"{self.request_id}#{self.call_count}"
         await respond(self.context, self.sampling, request_id, request, call)
         self.token_count += len(call.sampled_ids)
+        self.cut = "the response used all tokens" if call.ended == "length" else ""
         self.tree.add(call)
         return call
 
@@ -169,8 +169,8 @@ class AgentSession:
             raise self.failure
         rows = list(self.tree.list_rows())
         if not rows:
-            if self.overflow:
-                raise GymError("prompt_too_long", str(self.overflow))
+            if self.cut:
+                raise GymError("prompt_too_long", self.cut)
             raise GymError("no_calls", "the agent made no call of the policy. Read its output.")
         row_count = len(rows)
         if row_count > self.limits.max_rows:
@@ -185,7 +185,7 @@ class AgentSession:
             branch = Branch([])
             add_row(branch, path, first)
             episode.branches.append(branch)
-        is_cut = bool(self.overflow) or main_path[-1].ended == "length"
+        is_cut = bool(self.cut) or main_path[-1].ended == "length"
         episode.ended = self.limit or ("length" if is_cut else "stop")
         calls = self.tree.calls
         encoded_count = sum(len(call.prompt_ids) for call in calls)

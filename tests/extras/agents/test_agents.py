@@ -24,7 +24,6 @@ from extras.agents.runner import AgentRunner, call_url
 from gym_client import GymError
 from kit.chat.parsed_response import ParsedResponse
 from kit.data.episode import Episode, append_tokens
-from kit.engine.endpoint.requests import RequestError
 from kit.errors import ConfigError
 from kit.recipe.load import raise_all, read_source
 from kit.recipe.schema import AgentSpec
@@ -68,7 +67,7 @@ class Endpoint:
     def open(self, *_: object) -> Any:
         self.count += 1
         session = SimpleNamespace(
-            key=f"key-{self.count}", over=asyncio.Event(), failure=None, limit="", overflow=None
+            key=f"key-{self.count}", over=asyncio.Event(), failure=None, limit="", cut=""
         )
         session.fill = fill
         vars(session).update(self.changes)
@@ -224,7 +223,7 @@ def test_a_limit_ends_the_agent_and_its_last_text_is_verified(functions, tmp_pat
     over = asyncio.Event()
     over.set()
     assert run(functions("blocks"), row, over=over, limit="turns").answer == POLICY
-    assert run(functions("broken"), {}, overflow=RequestError("too long")).answer == POLICY
+    assert run(functions("broken"), {}, cut="too long").answer == POLICY
     error = GymError("aborted", "vLLM")
     assert failure_of(functions("blocks"), row, over=over, failure=error) is error
 
