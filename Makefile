@@ -145,11 +145,14 @@ gemma: models/gemma-3-270m/config.json
 	.venv/bin/uv pip install --quiet --target .venv-templates --no-deps --require-hashes -r requirements-templates.txt
 	@touch $@
 
-# Agents run in a separate environment: their SDKs need other versions than vLLM (env.agent.python).
-.venv-agents/ready: requirements-agents.txt | .venv/bin/uv
-	@echo "== .venv-agents: SDKs of agents, for the tests and docs/guides/agents.md (120 MB)"
-	.venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-agents
-	.venv/bin/uv pip install --quiet --python .venv-agents/bin/python --no-deps --require-hashes -r requirements-agents.txt
+# Packages that need other versions than vLLM, for the tests and the guides. A recipe names the interpreter.
+.venv-agents/ready: WHAT := SDKs of agents (120 MB)
+.venv-environments/ready: WHAT := OpenEnv and two MCP servers (330 MB)
+.venv-verifiers/ready: WHAT := Prime's library verifiers 0.3.1 (490 MB)
+.venv-agents/ready .venv-environments/ready .venv-verifiers/ready: .venv-%/ready: requirements-%.txt | .venv/bin/uv
+	@echo "== .venv-$*: $(WHAT)"
+	.venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-$*
+	.venv/bin/uv pip install --quiet --python .venv-$*/bin/python --no-deps --require-hashes -r requirements-$*.txt
 	@touch $@
 
 # Programs of coding agents, without the packages of npm that start them. Claude Code is proprietary: get it yourself.
@@ -165,18 +168,6 @@ coding-agents: .venv-agents/ready
 	    done; \
 	  done; \
 	done
-
-.venv-environments/ready: requirements-environments.txt | .venv/bin/uv
-	@echo "== .venv-environments: OpenEnv and two MCP servers, for the tests (330 MB)"
-	.venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-environments
-	.venv/bin/uv pip install --quiet --python .venv-environments/bin/python --no-deps --require-hashes -r requirements-environments.txt
-	@touch $@
-
-.venv-verifiers/ready: requirements-verifiers.txt | .venv/bin/uv
-	@echo "== .venv-verifiers: Prime's library verifiers 0.3.1, for the tests (490 MB)"
-	.venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-verifiers
-	.venv/bin/uv pip install --quiet --python .venv-verifiers/bin/python --no-deps --require-hashes -r requirements-verifiers.txt
-	@touch $@
 
 # NeMo Gym 0.7.0 declares Python 3.13.14. If this machine does not have it and uv cannot fetch it, Gym also runs on 3.12
 # and on .venv's 3.11, with --ignore-requires-python. On 3.13 reasoning-gym needs a C compiler.

@@ -1,4 +1,4 @@
-"""The policy endpoint under load: 1,000 agents at once, and plain aiohttp next to it.
+"""The policy endpoint under load: 1,000 concurrent agents, compared with plain aiohttp.
 
     python benchmarks/endpoint_load.py [--sessions 1000] [--calls 5] [--bytes 4000]
 
@@ -88,7 +88,7 @@ async def play(
 
 
 async def run_clients(args: Args) -> None:
-    """Play all agents at once, and print the times of their calls."""
+    """Play all agents concurrently, and print the times of their calls."""
     times: list[float] = []
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=600)

@@ -64,7 +64,7 @@ class McpSettings(BaseModel):
     model_config = SECTION
     mcp: str | Command
     files: DirectoryPath | None = None  # a folder, whose copy is {dir}; null: {dir} is empty
-    processes: PositiveInt = 32  # at once; further episodes wait
+    processes: PositiveInt = 32  # concurrent ones; further episodes wait
 
 
 class TrlSettings(BaseModel):

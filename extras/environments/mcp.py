@@ -10,6 +10,7 @@ server is lost. The three requests that are needed have been the same since 2025
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import itertools
@@ -29,7 +30,7 @@ from kit.chat.parsed_response import ParsedResponse
 from kit.errors import ConfigError
 from kit.recipe.recipe import Recipe
 from kit.recipe.settings import Settings
-from kit.verify.python_verifiers.pool import SessionSource
+from kit.verify.python_verifiers.pool import EXIT_TIMEOUT_S, SessionSource, kill_process
 from kit.verify.python_verifiers.session import EpisodeSession
 
 PROTOCOL = "2025-11-25"
@@ -40,7 +41,7 @@ POLICY_ERRORS = (-32601, -32602)
 UNSUPPORTED = {"code": -32601, "message": "not supported"}  # for a server that asks something
 
 
-class Client:
+class Client(abc.ABC):
     """A connection to a server. Each subclass has a transport: `exchange` and `close`."""
 
     def __init__(self, name: str, timeout_s: float):
@@ -95,13 +96,13 @@ class Client:
             problem = f"{self.name}: no answer to {method} in gym.timeout_s={self.timeout_s:g} s"
             raise GymError("timeout", problem) from None
 
+    @abc.abstractmethod
     async def exchange(self, message: Json) -> Json:
         """Send a message. Return the answer to a request. Raises GymError."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     async def close(self) -> None:
         """End the connection."""
-        raise NotImplementedError
 
     def lost(self, problem: str) -> GymError:
         """Return the error of a server that is lost."""
@@ -136,7 +137,7 @@ class StdioClient(Client):
 
     async def close(self) -> None:
         """End the process."""
-        await processes.stop(self.process)
+        await kill_process(self.process)
 
 
 class HttpClient(Client):
@@ -166,7 +167,7 @@ class HttpClient(Client):
 
     async def close(self) -> None:
         """End the session, if there is one, and the connection."""
-        timeout = aiohttp.ClientTimeout(processes.EXIT_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(EXIT_TIMEOUT_S)
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # it may end by itself
             if "Mcp-Session-Id" in self.headers:
                 await self.http.delete(self.name, headers=self.headers, timeout=timeout)

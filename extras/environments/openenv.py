@@ -23,6 +23,7 @@ from gym_client import GymError, Json, StepResult
 from kit.chat.parsed_response import ParsedResponse
 from kit.recipe.recipe import Recipe
 from kit.verify.network import find_free_port
+from kit.verify.python_verifiers.pool import kill_process
 from kit.verify.python_verifiers.session import EpisodeSession
 from kit.verify.python_verifiers.settings import VerifierSpec
 
@@ -90,7 +91,7 @@ class OpenEnvClient:
             await self.gym.__aexit__()
             await self.http.close()
         if self.process:
-            await processes.stop(self.process)
+            await kill_process(self.process)
 
     # --- the server ------------------------------------------------------------------------------
 

@@ -1,12 +1,10 @@
-"""Start the program of an environment, and kill it with all that it has started."""
+"""Start the program of an environment. kill_process of the pools ends it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
-import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
@@ -15,9 +13,7 @@ from pathlib import Path
 from gym_client import GymError
 from kit.recipe.keys import ROOT
 from kit.verify import servers
-from kit.verify.python_verifiers.process import kill_tree
 
-EXIT_TIMEOUT_S = 5.0  # for a killed program to be gone
 LINE_BYTES = 16 * 2**20  # of the longest line that a program writes
 # The kernel ends the program with the run, also if that is killed.
 WRAPPER = (
@@ -59,13 +55,3 @@ def describe_log(log: Path) -> str:
     return (
         f"Read its log, {log}, which ends with: {lines[0]:.200}" if lines else "Its log is empty."
     )
-
-
-async def stop(process: Process) -> None:
-    """Kill a program with all that it has started."""
-    if process.returncode is None:
-        kill_tree(process.pid)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)

@@ -54,7 +54,7 @@ NOT_WRITTEN = RecordIndex(-1, -1)
 
 @dataclass
 class Branch:
-    """Tokens of an episode that are a training row beside its main one. R: of this row.
+    """Tokens of an episode in a training row other than its main one. R: of this row.
 
     An agent that compacts its history or calls a subagent makes several prompts. The prompt of a
     branch may hold tokens that another row of the episode trains. Each is in one response only.

@@ -70,7 +70,8 @@ class Prompts:
             if parent:
                 new = messages[end:]
                 last_id = parent.sampled_ids[-1]
-                ids = await run_long(json.dumps(new), template.encode_continuation, new, last_id)
+                length = count_characters(new)
+                ids = await run_long(length, template.encode_continuation, new, last_id)
             else:
                 new = []
                 if messages[-1]["role"] == "assistant":  # the policy continues this text
@@ -88,16 +89,17 @@ class Prompts:
         key = hashlib.sha256(content.encode()).digest()
         encoding = self.first.get(key)
         if not encoding or encoding.get_loop() is not asyncio.get_running_loop():
-            encode = run_long(content, template.encode_prompt, messages, request.tools, WHERE)
+            arguments = (messages, request.tools, WHERE)
+            encode = run_long(len(content), template.encode_prompt, *arguments)
             encoding = self.first[key] = asyncio.ensure_future(encode)
             if len(self.first) > MAX_FIRST:
                 self.first.pop(next(iter(self.first)))
         return await asyncio.shield(encoding)
 
 
-async def run_long(text: str, encode: Callable[..., list[int]], *arguments: object) -> list[int]:
-    """Call a function of a text, in a thread if the text is long."""
-    if len(text) > THREAD_CHARS:
+async def run_long(length: int, encode: Callable[..., list[int]], *arguments: object) -> list[int]:
+    """Encode a text of some characters, in a thread if it is long."""
+    if length > THREAD_CHARS:
         return await asyncio.to_thread(encode, *arguments)
     return encode(*arguments)
 

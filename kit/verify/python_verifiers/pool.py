@@ -200,18 +200,11 @@ class Worker:
         return command
 
     async def kill(self) -> None:
-        """Kill the process and all that it has started, and wait until it is gone."""
+        """Kill the process and all that it has started."""
         process = self.process
         self.process = None
-        if process is None:
-            return
-        if process.returncode is None:
-            kill_tree(process.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        # asyncio also waits until its pipes are closed, which another process may hold open
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
+        if process:
+            await kill_process(process)
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -326,6 +319,17 @@ class PinnedEnvironment:
                 await self.call("close")
         except GymError as error:
             logger.warning("%s, so what this environment started may be open", error)
+
+
+async def kill_process(process: Process) -> None:
+    """Kill a process that leads a group, with all that it has started, and wait for its end."""
+    if process.returncode is None:
+        kill_tree(process.pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    # asyncio also waits until its pipes are closed, which another process may hold open
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
 
 
 def list_code(path: Path) -> list[Path]:

@@ -191,7 +191,7 @@ def test_a_function_that_fails_is_a_failed_episode(functions, name, reason, text
 
 
 def test_an_agent_that_blocks_its_loop_meets_its_deadline_and_is_replaced(functions, tmp_path):
-    """The driver goes on, and a neighbor with a later deadline starts again."""
+    """The driver continues, and a neighbor with a later deadline starts again."""
     agent = functions("blocks")
     path = tmp_path / "pids"
 
