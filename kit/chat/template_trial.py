@@ -35,7 +35,7 @@ from kit.chat.template import (
     render_prompt,
     text_after,
 )
-from kit.chat.tool_calls import extract_by_vllm, list_tool_formats
+from kit.chat.tool_calls import PARSE_TIMEOUT_S, SearchLimit, extract_by_vllm, list_tool_formats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -234,7 +234,8 @@ def find_tool_formats(template: ChatTemplate, formats: Iterable[str]) -> Iterato
 def reads_call(tokenizer: PreTrainedTokenizerBase, tool_format: str, text: str) -> bool:
     """Return whether a tool parser finds the call of `find_tool_formats` in a text."""
     try:
-        calls = extract_by_vllm(tokenizer, tool_format, text, [TOOL]).calls
+        limit = SearchLimit(PARSE_TIMEOUT_S)
+        calls = extract_by_vllm(tokenizer, tool_format, text, [TOOL], limit).calls
         parsed = [(call.name, json.loads(call.arguments)) for call in calls]
     except Exception:  # many parsers need tokens that only their models have
         return False

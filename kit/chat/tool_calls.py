@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
-import inspect
 import itertools
 import json
 import re
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 MISTRAL_CALLS = "[TOOL_CALLS]"  # the list of calls follows
 MAX_CALLS = 32  # in one response that has a malformed one
 PARSE_TIMEOUT_S = 5.0  # for one search of a tool parser, in CPU seconds of this process
+SHORT_CHARS = 2000  # a text up to this length is parsed without a thread, which would take longer
+SHORT_TIMEOUT_S = 0.02  # then it is parsed again, in a thread
 SEARCHES = frozenset(
     ("search", "match", "fullmatch", "findall", "finditer", "sub", "subn", "split")
 )
@@ -84,11 +86,30 @@ async def extract_tool_calls(
         return await extract_tool_calls_by_verl(tokenizer, tool_format, ids, tools)
     # Some formats mark their calls with special tokens.
     text = str(tokenizer.decode(ids, skip_special_tokens=False))
-    return await asyncio.to_thread(extract_by_vllm, tokenizer, tool_format, text, tools)
+    extract = functools.partial(extract_by_vllm, tokenizer, tool_format, text, tools)
+    if len(text) <= SHORT_CHARS:
+        limit = SearchLimit(SHORT_TIMEOUT_S)
+        with contextlib.suppress(TimeoutError):
+            found = extract(limit)
+            if not limit.was_hit:
+                return found
+    return await asyncio.to_thread(extract, SearchLimit(PARSE_TIMEOUT_S))
+
+
+@dataclasses.dataclass
+class SearchLimit:
+    """The limit of a search, in CPU seconds of this process. After one that hits it, all fail."""
+
+    seconds: float
+    was_hit: bool = False  # some of vLLM's parsers catch the error
 
 
 def extract_by_vllm(
-    tokenizer: PreTrainedTokenizerBase, tool_format: str, text: str, tools: list[Json]
+    tokenizer: PreTrainedTokenizerBase,
+    tool_format: str,
+    text: str,
+    tools: list[Json],
+    limit: SearchLimit,
 ) -> ExtractedCalls:
     """Find the tool calls in the text of a response with vLLM's parser of the format."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -98,7 +119,7 @@ def extract_by_vllm(
     request: Any = ChatCompletionRequest.model_validate(body)
     parser_class = ToolParserManager.get_tool_parser(tool_format)
     parser = parser_class(tokenizer, request.tools)  # type: ignore[arg-type]  # vLLM's own type
-    limit_search_time(parser)
+    limit_searches(parser, limit)
     found = read_calls(parser, text, request)
     start = getattr(parser, "tool_call_start_token", "")
     if found.calls or not start or not 1 < text.count(start) <= MAX_CALLS:
@@ -166,25 +187,37 @@ def to_verl_tool(function: Json) -> Json:
 
 
 class TimedPattern:
-    """A compiled pattern whose searches raise TimeoutError after PARSE_TIMEOUT_S.
+    """A compiled pattern whose searches raise TimeoutError at a limit.
 
     Some patterns of vLLM's parsers take time cubic in the length of the text. vLLM uses the package
     `regex`, whose searches accept a timeout and let other threads run.
     """
 
-    def __init__(self, pattern: regex.Pattern[str]):
+    def __init__(self, pattern: regex.Pattern[str], limit: SearchLimit):
         self.pattern = pattern
+        self.limit = limit
 
     def __getattr__(self, name: str) -> object:
-        value = getattr(self.pattern, name)
         if name in SEARCHES:
-            return functools.partial(value, timeout=PARSE_TIMEOUT_S)
-        return value
+            return functools.partial(self.search, name)
+        return getattr(self.pattern, name)
+
+    def search(self, name: str, *arguments: object, **options: object) -> object:
+        """Call a method of the pattern, with this limit instead of the parser's own."""
+        if self.limit.was_hit:
+            raise TimeoutError
+        options["timeout"] = self.limit.seconds
+        try:
+            found = getattr(self.pattern, name)(*arguments, **options)
+            return iter(list(found)) if name == "finditer" else found
+        except TimeoutError:
+            self.limit.was_hit = True
+            raise
 
 
-def limit_search_time(parser: ToolParser) -> None:
-    """Replace the patterns of a tool parser by patterns with a timeout."""
-    for name in dir(parser):
-        value = inspect.getattr_static(parser, name, None)  # no property: some read the vocabulary
-        if isinstance(value, regex.Pattern):
-            setattr(parser, name, TimedPattern(value))
+def limit_searches(parser: ToolParser, limit: SearchLimit) -> None:
+    """Replace the patterns of a tool parser by patterns with a limit."""
+    for scope in (*map(vars, reversed(type(parser).__mro__)), vars(parser)):
+        for name, value in list(scope.items()):
+            if isinstance(value, regex.Pattern):
+                setattr(parser, name, TimedPattern(value, limit))
