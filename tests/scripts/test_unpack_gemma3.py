@@ -46,8 +46,8 @@ def test_other_characters_are_bytes(file):
     assert tokenizer.decode(ids[1:]) == "é"
 
 
-def test_a_chat_ends_with_the_end_of_the_turn(file):
+def test_a_text_ends_with_the_token_that_the_base_model_has_learned(file):
     tokenizer = read_tokenizer(file)
-    assert tokenizer.eos_token == "<end_of_turn>"
-    ids = tokenizer("is<end_of_turn>").input_ids
+    assert tokenizer.eos_token == "<eos>"
+    ids = tokenizer("is<eos>").input_ids
     assert tokenizer.decode(ids, skip_special_tokens=True) == "is"
