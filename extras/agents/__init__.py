@@ -27,7 +27,10 @@ from kit.run.features import RecipeCheck, RunOutput, RunPart
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from extras.agents.processes import FunctionAgent
+    from extras.agents.runner import AgentRunner
     from kit.data.episode import Episode
+    from kit.engine.endpoint.sessions import Sessions
     from kit.engine.inputs import RunInputs
     from kit.engine.sampling import Agent, RolloutContext
     from kit.recipe.recipe import Recipe
@@ -85,37 +88,49 @@ class Agents(RecipeCheck, RunPart, RunOutput):
         limits = f"{self.settings.max_calls} calls and {self.settings.timeout_s:g} s"
         yield f"agent       {what}: at most {limits} an episode"
 
+    def dry_run_lines(self, recipe: Recipe, inputs: RunInputs) -> Iterable[str]:
+        """Call the agent once, and describe its first request. A server may not run yet."""
+        from extras.agents.trial import try_agent
+
+        assert self.spec
+        return () if self.spec.url else try_agent(self, recipe, inputs)
+
     def before_gym(self, launch: Launch) -> None:
         """Have the policy endpoint started."""
         launch.serves_policy = True
 
     def make_agent(self, launch: Launch, context: RolloutContext) -> Agent:
         """Make the agent, and limit the episodes that run at the same time."""
+        from extras.agents import processes
+
+        assert self.spec and launch.policy
+        if self.settings.concurrency:
+            context.episode_slots = asyncio.Semaphore(self.settings.concurrency)
+        function = processes.FunctionAgent(self.spec, launch.logs / "agent.log")
+        launch.stack.callback(function.close)
+        base_url = launch.policy["base_url"].removesuffix("/v1")
+        return self.make_runner(function, launch.sessions, base_url, context)
+
+    def make_runner(
+        self, function: FunctionAgent, sessions: Sessions, base_url: str, context: RolloutContext
+    ) -> AgentRunner:
+        """Make the agent's runner. function: its process, unused by other kinds of agents."""
         from extras.agents import processes, runner
         from kit.engine.endpoint.sessions import Limits
 
-        assert self.spec and launch.policy
-        spec = self.spec
+        assert self.spec
         settings = self.settings
-        if settings.concurrency:
-            context.episode_slots = asyncio.Semaphore(settings.concurrency)
-        if spec.function:
-            function = processes.FunctionAgent(spec, launch.logs / "agent.log")
-            launch.stack.callback(function.close)
-            run = function.run
-        elif spec.command:
-            run = partial(processes.run_command, spec, settings.exit_code == "fail")
-        else:
-            run = partial(runner.call_url, str(spec.url))
+        run = function.run
+        if self.spec.command:
+            run = partial(processes.run_command, self.spec, settings.exit_code == "fail")
+        elif self.spec.url:
+            run = partial(runner.call_url, self.spec.url)
         limits = settings.model_dump(exclude={"exit_code", "concurrency"})
         limits["max_tokens"] = (
             settings.max_tokens or settings.max_rows * context.max_response_length
         )
         limits["timeout_s"] = math.inf  # a late agent is a failure, not a limit (AgentRunner)
-        base_url = launch.policy["base_url"].removesuffix("/v1")
-        return runner.AgentRunner(
-            run, launch.sessions, base_url, Limits(**limits), settings.timeout_s
-        )
+        return runner.AgentRunner(run, sessions, base_url, Limits(**limits), settings.timeout_s)
 
     def describe_episodes(self, episodes: Sequence[Episode]) -> Iterable[str]:
         """Return the calls and the training rows of the episode with most calls."""

@@ -1,6 +1,7 @@
 """The console output of a run.
 
 Each step is one line. At a terminal there is a progress bar below the lines, unless with --quiet.
+Without the bar, `rollout` and `evaluate` print how many episodes have ended, every LINE_S seconds.
 
 Protects: the terminal, from control characters that a policy or a server wrote.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
+import time
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
@@ -23,6 +26,7 @@ from rich.progress import (
 from kit.data.episode import Episode
 from kit.errors import remove_control_characters
 
+LINE_S = 30.0
 MIN_SECONDS = 0.05  # shorter stages are not shown
 # labels of stages; the others show their own name
 STAGE_LABELS = {"update_actor": "update", "update_weights": "sync", "testing": "eval"}
@@ -39,6 +43,8 @@ class Display:
 
     def __init__(self, title: str, total: int, completed: int):
         self.total = total
+        self.episodes = ""  # how many of the current batch have ended
+        self.is_stopped = threading.Event()
         columns = (
             "{task.description}",
             BarColumn(bar_width=30),
@@ -58,9 +64,12 @@ class Display:
         """Start drawing."""
         if console.is_interactive:
             self.bar.start()
+        elif not self.total:
+            threading.Thread(target=self.print_episodes, daemon=True).start()
 
     def stop(self) -> None:
         """Stop drawing."""
+        self.is_stopped.set()
         if console.is_interactive:
             self.bar.stop()
 
@@ -68,11 +77,20 @@ class Display:
         """Show the current stage next to the bar."""
         self.bar.update(self.task, stage=stage)
 
-    def show_episodes(self, done: int, total: int) -> None:
+    def show_episodes(self, done: int, failed: int, total: int) -> None:
         """Show how many episodes of a batch have ended."""
+        errors = f", {failed} failed" if failed else ""
+        self.episodes = f"{done}/{total} episodes{errors}" if done < total else ""
         self.show_stage(f"{done}/{total} episodes")
         if not self.total:
             self.set_progress(done, total)
+
+    def print_episodes(self) -> None:
+        """Print how many episodes have ended, until `stop`."""
+        began = time.monotonic()
+        while not self.is_stopped.wait(LINE_S):
+            if self.episodes:
+                say(f"{self.episodes}, {(time.monotonic() - began) / 60:.1f} min")
 
     def set_progress(self, completed: int, total: int | None = None) -> None:
         """Move the bar."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import os
 import re
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -246,17 +246,19 @@ class Stages:
 
     def count_episodes(self, total: int) -> Callable[[int, Episode], None]:
         """Return a callback for ended episodes. It shows how many of `total` have ended."""
-        ended = itertools.count(1)
+        statuses = Counter[str]()  # {status: ended episodes}
         self.open_episodes = total
+        self.display.show_episodes(0, 0, total)
 
-        def on_done(_index: int, _episode: Episode) -> None:
-            done = next(ended)
+        def on_done(_index: int, episode: Episode) -> None:
+            statuses[episode.status] += 1
+            done = statuses.total()
             self.open_episodes = total - done
             self.record_progress()
             if not self.has_episode:
                 self.has_episode = True
                 self.timing["first_episode"] = time.monotonic() - self.started_at
-            self.display.show_episodes(done, total)
+            self.display.show_episodes(done, done - statuses["ok"], total)
 
         return on_done
 

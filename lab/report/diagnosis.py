@@ -24,8 +24,9 @@ NEARLY_ALL = 0.9  # of the responses: a problem in any case, since hardly any ar
 ZERO_VARIANCE_FRAC = 0.7  # of the groups: the others are too small a batch to learn from
 SIGMAS = 2.5  # two parts of a run differ if they are this many standard errors apart
 ENTROPY_FACTOR = 4.0  # change of the entropy that counts as a collapse if the reward does not rise
+LOW_ENTROPY = 0.05  # nats: nearly always the same response
 MIN_STEPS = 12  # for a trend
-GAP_SHARE = 0.1  # of the reward range: a smaller growth of the gap does not count
+RANGE_SHARE = 0.1  # of the reward range: a smaller change of a mean does not count
 PROBS_DIFF = 0.05  # of the two engines' probabilities; rounding to bf16 gives up to 0.02
 GROUP_RELATIVE = {  # verl's advantages that are 0 if all rewards of a group are equal
     "grpo", "grpo_passk", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo",
@@ -85,7 +86,7 @@ def find_reward_hacking(run: RunFolder) -> Iterator[Finding]:
     shadow = measure_trend(get_sampled_metric(run, "rollout/shadow_reward/mean"))
     trend = measure_trend(gap)
     growth = trend.last - trend.first
-    is_clear = growth > max(SIGMAS * trend.error, GAP_SHARE * compute_reward_range(run))
+    is_clear = growth > max(SIGMAS * trend.error, RANGE_SHARE * compute_reward_range(run))
     if is_clear and reward.last > reward.first:
         yield Finding(
             f"Reward hacking: the reward rose from {reward.first:.3g} to {reward.last:.3g}, the "
@@ -99,7 +100,7 @@ def find_reward_hacking(run: RunFolder) -> Iterator[Finding]:
 
 
 def find_policy_collapse(run: RunFolder) -> Iterator[Finding]:
-    """Find a policy that collapsed: its entropy left its range, and its reward did not rise.
+    """Find a policy that collapsed: a reward that does not rise, and an entropy near 0 or far up.
 
     If rows get harder, a policy that becomes more certain may only keep its reward.
     """
@@ -107,16 +108,17 @@ def find_policy_collapse(run: RunFolder) -> Iterator[Finding]:
     reward = get_sampled_metric(run, "rollout/reward/mean")
     if len(entropy) < 3 or len(reward) < 3:
         return
-    trend = measure_trend(reward)
+    first = max(entropy.iloc[0], 1e-6)
     late = take_last_third(entropy).median()
-    ratio = max(late, 1e-6) / max(entropy.iloc[0], 1e-6)
-    gains = trend.last > trend.first + SIGMAS * trend.error
-    is_good = gains or trend.last > compute_high_reward(run) or (has_curriculum(run) and ratio < 1)
-    if is_good or max(ratio, 1 / ratio) < ENTROPY_FACTOR:
+    is_random = late > ENTROPY_FACTOR * first
+    is_certain = late < min(LOW_ENTROPY, first / ENTROPY_FACTOR) and not has_curriculum(run)
+    trend = measure_trend(reward)
+    if has_risen(trend, run) or not (is_random or is_certain):
         return
+    meaning = "it writes nearly random text" if is_random else "it repeats the same response"
     yield Finding(
-        f"Policy collapse: entropy {entropy.iloc[0]:.3g} -> {late:.3g} nats, reward "
-        f"{trend.first:.3g} -> {trend.last:.3g}. "
+        f"Policy collapse: {meaning}, and its reward does not rise: entropy "
+        f"{entropy.iloc[0]:.3g} -> {late:.3g} nats, reward {trend.first:.3g} -> {trend.last:.3g}. "
         "The learning rate is too high, or nothing limits the policy.",
         ["actor/entropy", "rollout/reward/mean", "actor/grad_norm"],
         f"divide {ACTOR}.optim.lr by 10, and start again from the beginning. To continue from an "
@@ -200,8 +202,7 @@ def find_reward_trend(run: RunFolder) -> Iterator[Finding]:
     if len(reward) < MIN_STEPS or has_cause or has_curriculum(run):
         return
     trend = measure_trend(reward)
-    gain = trend.last - trend.first
-    if gain < SIGMAS * max(trend.error, 1e-9) and trend.last < compute_high_reward(run):
+    if not has_risen(trend, run):
         yield Finding(
             f"The reward is flat or falls: {trend.first:.3g} at first, {trend.last:.3g} now, over "
             f"{len(reward)} steps",
@@ -340,6 +341,13 @@ def has_curriculum(run: RunFolder) -> bool:
     files = run.get_setting("env.train_files") or []
     has_generator = any(isinstance(file, dict) and "function" in file for file in files)
     return has_generator or bool(run.get_setting("env.sampler"))
+
+
+def has_risen(reward: Trend, run: RunFolder) -> bool:
+    """Return whether a reward is high, or rose by more than its noise or a tenth of its range."""
+    enough = min(SIGMAS * reward.error, RANGE_SHARE * compute_reward_range(run))
+    gain = reward.last - reward.first
+    return bool(gain > max(enough, 1e-9) or reward.last > compute_high_reward(run))
 
 
 def compute_reward_range(run: RunFolder) -> float:

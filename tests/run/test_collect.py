@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,10 @@ from kit.errors import ConfigError
 from kit.recipe.load import read_source
 from kit.recipe.recipe import build
 from kit.run import collect, identity
+from kit.run.console import Display
 from kit.run.launch import Started
 from kit.run.run import Run
+from kit.run.stages import Stages
 from kit.verify.python_verifiers.settings import PythonVerifiers
 from tests.helpers.recipes import CPU, RECIPE, load, metrics_of, row
 from tests.helpers.stack import SESSION
@@ -104,6 +107,18 @@ def test_an_evaluation_has_its_scores_and_resumes_where_it_stopped(stack, monkey
     assert again[:28] == lines[:28]
     keys = {(r["_ng_task_index"], r["_ng_rollout_index"]) for r in map(json.loads, again)}
     assert keys == set(itertools.product(range(8), range(4))) and len(again) == 32
+
+
+def test_without_a_terminal_lines_count_the_episodes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("kit.run.console.LINE_S", 0.05)
+    display = Display("rollout", 0, 0)
+    display.start()
+    on_done = Stages(60.0, tmp_path, display).count_episodes(3)
+    for status in ("ok", "raised"):
+        on_done(0, Episode("a:1", "0/0", "s", [], status=status))
+    time.sleep(0.2)
+    display.stop()
+    assert "2/3 episodes, 1 failed, 0.0 min\n" in capsys.readouterr().out
 
 
 VERIFIER = (

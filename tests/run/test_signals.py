@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kit.data.episode import Episode
 from kit.errors import Stop
 from kit.run.console import Display
 from kit.run.event_loops import make_runner
@@ -56,7 +57,7 @@ def test_a_stage_without_progress_ends_the_run(run):
     with run.stage("gen"):
         for _ in range(3):  # an episode that ends is progress
             time.sleep(0.6)
-            on_done(0, None)
+            on_done(0, Episode("a:1", "0/0", "s", []))
     with pytest.raises(Stop, match="Stage 'ref' made no progress for 1 s"), run.stage("ref"):
         time.sleep(20)
 

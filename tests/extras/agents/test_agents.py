@@ -30,10 +30,23 @@ from kit.recipe.schema import AgentSpec
 from kit.recipe.settings import make_settings
 from kit.verify.network import find_free_port
 from tests.helpers.http import watch_event_loop
+from tests.helpers.recipes import load
 
 POLICY = "the policy's text"  # its last one
 AGENTS = """
 import asyncio, json, os, subprocess, time
+import aiohttp
+
+async def asks(row, base_url, key):
+    function = {"name": "search", "parameters": {"type": "object", "properties": {}}}
+    body = {
+        "messages": [{"role": "user", "content": row["question"]}],
+        "tools": [{"type": "function", "function": function}],
+    }
+    headers = {"Authorization": f"Bearer {key}"}
+    url = f"{base_url}/v1/chat/completions"
+    async with aiohttp.request("POST", url, json=body, headers=headers) as response:
+        raise ValueError((await response.json())["choices"][0]["message"]["content"])
 
 async def echo(row, base_url, key):
     await asyncio.sleep(0.1)
@@ -179,7 +192,7 @@ def test_hundreds_of_episodes_run_at_the_same_time_in_one_process(functions):
 @pytest.mark.parametrize(
     ("name", "reason", "text"),
     [
-        ("broken", "agent_raised", "agents_of_test.py:9: ValueError: no such tool"),
+        ("broken", "agent_raised", "agents_of_test.py:21: ValueError: no such tool"),
         ("ends", "agent_lost", "ended. Read"),
     ],
     ids=["broken", "ends"],
@@ -308,6 +321,21 @@ def test_a_recipe_that_cannot_work_gets_one_line(change, message, tmp_path):
         raise_all([*feature.check_settings(settings)])
         feature.check_inputs(unused, unused)
     assert "\n" not in str(caught.value)
+
+
+def test_a_dry_run_shows_the_first_request_and_a_failure(workspace, tmp_path):
+    path = tmp_path / "agents_of_test.py"
+    path.write_text(AGENTS)
+    changes = [f"env.agent={{function: '{path}:asks'}}", "data.max_response_length=64"]
+    recipe, inputs, features = load(workspace, *changes)
+    (feature,) = [each for each in features.checks if isinstance(each, Agents)]
+    row_id = inputs.train[0].row_id
+    assert [line.strip() for line in feature.dry_run_lines(recipe, inputs)] == [
+        f"request     of the agent on row {row_id}, if the policy answers 'So the answer is 7.':",
+        "user: say 7",
+        "tools: search",
+        f"failed: {path}:asks failed at {path}:14: ValueError: o the answer is 7",
+    ]  # the tiny model has no token for S and the period
 
 
 # --- a server ------------------------------------------------------------------------------------

@@ -121,6 +121,13 @@ NO_PROBLEM = {
         {"rollout/reward/mean": [0.95 + noise for noise in NOISE]},
         {},
     ),
+    "a noisy reward that rises, while the entropy falls": (
+        {
+            "rollout/reward/mean": [0.1 + 0.025 * i + 20 * NOISE[i] for i in range(STEPS)],
+            "actor/entropy": geometric(1.0, 0.01),
+        },
+        {},
+    ),
     "rows that get harder": (FALLING_REWARD, {"env": {"sampler": "x.py:f"}}),
     "an advantage that does not compare a group": (
         {"rollout/zero_variance_groups": [8.0] * STEPS},
@@ -147,7 +154,11 @@ PROBLEMS = {
     ),
     "rising entropy": (
         {**FLAT_REWARD, "actor/entropy": geometric(0.2, 4.0)},
-        "Policy collapse: entropy 0.2",
+        "Policy collapse: it writes nearly random text, and its reward does not rise: entropy 0.2",
+    ),
+    "entropy near 0": (
+        {**FLAT_REWARD, "actor/entropy": geometric(1.0, 0.01)},
+        "Policy collapse: it repeats the same response",
     ),
     "a growing gap to the shadow reward": (
         make_shadow(0.3, 0.25),
