@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import time
-from asyncio.subprocess import Process
+from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -26,12 +26,14 @@ from kit.verify.network import find_free_port
 from kit.verify.python_verifiers.pool import kill_process
 from kit.verify.python_verifiers.session import EpisodeSession
 from kit.verify.python_verifiers.settings import VerifierSpec
+from kit.verify.servers import list_public_variables
 
 NAME = "OpenEnv"
 PAUSE_S = 0.5  # between two attempts to reach a server that starts, or to get a place on a full one
 MAX_MESSAGE_BYTES = 64 * 2**20
 FULL = "CAPACITY_REACHED"  # codes of a server's errors
 INVALID_ACTION = "VALIDATION_ERROR"
+ADVICE = "Start it, or name its command: {openenv: {command: [...]}}."
 
 
 class StepData(gym_client.Part):
@@ -105,7 +107,7 @@ class OpenEnvClient:
         if isinstance(command, Command) and not is_running:
             await self.start(command)
         if self.action_field is None:
-            schema = gym_client.find_nested(await self.read_schema(), "action", "properties")
+            schema = gym_client.find_nested(await self.get("/schema"), "action", "properties")
             if not isinstance(schema, dict):
                 raise GymError("bad_answer", f"{self.url}/schema describes no action of OpenEnv.")
             self.action_field = self.settings.action or find_text_field(schema)
@@ -116,7 +118,15 @@ class OpenEnvClient:
         self.gym.urls = {NAME: f"http://127.0.0.1:{port}"}
         words = [word.replace("{port}", str(port)) for word in command.command]
         variables = self.recipe.env.verifier_pool.env
-        self.process = await processes.start(words, Path.cwd(), variables, self.log)
+        with self.log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *processes.wrap(words),
+                env=list_public_variables(variables),
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         end = time.monotonic() + command.start_timeout_s
         while True:
             try:
@@ -125,26 +135,20 @@ class OpenEnvClient:
             except GymError as error:
                 is_over = time.monotonic() > end or self.process.returncode is not None
                 if error.reason != "connect" or is_over:
-                    problem = (
-                        f"{' '.join(words)} does not start. {processes.describe_log(self.log)}"
-                    )
+                    end_of_log = processes.describe_log(self.log)
+                    problem = f"{' '.join(words)} does not start. {end_of_log}"
                     raise GymError("connect", problem) from None
             await asyncio.sleep(PAUSE_S)
 
-    async def read_schema(self) -> object:
-        """Return the schema of the server. Raises GymError."""
+    async def get(self, path: str) -> object:
+        """Return the JSON of an answer. Raises GymError."""
         try:
-            return await self.get("/schema")
+            return await gym_client.Connection(self.gym, NAME).call("GET", path)
         except GymError as error:
             if error.reason != "connect":
                 raise
-            advice = "Start it, or name its command: {openenv: {command: [...]}}."
-            problem = f"no OpenEnv server answers at {self.url}. {advice}"
-            raise GymError("connect", problem) from error
-
-    async def get(self, path: str) -> object:
-        """Return the JSON of an answer. Raises GymError."""
-        return await gym_client.Connection(self.gym, NAME).call("GET", path)
+            problem = f"no OpenEnv server answers at {self.url}. {ADVICE}"
+            raise GymError("connect", problem) from None
 
     # --- sessions --------------------------------------------------------------------------------
 
