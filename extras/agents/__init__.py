@@ -113,9 +113,11 @@ class Agents(RecipeCheck, RunPart, RunOutput):
         )
         limits["timeout_s"] = math.inf  # a late agent is a failure, not a limit (AgentRunner)
         base_url = launch.policy["base_url"].removesuffix("/v1")
-        return runner.AgentRunner(
+        agent = runner.AgentRunner(
             run, launch.sessions, base_url, Limits(**limits), settings.timeout_s
         )
+        agent.first_prompts = {} if spec.function else None
+        return agent
 
     def describe_episodes(self, episodes: Sequence[Episode]) -> Iterable[str]:
         """Return the calls and the training rows of the episode with most calls."""
