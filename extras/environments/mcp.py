@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import mcp_types
@@ -33,6 +35,7 @@ from kit.verify.servers import list_public_variables
 
 # Errors that the policy causes: an unknown tool, wrong arguments
 POLICY_ERRORS = (mcp_types.METHOD_NOT_FOUND, mcp_types.INVALID_PARAMS)
+logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it logs each line that a server prints
 
 
 @contextlib.asynccontextmanager
@@ -74,6 +77,8 @@ async def connect(
                 raise explain(task.exception(), settings, log)
             yield client, opened.result(), folder
         finally:
+            if isinstance(address, Command):  # mcp would leave what the program has started
+                await asyncio.to_thread(processes.kill_programs, folder.resolve())
             task.cancel()
             # The calls have failed with what a lost server has raised here.
             await asyncio.gather(task, return_exceptions=True)
@@ -139,29 +144,24 @@ class McpTools:
         async with self.places, opening as (client, tools, folder):
             extra_info = {**(row.get("extra_info") or {}), "dir": str(folder)}
             async with self.pool.session({**row, "extra_info": extra_info}) as verifier:
-                yield McpSession(self, client, tools, verifier)
+                names = frozenset(tool.name for tool in tools)
+                yield McpSession(self, client, verifier, names)
 
     async def close(self) -> None:
         """Close the verifier."""
         await self.pool.close()
 
 
+@dataclass
 class McpSession(EpisodeSession):
     """One episode."""
 
-    def __init__(
-        self,
-        source: McpTools,
-        client: Client,
-        tools: list[mcp_types.Tool],
-        verifier: EpisodeSession,
-    ):
-        self.source = source
-        self.client = client
-        self.verifier = verifier
-        self.kind = "verify"
-        self.observation: str | None = None
-        self.executable = frozenset(tool.name for tool in tools)
+    source: McpTools
+    client: Client
+    verifier: EpisodeSession
+    executable: frozenset[str]  # the names of the tools
+    kind: str = "verify"
+    observation: str | None = None
 
     async def call_tool(self, name: str, arguments: str) -> str:
         """Return the output of a tool. arguments: JSON, as the policy wrote it. Raises GymError."""

@@ -28,7 +28,6 @@ from kit.verify.python_verifiers.session import EpisodeSession
 from kit.verify.python_verifiers.settings import VerifierSpec
 from kit.verify.servers import list_public_variables
 
-NAME = "OpenEnv"
 PAUSE_S = 0.5  # between two attempts to reach a server that starts, or to get a place on a full one
 MAX_MESSAGE_BYTES = 64 * 2**20
 FULL = "CAPACITY_REACHED"  # codes of a server's errors
@@ -52,19 +51,13 @@ class OpenEnvClient:
         self.settings = settings
         self.recipe = recipe
         self.log = logs / "environment_openenv.log"
-        url = "" if isinstance(settings.openenv, Command) else settings.openenv
-        self.gym = gym_client.Gym({NAME: url}, recipe.gym.timeout_s)  # for its two HTTP requests
+        self.url = "" if isinstance(settings.openenv, Command) else settings.openenv.rstrip("/")
         self.process: Process | None = None
         self.http: aiohttp.ClientSession | None = None  # None until the first session
         self.action_field: str | None = None  # that gets the text of the policy. "": it writes JSON
         self.open_sessions = 0
         self.starting = asyncio.Lock()
         self.waiting = asyncio.Lock()  # for a place on a full server: one episode asks
-
-    @property
-    def url(self) -> str:
-        """Return the address of the server."""
-        return self.gym.urls[NAME]
 
     async def kind(self) -> str:
         """Return the kind of the sessions."""
@@ -90,7 +83,6 @@ class OpenEnvClient:
     async def close(self) -> None:
         """End the connections, and the server if this object started it."""
         if self.http:
-            await self.gym.__aexit__()
             await self.http.close()
         if self.process:
             await kill_process(self.process)
@@ -101,7 +93,6 @@ class OpenEnvClient:
         """Start the server if it does not run, and read the schema once. Raises GymError."""
         if self.http is None:
             self.http = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
-            await self.gym.__aenter__()
         command = self.settings.openenv
         is_running = self.process is not None and self.process.returncode is None
         if isinstance(command, Command) and not is_running:
@@ -115,7 +106,7 @@ class OpenEnvClient:
     async def start(self, command: Command) -> None:
         """Start the server on a free port, and wait until it answers. Raises GymError."""
         port = find_free_port()
-        self.gym.urls = {NAME: f"http://127.0.0.1:{port}"}
+        self.url = f"http://127.0.0.1:{port}"
         words = [word.replace("{port}", str(port)) for word in command.command]
         variables = self.recipe.env.verifier_pool.env
         with self.log.open("ab") as log:
@@ -142,12 +133,13 @@ class OpenEnvClient:
 
     async def get(self, path: str) -> object:
         """Return the JSON of an answer. Raises GymError."""
+        assert self.http
         try:
-            return await gym_client.Connection(self.gym, NAME).call("GET", path)
-        except GymError as error:
-            if error.reason != "connect":
-                raise
-            problem = f"no OpenEnv server answers at {self.url}. {ADVICE}"
+            async with asyncio.timeout(self.recipe.gym.timeout_s):
+                async with self.http.get(self.url + path) as answer:
+                    return gym_client.parse_json(await answer.read(), self.url + path)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            problem = f"no OpenEnv server answers at {self.url} ({error}). {ADVICE}"
             raise GymError("connect", problem) from None
 
     # --- sessions --------------------------------------------------------------------------------

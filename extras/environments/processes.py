@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from gym_client import GymError
 from kit.recipe.keys import ROOT
+from kit.verify.python_verifiers.process import kill_tree
 
 # The kernel ends the program with the run, also if that is killed.
 WRAPPER = (
@@ -26,6 +31,15 @@ def wrap(command: Sequence[str]) -> list[str]:
         raise GymError("died", f"the command {command[0]} is not found")
     words = [str(Path(program).absolute()), *command[1:]]
     return [sys.executable, "-P", "-c", WRAPPER, str(os.getpid()), *words]
+
+
+def kill_programs(folder: Path) -> None:
+    """Kill the programs of this process that run from a folder, with all that they started."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if child.cwd() == str(folder):
+                kill_tree(child.pid)
+                os.killpg(child.pid, signal.SIGKILL)
 
 
 def describe_log(log: Path) -> str:
