@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,12 +33,11 @@ def wrap(command: Sequence[str]) -> list[str]:
 
 
 def kill_programs(folder: Path) -> None:
-    """Kill the programs of this process that run from a folder, with all that they started."""
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if child.cwd() == str(folder):
-                kill_tree(child.pid)
-                os.killpg(child.pid, signal.SIGKILL)
+    """Kill the processes that run in a folder, with all that they started."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it ends, or belongs to another user
+            if process.cwd() == str(folder):
+                kill_tree(process.pid)
 
 
 def describe_log(log: Path) -> str:
