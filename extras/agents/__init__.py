@@ -130,7 +130,10 @@ class Agents(RecipeCheck, RunPart, RunOutput):
             settings.max_tokens or settings.max_rows * context.max_response_length
         )
         limits["timeout_s"] = math.inf  # a late agent is a failure, not a limit (AgentRunner)
-        return runner.AgentRunner(run, sessions, base_url, Limits(**limits), settings.timeout_s)
+        limit = Limits(**limits)
+        agent = runner.AgentRunner(run, sessions, base_url, limit, settings.timeout_s)
+        agent.first_prompts = {} if self.spec.function else None
+        return agent
 
     def describe_episodes(self, episodes: Sequence[Episode]) -> Iterable[str]:
         """Return the calls and the training rows of the episode with most calls."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from extras.agents.runner import WORK, AgentCall
 from gym_client import GymError
 from kit.recipe.schema import AgentSpec
+from kit.verify.python_verifiers.pool import kill_process
 from kit.verify.python_verifiers.process import kill_tree
 from kit.verify.servers import list_public_variables
 
@@ -116,12 +117,13 @@ class FunctionAgent:
                 "`asyncio.to_thread` for calls that take time.",
                 self.spec.function,
             )
-            await kill(process)
+            await kill_process(process)
 
     def close(self) -> None:
         """Kill the process."""
         if self.process:
             kill_tree(self.process.pid)
+            shutil.rmtree(self.socket.parent, ignore_errors=True)
 
 
 def list_command(spec: AgentSpec, *socket: str) -> list[str]:
@@ -166,7 +168,7 @@ async def run_command(spec: AgentSpec, fails_on_status: bool, call: AgentCall) -
     try:
         status = int(await process.stdout.readline() or -1)
     finally:
-        await kill(process)
+        await kill_process(process)
     output = read_end(call.folder / "output", MAX_OUTPUT)
     if status != 0 and fails_on_status:
         text = read_end(call.folder / "errors", MAX_ERRORS) or output[-MAX_ERRORS:]
@@ -197,9 +199,3 @@ def read_end(path: Path, length: int) -> str:
     """Return the last characters of a file, which the command may have deleted."""
     text = path.read_text(errors="replace") if path.is_file() else ""
     return text.strip()[-length:]
-
-
-async def kill(process: Process) -> None:
-    """Kill a process and all that it has started, and wait until it is gone."""
-    await asyncio.to_thread(kill_tree, process.pid)
-    await process.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kit.engine.sampling import RolloutContext, Sampling
 
 WORK = "work"  # the folder of a command
+logger = logging.getLogger("kit.agents")
 
 
 class AgentCall(NamedTuple):
@@ -48,6 +50,7 @@ class AgentRunner:
     base_url: str  # of the policy endpoint, without /v1
     limits: Limits
     timeout_s: float
+    first_prompts: dict[str, int] | None = None  # {row: hash of its first one}; None: not compared
 
     @contextlib.asynccontextmanager
     async def run_turns(
@@ -76,6 +79,7 @@ class AgentRunner:
             finally:
                 self.sessions.close(agent_session)
             agent_session.fill(episode)
+            self.compare_prompts(task.row_id, agent_session)
             if answer is not None and answer.strip() != episode.response.strip():
                 episode.output.append(gym_client.make_message(answer))
                 episode.responses[-1] = ParsedResponse.of_text(answer)  # the verifier reads it
@@ -88,6 +92,22 @@ class AgentRunner:
             yield
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def compare_prompts(self, row_id: str, agent_session: AgentSession) -> None:
+        """Warn once if two episodes of a row begin with different prompts."""
+        if self.first_prompts is None:
+            return
+        digest = hash(tuple(agent_session.tree.calls[0].prompt))
+        if self.first_prompts.setdefault(row_id, digest) == digest:
+            return
+        self.first_prompts = None
+        logger.warning(
+            "Two episodes of %s begin with different prompts, although the agent got the same row. "
+            "All episodes share one process, so a list outside of the function joins them. Make "
+            "each list and agent inside the function. If a time or a random number differs, their "
+            "rewards may not be comparable.",
+            row_id,
+        )
 
     async def run_until_over(self, call: AgentCall, agent_session: AgentSession) -> str | None:
         """Return the agent's answer, None if a limit has ended it. Raises GymError."""

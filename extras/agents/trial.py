@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from extras.agents.processes import MAX_ERRORS, FunctionAgent, kill, read_end
+from extras.agents.processes import MAX_ERRORS, FunctionAgent, read_end
 from gym_client import GymError
 from kit.data.episode import Episode
 from kit.engine.endpoint.prompts import Prompts
@@ -101,9 +100,7 @@ async def run_episode(
         ):
             pass
     finally:
-        if function.process:
-            await kill(function.process)
-            shutil.rmtree(function.socket.parent, ignore_errors=True)
+        function.close()
 
 
 def describe(request: Request) -> Iterator[str]:

@@ -6,15 +6,11 @@ The harness `null` of verifiers installs packages with uv in each episode.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
+import sys
 from typing import Any
 
 import verifiers.v1 as v1
-from mcp import Client, MCPError
-from openai import APIStatusError, AsyncOpenAI
-from verifiers.v1.configs.harness import HarnessConfig
-from verifiers.v1.harnesses.utils.compaction import is_context_overflow
+from verifiers.v1.harnesses.null import NullHarness
 from verifiers.v1.utils import loaders
 
 
@@ -45,60 +41,17 @@ class V1:
         return {**trace.metrics, "reward": trace.reward if trace.rewards else None}
 
 
-class InProcessHarness(v1.Harness[HarnessConfig]):
-    """A chat with tools, until the policy calls none or the conversation is too long."""
+class OfflineHarness(NullHarness):
+    """The harness `null`: a chat with tools, in this interpreter."""
 
-    SUPPORTS_MCP = True
-    APPENDS_SYSTEM_PROMPT = True
-    EXECUTES_CODE = False
-    NEEDS_CONTAINER = False
-
-    async def launch(
-        self, ctx: Any, _: Any, __: Any, url: str, key: str, servers: dict[str, str], data: Any
-    ) -> v1.ProgramResult:
-        """Run the turns."""
-        system, prompt = self.resolve_prompt(data)
-        if isinstance(prompt, str):
-            prompt = [v1.UserMessage(content=prompt)]
-        messages: list[Any] = [{"role": "system", "content": system}] if system else []
-        messages += [message.model_dump(exclude_none=True) for message in prompt or []]
-        async with contextlib.AsyncExitStack() as stack:
-            policy = await stack.enter_async_context(AsyncOpenAI(base_url=url, api_key=key))
-            tools = {}
-            body: dict[str, Any] = {}
-            for server, address in servers.items():
-                client = await stack.enter_async_context(Client(address))
-                for tool in (await client.list_tools()).tools:
-                    name = f"{server}_{tool.name}"
-                    tools[name] = (client, tool.name)
-                    function = {"name": name, "description": tool.description or ""}
-                    described = {**function, "parameters": tool.input_schema}
-                    body.setdefault("tools", []).append({"type": "function", "function": described})
-            while True:
-                try:
-                    completion = await policy.chat.completions.create(
-                        model=ctx.model, messages=messages, **body
-                    )
-                except APIStatusError as error:
-                    status = 0 if is_context_overflow(error) else 1
-                    return v1.ProgramResult(status, "", str(error))
-                message = completion.choices[0].message
-                messages.append(message.model_dump(exclude_none=True))
-                if not message.tool_calls:
-                    return v1.ProgramResult(0, message.content or "", "")
-                for call in message.tool_calls:
-                    output = await call_tool(tools, call.function)
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": output})
+    async def setup(self, runtime: Any) -> None:  # a Runtime
+        """Have the program of the chat run without an installation."""
+        runtime.prepare_uv_script = run_here
 
 
-async def call_tool(tools: dict[str, Any], function: Any) -> str:
-    """Return the output of a tool, or what is wrong with the call."""
-    try:
-        client, name = tools[function.name]
-        result = await client.call_tool(name, json.loads(function.arguments))
-        return "".join(part.text for part in result.content if part.type == "text")
-    except (KeyError, ValueError, MCPError) as error:
-        return f"error: {error!r}"
+async def run_here(program: str, *_: object, **__: object) -> list[str]:
+    """Return the command of a program."""
+    return [sys.executable, "-c", program]
 
 
-__all__ = ["InProcessHarness"]
+__all__ = ["OfflineHarness"]

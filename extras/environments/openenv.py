@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import time
-from asyncio.subprocess import Process
+from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -26,12 +26,13 @@ from kit.verify.network import find_free_port
 from kit.verify.python_verifiers.pool import kill_process
 from kit.verify.python_verifiers.session import EpisodeSession
 from kit.verify.python_verifiers.settings import VerifierSpec
+from kit.verify.servers import list_public_variables
 
-NAME = "OpenEnv"
 PAUSE_S = 0.5  # between two attempts to reach a server that starts, or to get a place on a full one
 MAX_MESSAGE_BYTES = 64 * 2**20
 FULL = "CAPACITY_REACHED"  # codes of a server's errors
 INVALID_ACTION = "VALIDATION_ERROR"
+ADVICE = "Start it, or name its command: {openenv: {command: [...]}}."
 
 
 class StepData(gym_client.Part):
@@ -50,19 +51,13 @@ class OpenEnvClient:
         self.settings = settings
         self.recipe = recipe
         self.log = logs / "environment_openenv.log"
-        url = "" if isinstance(settings.openenv, Command) else settings.openenv
-        self.gym = gym_client.Gym({NAME: url}, recipe.gym.timeout_s)  # for its two HTTP requests
+        self.url = "" if isinstance(settings.openenv, Command) else settings.openenv.rstrip("/")
         self.process: Process | None = None
         self.http: aiohttp.ClientSession | None = None  # None until the first session
         self.action_field: str | None = None  # that gets the text of the policy. "": it writes JSON
         self.open_sessions = 0
         self.starting = asyncio.Lock()
         self.waiting = asyncio.Lock()  # for a place on a full server: one episode asks
-
-    @property
-    def url(self) -> str:
-        """Return the address of the server."""
-        return self.gym.urls[NAME]
 
     async def kind(self) -> str:
         """Return the kind of the sessions."""
@@ -88,7 +83,6 @@ class OpenEnvClient:
     async def close(self) -> None:
         """End the connections, and the server if this object started it."""
         if self.http:
-            await self.gym.__aexit__()
             await self.http.close()
         if self.process:
             await kill_process(self.process)
@@ -99,13 +93,12 @@ class OpenEnvClient:
         """Start the server if it does not run, and read the schema once. Raises GymError."""
         if self.http is None:
             self.http = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
-            await self.gym.__aenter__()
         command = self.settings.openenv
         is_running = self.process is not None and self.process.returncode is None
         if isinstance(command, Command) and not is_running:
             await self.start(command)
         if self.action_field is None:
-            schema = gym_client.find_nested(await self.read_schema(), "action", "properties")
+            schema = gym_client.find_nested(await self.get("/schema"), "action", "properties")
             if not isinstance(schema, dict):
                 raise GymError("bad_answer", f"{self.url}/schema describes no action of OpenEnv.")
             self.action_field = self.settings.action or find_text_field(schema)
@@ -113,10 +106,18 @@ class OpenEnvClient:
     async def start(self, command: Command) -> None:
         """Start the server on a free port, and wait until it answers. Raises GymError."""
         port = find_free_port()
-        self.gym.urls = {NAME: f"http://127.0.0.1:{port}"}
+        self.url = f"http://127.0.0.1:{port}"
         words = [word.replace("{port}", str(port)) for word in command.command]
         variables = self.recipe.env.verifier_pool.env
-        self.process = await processes.start(words, Path.cwd(), variables, self.log)
+        with self.log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *processes.wrap(words),
+                env=list_public_variables(variables),
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         end = time.monotonic() + command.start_timeout_s
         while True:
             try:
@@ -125,26 +126,21 @@ class OpenEnvClient:
             except GymError as error:
                 is_over = time.monotonic() > end or self.process.returncode is not None
                 if error.reason != "connect" or is_over:
-                    problem = (
-                        f"{' '.join(words)} does not start. {processes.describe_log(self.log)}"
-                    )
+                    end_of_log = processes.describe_log(self.log)
+                    problem = f"{' '.join(words)} does not start. {end_of_log}"
                     raise GymError("connect", problem) from None
             await asyncio.sleep(PAUSE_S)
 
-    async def read_schema(self) -> object:
-        """Return the schema of the server. Raises GymError."""
-        try:
-            return await self.get("/schema")
-        except GymError as error:
-            if error.reason != "connect":
-                raise
-            advice = "Start it, or name its command: {openenv: {command: [...]}}."
-            problem = f"no OpenEnv server answers at {self.url}. {advice}"
-            raise GymError("connect", problem) from error
-
     async def get(self, path: str) -> object:
         """Return the JSON of an answer. Raises GymError."""
-        return await gym_client.Connection(self.gym, NAME).call("GET", path)
+        assert self.http
+        try:
+            async with asyncio.timeout(self.recipe.gym.timeout_s):
+                async with self.http.get(self.url + path) as answer:
+                    return gym_client.parse_json(await answer.read(), self.url + path)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            problem = f"no OpenEnv server answers at {self.url} ({error}). {ADVICE}"
+            raise GymError("connect", problem) from None
 
     # --- sessions --------------------------------------------------------------------------------
 

@@ -1,20 +1,20 @@
-"""Start the program of an environment. kill_process of the pools ends it."""
+"""The program of an environment that the run starts."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
 import shutil
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from gym_client import GymError
 from kit.recipe.keys import ROOT
-from kit.verify import servers
+from kit.verify.python_verifiers.process import kill_tree
 
-LINE_BYTES = 16 * 2**20  # of the longest line that a program writes
 # The kernel ends the program with the run, also if that is killed.
 WRAPPER = (
     f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); "
@@ -23,30 +23,21 @@ WRAPPER = (
 )
 
 
-async def start(
-    command: Sequence[str], folder: Path, variables: Sequence[str], log: Path
-) -> Process:
-    """Start a program in a folder, where relative paths begin. Raises GymError.
-
-    Its stderr goes to the log. variables: names of environment variables that it sees, besides the
-    public ones.
-    """
+def wrap(command: Sequence[str]) -> list[str]:
+    """Return a command that runs a program until the run ends, in any folder. Raises GymError."""
     program = shutil.which(command[0])
     if program is None:
         raise GymError("died", f"the command {command[0]} is not found")
     words = [str(Path(program).absolute()), *command[1:]]
-    wrapped = [sys.executable, "-P", "-c", WRAPPER, str(os.getpid()), *words]
-    with log.open("ab") as file:
-        return await asyncio.create_subprocess_exec(
-            *wrapped,
-            cwd=folder,
-            env=servers.list_public_variables(variables),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=file,
-            limit=LINE_BYTES,
-            start_new_session=True,
-        )
+    return [sys.executable, "-P", "-c", WRAPPER, str(os.getpid()), *words]
+
+
+def kill_programs(folder: Path) -> None:
+    """Kill the processes that run in a folder, with all that they started."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it ends, or belongs to another user
+            if process.cwd() == str(folder):
+                kill_tree(process.pid)
 
 
 def describe_log(log: Path) -> str:

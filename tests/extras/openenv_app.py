@@ -1,6 +1,6 @@
 """An OpenEnv server for the tests. It runs in .venv-environments, with the package openenv.
 
-The arguments are its port, its number of places and a delay of its start in seconds.
+The arguments are its port and its number of places.
 """
 
 import os

@@ -30,6 +30,7 @@ from kit.verify.verifiers import VerifierRouter
 from tests.helpers.http import ScriptedServer
 from tests.helpers.recipes import ROOT, load, make_partial
 from tests.helpers.rollouts import call, chatml_tokenizer, context_of, one_turn_each
+from tests.helpers.verifiers import find_remaining_processes
 
 BIN = ROOT / ".venv-environments" / "bin"
 APP = str(ROOT / "tests" / "extras" / "openenv_app.py")
@@ -37,7 +38,6 @@ pytestmark = pytest.mark.skipif(not BIN.exists(), reason="needs make .venv-envir
 
 MY = '''
 import subprocess
-import time
 
 
 def count_branches(extra_info, **_):
@@ -76,10 +76,6 @@ class Counter:
     def connect(self) -> str:
         """Lose a connection."""
         raise ConnectionError("no server")
-
-    def hang(self) -> str:
-        """Take too long."""
-        time.sleep(60)
 
     def get_reward(self):
         return float(self.count == self.target) if self.target else None
@@ -264,7 +260,9 @@ def test_mcp(folder, texts, reward, text):
     ],
 )
 def test_an_mcp_process_that_dies_or_hangs_fails_the_episode(folder, name, action, expected):
-    router = make_router(folder, GIT, "my.py:count_branches", 10.0)
+    shell = f"sleep 1000.5 >/dev/null & exec {BIN}/mcp-server-git --repository {{dir}}"
+    settings = {**GIT, "mcp": {"command": ["sh", "-c", shell]}}
+    router = make_router(folder, settings, "my.py:count_branches", 10.0)
 
     async def call_tool():
         async with router, router.session("count_branches", {}) as session:
@@ -278,7 +276,7 @@ def test_an_mcp_process_that_dies_or_hangs_fails_the_episode(folder, name, actio
                 return error.reason
 
     assert expected in asyncio.run(call_tool())
-    assert find_servers("mcp-server-git") == []
+    assert find_servers("mcp-server-git") == [] == find_remaining_processes("sleep", "1000.5")
 
 
 def find_servers(name):
@@ -287,11 +285,15 @@ def find_servers(name):
 
 
 HTTP_SERVER = """
+import os
 from mcp.server.fastmcp import FastMCP
 server = FastMCP("s", host="127.0.0.1", port={port}, stateless_http=True)
 @server.tool()
 def add(a: str, b: str) -> str:
     return a + b
+@server.tool()
+def die() -> str:
+    os._exit(3)
 server.run("streamable-http")
 """
 
@@ -301,6 +303,9 @@ def test_mcp_over_http(folder):
     with running_server("-c", HTTP_SERVER) as port:
         settings = {"mcp": f"http://127.0.0.1:{port}/mcp"}
         (episode,) = play(make_router(folder, settings, "my.py:pay_for_seven", 20.0), texts)
+        router = make_router(folder, settings, "my.py:pay_for_seven", 20.0)
+        (lost,) = play(router, [call("{}", "die")])
+    assert (lost.status, lost.reward) == ("session_lost", None)
     assert (episode.status, episode.reward) == ("ok", 1.0)
     assert list_outputs(episode)[0] == "xy" and "Field required" in list_outputs(episode)[1]
 
@@ -312,14 +317,7 @@ def test_mcp_over_http(folder):
         ([call("{}", "fail"), "done"], {}, "ok", 0.0, "broken tool"),
         ([call("{}", "add"), "done"], {}, "ok", 0.0, "missing 1 required"),
         (["done"], {"target": 0}, "bad_answer", None, "returned None"),
-        (
-            [call("{}", "connect")],
-            {},
-            "raised",
-            None,
-            "in Counter.connect: ConnectionError: no server",
-        ),
-        ([call("{}", "hang")], {}, "timeout", None, "gave no answer to call_tool"),
+        ([call("{}", "connect")], {}, "raised", None, "in Counter.connect: ConnectionError: no"),
         (["done"], {"target": -1}, "raised", None, "in Counter.reset: ConnectionError"),
     ],
 )
@@ -342,11 +340,7 @@ def test_a_reward_function_of_trl_gets_the_environment(folder):
 @pytest.mark.parametrize(
     ("environment", "verifier", "problem"),
     [
-        (
-            {"openenv": "http://127.0.0.1:9"},
-            None,
-            "no OpenEnv server answers at http://127.0.0.1:9. Start it",
-        ),
+        ({"openenv": "http://127.0.0.1:9"}, None, r"answers at http://127.0.0.1:9 \(.*Start it"),
         ({"openenv": "{gym}"}, None, "/schema describes no action"),
         ({"openenv": {"command": ["no-server"]}}, None, "the command no-server is not found"),
         ({"openenv": {"command": ["false"]}}, None, "false does not start"),
@@ -388,10 +382,10 @@ def test_rows_get_the_tools_and_a_dry_run_shows_them(folder, workspace):
         *use_rows(workspace / "train"),
     )
     names = {tool["function"]["name"] for tool in prepared.inputs.train[0].tools}
-    assert names == {"add", "fail", "connect", "hang"}
+    assert names == {"add", "fail", "connect"}
     assert prepared.inputs.train[0].server == "TrlEnvironment"
     (feature,) = [each for each in prepared.features.checks if hasattr(each, "tools")]
-    assert [*feature.dry_run_lines(*prepared[:2])] == ["tools       add, connect, fail, hang"]
+    assert [*feature.dry_run_lines(*prepared[:2])] == ["tools       add, connect, fail"]
 
 
 def test_a_dry_run_shows_the_first_observation(folder, workspace, openenv_url):

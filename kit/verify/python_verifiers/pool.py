@@ -324,7 +324,7 @@ class PinnedEnvironment:
 async def kill_process(process: Process) -> None:
     """Kill a process that leads a group, with all that it has started, and wait for its end."""
     if process.returncode is None:
-        kill_tree(process.pid)
+        await asyncio.to_thread(kill_tree, process.pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     # asyncio also waits until its pipes are closed, which another process may hold open

@@ -8,13 +8,13 @@ runs a coding agent without a network, and prints what its episode has.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +22,9 @@ from typing import Any
 
 import env
 import inference
+from env import Json
 from extras.agents.processes import FunctionAgent, run_command
 from extras.agents.runner import AgentRunner
-from gym_client import VerifyResult
 from kit.data.episode import Episode
 from kit.engine.endpoint.server import serve
 from kit.engine.endpoint.sessions import Limits, Sessions
@@ -33,16 +33,28 @@ from kit.recipe.load import read_yaml
 from kit.recipe.schema import AgentSpec
 from kit.verify.network import find_free_port
 from tests.helpers.rollouts import chatml_tokenizer, context_of, encode_turns
+from tests.helpers.verifiers import make_router
 
 TOKENIZER = chatml_tokenizer()
 LENGTHS = {"max_prompt_length": 10**6, "max_response_length": 10**6}
 SHELL = "echo 42 > answer.txt"
+QUESTION = "What is x + y? Write it into answer.txt."
+ROW = {"question": QUESTION, "responses_create_params": {"input": QUESTION}}
+
+
+VERIFIER = """
+from pathlib import Path
+
+def find_42(solution_str, extra_info, **_):
+    folder = extra_info.get("work_folder")
+    return "42" in (Path(folder, "answer.txt").read_text() if folder else solution_str)
+"""
 
 
 class Policy:
-    """A rollout engine that plays the same turns in each episode."""
+    """A rollout engine that plays the same turns in each episode, and repeats the last one."""
 
-    def __init__(self, turns: list[str], pause_s: float):
+    def __init__(self, turns: list[str], pause_s: float = 0.0):
         self.answers = encode_turns(turns, TOKENIZER)
         self.pause_s = pause_s
         self.cancelled_count = 0
@@ -70,26 +82,6 @@ class Policy:
         )
 
 
-class Verifier:
-    """A Gym whose verifier looks for 42 in the answer, or in the file of a coding agent."""
-
-    async def kind(self, _: str) -> str:
-        return "verify"
-
-    @contextlib.asynccontextmanager
-    async def session(self, server: str, row: Any, *_: object) -> Any:
-        session = SimpleNamespace(kind="verify", row=row)
-
-        async def verify(_: Any, response: Any) -> VerifyResult:
-            text = response.written
-            if folder := session.row.get("extra_info", {}).get("work_folder"):
-                text = (Path(folder) / "answer.txt").read_text()
-            return VerifyResult(float("42" in text))
-
-        session.verify = verify
-        yield session
-
-
 def make_call(tool: str, /, **arguments: str) -> str:
     """Write a call. JSON of an SDK would have other spaces."""
     text = json.dumps(arguments).replace(":", " :  ")
@@ -98,35 +90,40 @@ def make_call(tool: str, /, **arguments: str) -> str:
 
 def run_episodes(
     spec: AgentSpec,
-    turns: list[str],
+    policy: Policy,
     folder: Path,
-    count: int = 1,
+    rows: Sequence[Json] = (ROW,),
+    verifier: str = "",
     max_calls: int = 20,
     timeout_s: float = 300.0,
-    pause_s: float = 0.0,
-) -> tuple[list[Episode], Policy]:
-    """Run episodes of an agent at the same time. The policy repeats the last of its turns."""
-    policy = Policy(turns, pause_s)
+) -> list[Episode]:
+    """Run an episode of an agent for each row, at the same time."""
+    (folder / "find_42.py").write_text(VERIFIER)
+    router = make_router(folder, verifier or f"{folder}/find_42.py:find_42")
     context = context_of(policy, TOKENIZER, **LENGTHS, timeout_s=2000.0)
     sessions = Sessions()
     port = find_free_port()
     limits = Limits(max_calls, 10**6, 8, math.inf, "fork", "all", False)
     function = FunctionAgent(spec, folder / "agent.log")
     agent: Any = function.run if spec.function else partial(run_command, spec, True)
-    context.agent = AgentRunner(agent, sessions, f"http://127.0.0.1:{port}", limits, timeout_s)
-    question = "What is x + y? Write it into answer.txt."
-    row = {"question": question}
-    task = env.Task("rows:1", row, "s", [{"role": "user", "content": question}], [])
-    gym: Any = Verifier()
+    context.agent = AgentRunner(
+        agent, sessions, f"http://127.0.0.1:{port}", limits, timeout_s, first_prompts={}
+    )
+    requests = []
+    for number, row in enumerate(rows):
+        messages, _ = env.render_row(row, "rows:1")
+        row_id = f"rows:{rows.index(row)}"
+        task = env.Task(row_id, row, next(iter(router.pools)), messages, [])
+        requests += request_group(task, str(number), 1)
 
     async def run() -> list[Episode]:
         try:
-            async with serve(context, "127.0.0.1", port, "own key", sessions):
-                return await inference.rollout(request_group(task, "0", count), {}, context, gym)
+            async with router, serve(context, "127.0.0.1", port, "own key", sessions):
+                return await inference.rollout(requests, {}, context, router)
         finally:
             function.close()
 
-    return asyncio.run(run()), policy
+    return asyncio.run(run())
 
 
 # {coding agent: a call of its shell}
@@ -141,7 +138,7 @@ if __name__ == "__main__":
     os.environ["TMPDIR"] = sys.argv[2]
     spec = AgentSpec(**read_yaml(sys.argv[1])["env"]["agent"])
     turns = [CALLS[sys.argv[1]], "Done."]
-    (episode,), policy = run_episodes(spec, turns, Path(sys.argv[2]))
+    (episode,) = run_episodes(spec, Policy(turns), Path(sys.argv[2]))
     found = {"episode": [episode.status, episode.error, episode.reward]}
     found["calls"] = [len(row.turns) for row in episode.rows]
     print(json.dumps(found))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from aiohttp import web
 
 from env import Task
 from extras.agents import Agents
@@ -28,13 +28,13 @@ from kit.errors import ConfigError
 from kit.recipe.load import raise_all, read_source
 from kit.recipe.schema import AgentSpec
 from kit.recipe.settings import make_settings
-from kit.verify.network import find_free_port
-from tests.helpers.http import watch_event_loop
+from tests.extras.agents import scripted
+from tests.helpers.http import ScriptedServer, watch_event_loop
 from tests.helpers.recipes import load
 
 POLICY = "the policy's text"  # its last one
 AGENTS = """
-import asyncio, json, os, subprocess, time
+import asyncio, json, os, subprocess, time, urllib.request
 import aiohttp
 
 async def asks(row, base_url, key):
@@ -63,6 +63,15 @@ async def blocks(row, base_url, key):
     open(row["path"], "a").write(f"{os.getpid()} {child.pid} ")
     time.sleep(1000 * row["number"])
     await asyncio.sleep(1000)
+
+history = []
+
+async def shares(row, base_url, key):
+    history.append({"role": "user", "content": row["question"]})
+    body = json.dumps({"model": "policy", "messages": history}).encode()
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(base_url + "/v1/chat/completions", body, headers)
+    await asyncio.to_thread(urllib.request.urlopen, request)
 
 def no_coroutine(row, base_url, key):
     pass
@@ -154,9 +163,8 @@ def wait_until_dead(pids: list[int]) -> None:
 
 
 @pytest.fixture
-def functions(tmp_path, monkeypatch):
+def functions(tmp_path):
     """A function of AGENTS by its name."""
-    monkeypatch.setenv("SECRET_KEY", "secret")
     (tmp_path / "agents_of_test.py").write_text(AGENTS)
 
     def make(name: str) -> FunctionAgent:
@@ -239,6 +247,13 @@ def test_a_limit_ends_the_agent_and_its_last_text_is_verified(functions, tmp_pat
     assert run(functions("broken"), {}, cut="too long").answer == POLICY
     error = GymError("aborted", "vLLM")
     assert failure_of(functions("blocks"), row, over=over, failure=error) is error
+
+
+def test_a_list_that_joins_episodes_is_reported_once(functions, tmp_path, caplog):
+    row = scripted.ROW
+    for rows, count in (([row, {**row, "number": 1}], 0), ([row] * 3, 1)):
+        scripted.run_episodes(functions("shares").spec, scripted.Policy(["42"]), tmp_path, rows)
+        assert caplog.text.count("begin with different prompts") == count
 
 
 # --- commands ------------------------------------------------------------------------------------
@@ -342,25 +357,10 @@ def test_a_dry_run_shows_the_first_request_and_a_failure(workspace, tmp_path):
 
 
 def test_a_server_runs_the_episode():
-    async def serve(request: web.Request) -> web.Response:
-        body = await request.json()
-        if not body["row"]:
-            return web.Response(status=500, text="no row")
-        return web.json_response({"answer": f"{body['row']['number']} {body['key']}"})
-
-    async def run_both() -> Read:
-        app = web.Application()
-        app.router.add_post("/solve", serve)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        port = find_free_port()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        agent = partial(call_url, f"http://127.0.0.1:{port}/solve")
-        with pytest.raises(GymError, match=r"500.* no row") as caught:
-            await play(agent, {})
-        assert caught.value.reason == "agent_raised"
-        read = await play(agent, {"number": 7})
-        await runner.cleanup()
-        return read
-
-    assert asyncio.run(run_both()).answer == "7 key-1"
+    server = ScriptedServer(solve=[(500, b"no row"), (200, {"answer": "7"})])
+    agent = partial(call_url, f"{server.url}/solve")
+    error = failure_of(agent, {})
+    assert error.reason == "agent_raised" and re.search(r"500.* no row", str(error))
+    assert run(agent, {"number": 7}).answer == "7"
+    body = {"row": {"number": 7}, "base_url": "http://127.0.0.1:9", "key": "key-1"}
+    assert server.log[-1][1] == body

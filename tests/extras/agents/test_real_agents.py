@@ -34,7 +34,8 @@ def make_spec(name: str) -> AgentSpec:
 )
 def test_an_sdk_gives_one_row_for_each_episode(name, tmp_path):
     """Eight episodes at the same time. The policy does not write JSON as the SDK does."""
-    episodes, policy = scripted.run_episodes(make_spec(name), TURNS, tmp_path, 8)
+    policy = scripted.Policy(TURNS)
+    episodes = scripted.run_episodes(make_spec(name), policy, tmp_path, [scripted.ROW] * 8)
     assert [(each.status, each.error, each.reward) for each in episodes] == [("ok", "", 1.0)] * 8
     for episode in episodes:
         turns = [episode.response_ids[turn.start : turn.end] for turn in episode.turns]
@@ -46,17 +47,16 @@ def test_an_sdk_gives_one_row_for_each_episode(name, tmp_path):
 
 
 def test_an_agent_that_never_stops_ends_at_its_limit_and_is_verified(tmp_path):
-    turns = [TURNS[0]]
-    (episode,), _ = scripted.run_episodes(make_spec("openai_chat"), turns, tmp_path, max_calls=3)
+    policy = scripted.Policy(TURNS[:1])
+    (episode,) = scripted.run_episodes(make_spec("openai_chat"), policy, tmp_path, max_calls=3)
     assert (episode.status, episode.ended, episode.reward) == ("ok", "turns", 0.0)
     assert len(episode.turns) == 3 and episode.response == "Limit reached."
 
 
 def test_the_call_of_an_agent_that_is_killed_ends_with_it(tmp_path):
     """Otherwise the policy would go on with it after the next update of the weights."""
-    spec = make_spec("openai_chat")
-    limits = {"timeout_s": 30.0, "pause_s": 1000.0}
-    (episode,), policy = scripted.run_episodes(spec, TURNS, tmp_path, **limits)
+    policy = scripted.Policy(TURNS, pause_s=1000.0)
+    (episode,) = scripted.run_episodes(make_spec("openai_chat"), policy, tmp_path, timeout_s=30.0)
     assert (episode.status, policy.cancelled_count) == ("agent_timeout", 1)
 
 

@@ -5,30 +5,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import math
 import subprocess
 
 import pytest
 
-import env
-import gym_client
-import inference
-from extras.agents.processes import FunctionAgent
-from extras.agents.runner import AgentRunner
-from kit.engine.endpoint.server import serve
-from kit.engine.endpoint.sessions import Limits, Sessions
-from kit.engine.sampling import request_group
 from kit.recipe.load import read_yaml
 from kit.recipe.schema import AgentSpec
-from kit.verify.network import find_free_port
-from kit.verify.python_verifiers.pool import make_pools
-from kit.verify.python_verifiers.settings import read_verifiers
-from kit.verify.verifiers import VerifierRouter
 from tests.extras.agents import scripted
-from tests.helpers.recipes import ROOT, make_partial
-from tests.helpers.rollouts import context_of
+from tests.helpers.recipes import ROOT
 
 RECIPE = read_yaml("verifiers")["env"]
 SCRIPT = "extras/agents/verifiers_script.py"
@@ -79,37 +64,10 @@ def episodes(tmp_path_factory):
         arguments = json.dumps({"answers": ANSWERS})
         command = [PYTHON, ROOT / SCRIPT, "vf-products", folder / "rows.jsonl", arguments]
         subprocess.run(command, check=True)
-        rows = map(json.loads, (folder / "rows.jsonl").read_text().splitlines())
-        return dict(zip(ANSWERS, asyncio.run(play(list(rows), folder)), strict=True))
-
-
-async def play(rows, folder):
-    """Run an episode of each row, with the agent and the verifier of configs/verifiers.yaml."""
-    spec = AgentSpec(**{**RECIPE["agent"], "python": str(PYTHON)})
-    function = FunctionAgent(spec, folder / "agent.log")
-    section = {"verifier": RECIPE["verifier"], "verifier_pool": {"processes": 1}}
-    recipe = make_partial({"env": section, "gym": {"servers": {}}})
-    pools = make_pools(recipe, read_verifiers(recipe.env, []).specs, folder)
-    context = context_of(
-        Policy(TURNS, 0.0), scripted.TOKENIZER, max_prompt_length=10**6, max_response_length=10**6
-    )
-    sessions, port = Sessions(), find_free_port()
-    limits = Limits(20, 10**6, 8, math.inf, "fork", "all", False)
-    url = f"http://127.0.0.1:{port}"
-    context.agent = AgentRunner(function.run, sessions, url, limits, 300.0)
-    requests = []
-    for index, row in enumerate(rows):
-        messages, _ = env.render_row(row, "x:1")
-        task = env.Task("x:1", row, "agent_reward", messages, [])
-        requests += request_group(task, str(index), 1)
-    try:
-        async with (
-            VerifierRouter(gym_client.Gym({}), pools) as router,
-            serve(context, "127.0.0.1", port, "own key", sessions),
-        ):
-            return await inference.rollout(requests, {}, context, router)
-    finally:
-        function.close()
+        rows = [json.loads(line) for line in (folder / "rows.jsonl").open()]
+        spec = AgentSpec(**{**RECIPE["agent"], "python": str(PYTHON)})
+        episodes = scripted.run_episodes(spec, Policy(TURNS), folder, rows, RECIPE["verifier"])
+        return dict(zip(ANSWERS, episodes, strict=True))
 
 
 def test_the_environment_gives_the_reward(episodes):
