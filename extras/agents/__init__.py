@@ -12,7 +12,6 @@ answer that the agent returns. docs/guides/agents.md has examples.
 from __future__ import annotations
 
 import asyncio
-import math
 import shlex
 import shutil
 import subprocess
@@ -92,7 +91,6 @@ class Agents(RecipeCheck, RunPart, RunOutput):
     def make_agent(self, launch: Launch, context: RolloutContext) -> Agent:
         """Make the agent, and limit the episodes that run at the same time."""
         from extras.agents import processes, runner
-        from kit.engine.endpoint.sessions import Limits
 
         assert self.spec and launch.policy
         spec = self.spec
@@ -107,15 +105,8 @@ class Agents(RecipeCheck, RunPart, RunOutput):
             run = partial(processes.run_command, spec, settings.exit_code == "fail")
         else:
             run = partial(runner.call_url, str(spec.url))
-        limits = settings.model_dump(exclude={"exit_code", "concurrency"})
-        limits["max_tokens"] = (
-            settings.max_tokens or settings.max_rows * context.max_response_length
-        )
-        limits["timeout_s"] = math.inf  # a late agent is a failure, not a limit (AgentRunner)
         base_url = launch.policy["base_url"].removesuffix("/v1")
-        return runner.AgentRunner(
-            run, launch.sessions, base_url, Limits(**limits), settings.timeout_s
-        )
+        return runner.AgentRunner(run, launch.sessions, base_url, settings)
 
     def describe_episodes(self, episodes: Sequence[Episode]) -> Iterable[str]:
         """Return the calls and the training rows of the episode with most calls."""

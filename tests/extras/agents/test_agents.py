@@ -30,6 +30,7 @@ from kit.recipe.schema import AgentSpec
 from kit.recipe.settings import make_settings
 from kit.verify.network import find_free_port
 from tests.helpers.http import watch_event_loop
+from tests.helpers.rollouts import make_limits
 
 POLICY = "the policy's text"  # its last one
 AGENTS = """
@@ -98,8 +99,8 @@ async def play(
 ) -> Read:
     """Run the turns of an episode, and return what its verifier reads. changes: of the session."""
     endpoint: Any = Endpoint(**changes)
-    limits: Any = None
-    runner = AgentRunner(run_agent, endpoint, "http://127.0.0.1:9", limits, timeout_s)
+    limits = make_limits(timeout_s=timeout_s)
+    runner = AgentRunner(run_agent, endpoint, "http://127.0.0.1:9", limits)
     task = Task("rows:1", row, "s", [{"role": "user", "content": "What is 'x'?"}], [])
     episode = Episode(task.row_id, "0/0", task.server, [], row=row)
     session: Any = SimpleNamespace(kind="verify", row=row)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import subprocess
 
 import pytest
@@ -18,7 +17,7 @@ import inference
 from extras.agents.processes import FunctionAgent
 from extras.agents.runner import AgentRunner
 from kit.engine.endpoint.server import serve
-from kit.engine.endpoint.sessions import Limits, Sessions
+from kit.engine.endpoint.sessions import Sessions
 from kit.engine.sampling import request_group
 from kit.recipe.load import read_yaml
 from kit.recipe.schema import AgentSpec
@@ -28,7 +27,7 @@ from kit.verify.python_verifiers.settings import read_verifiers
 from kit.verify.verifiers import VerifierRouter
 from tests.extras.agents import scripted
 from tests.helpers.recipes import ROOT, make_partial
-from tests.helpers.rollouts import context_of
+from tests.helpers.rollouts import context_of, make_limits
 
 RECIPE = read_yaml("verifiers")["env"]
 SCRIPT = "extras/agents/verifiers_script.py"
@@ -94,9 +93,9 @@ async def play(rows, folder):
         Policy(TURNS, 0.0), scripted.TOKENIZER, max_prompt_length=10**6, max_response_length=10**6
     )
     sessions, port = Sessions(), find_free_port()
-    limits = Limits(20, 10**6, 8, math.inf, "fork", "all", False)
+    limits = make_limits(max_calls=20, max_rows=8)
     url = f"http://127.0.0.1:{port}"
-    context.agent = AgentRunner(function.run, sessions, url, limits, 300.0)
+    context.agent = AgentRunner(function.run, sessions, url, limits)
     requests = []
     for index, row in enumerate(rows):
         messages, _ = env.render_row(row, "x:1")
