@@ -273,5 +273,4 @@ def add_answer(message: Json, item: Json, kind: str) -> None:
 
 def is_ids(value: object) -> bool:
     """Return whether a value is a list of token ids."""
-    is_list = isinstance(value, list)
-    return is_list and all(type(i) is int and 0 <= i < 2**31 for i in value)  # type: ignore[attr-defined]
+    return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)

@@ -22,6 +22,8 @@ from kit.chat.thoughts import THINK, split_text
 from kit.data.episode import PolicyVersions
 from kit.engine.endpoint.requests import IDS, render_items
 
+encode_sorted = json.JSONEncoder(sort_keys=True).encode
+
 
 @dataclass(slots=True, eq=False)
 class Call:
@@ -142,7 +144,7 @@ def make_key(message: Json) -> str:
     functions = [call["function"] for call in message.get("tool_calls", [])]
     calls = [(each["name"], normalize(each["arguments"])) for each in functions]
     claims = [digest_ids(ids) for ids in message.get(IDS, [])]
-    return json.dumps([message["role"], text.strip(), calls, claims], sort_keys=True)
+    return encode_sorted([message["role"], text.strip(), calls, claims])
 
 
 def normalize(arguments: str | Json) -> str | Json:
@@ -150,7 +152,7 @@ def normalize(arguments: str | Json) -> str | Json:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
+        return encode_sorted(json.loads(arguments))
     except (ValueError, RecursionError):
         return arguments.strip()
 
