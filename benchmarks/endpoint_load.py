@@ -121,11 +121,13 @@ async def main(args: Args) -> None:
     from kit.chat.template import ChatTemplate
     from kit.data.episode import Episode, gc_paused
     from kit.engine.endpoint import server
-    from kit.engine.endpoint.sessions import Limits, Sessions
+    from kit.engine.endpoint.sessions import Sessions
     from kit.engine.sampling import RolloutContext
+    from kit.recipe.load import read_yaml
+    from kit.recipe.schema import AgentsSection
     from kit.verify.network import find_free_port
 
-    limits = Limits(200, 10**6, 32, 3600.0, "fork", "all", ignore_tool_choice=False)
+    limits = AgentsSection(**read_yaml(str(ROOT / "configs/base.yaml"))["agents"])
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     template = ChatTemplate(TextProcessor(tokenizer), {tokenizer.eos_token_id})
     template.tool_format = "hermes"

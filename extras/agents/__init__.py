@@ -12,7 +12,6 @@ answer that the agent returns. docs/guides/agents.md has examples.
 from __future__ import annotations
 
 import asyncio
-import math
 import shlex
 import shutil
 import subprocess
@@ -109,14 +108,13 @@ class Agents(RecipeCheck, RunPart, RunOutput):
         function = processes.FunctionAgent(self.spec, launch.logs / "agent.log")
         launch.stack.callback(function.close)
         base_url = launch.policy["base_url"].removesuffix("/v1")
-        return self.make_runner(function, launch.sessions, base_url, context)
+        return self.make_runner(function, launch.sessions, base_url)
 
     def make_runner(
-        self, function: FunctionAgent, sessions: Sessions, base_url: str, context: RolloutContext
+        self, function: FunctionAgent, sessions: Sessions, base_url: str
     ) -> AgentRunner:
         """Make the agent's runner. function: its process, unused by other kinds of agents."""
         from extras.agents import processes, runner
-        from kit.engine.endpoint.sessions import Limits
 
         assert self.spec
         settings = self.settings
@@ -125,15 +123,8 @@ class Agents(RecipeCheck, RunPart, RunOutput):
             run = partial(processes.run_command, self.spec, settings.exit_code == "fail")
         elif self.spec.url:
             run = partial(runner.call_url, self.spec.url)
-        limits = settings.model_dump(exclude={"exit_code", "concurrency"})
-        limits["max_tokens"] = (
-            settings.max_tokens or settings.max_rows * context.max_response_length
-        )
-        limits["timeout_s"] = math.inf  # a late agent is a failure, not a limit (AgentRunner)
-        limit = Limits(**limits)
-        agent = runner.AgentRunner(run, sessions, base_url, limit, settings.timeout_s)
-        agent.first_prompts = {} if self.spec.function else None
-        return agent
+        first_prompts: dict[str, int] | None = {} if self.spec.function else None
+        return runner.AgentRunner(run, sessions, base_url, settings, first_prompts)
 
     def describe_episodes(self, episodes: Sequence[Episode]) -> Iterable[str]:
         """Return the calls and the training rows of the episode with most calls."""

@@ -23,8 +23,9 @@ from kit.data.episode import Episode
 from kit.errors import RunError
 
 if TYPE_CHECKING:
-    from kit.engine.endpoint.sessions import AgentSession, Limits, Sessions
+    from kit.engine.endpoint.sessions import AgentSession, Sessions
     from kit.engine.sampling import RolloutContext, Sampling
+    from kit.recipe.schema import AgentsSection
 
 WORK = "work"  # the folder of a command
 logger = logging.getLogger("kit.agents")
@@ -48,8 +49,7 @@ class AgentRunner:
     run_agent: Callable[[AgentCall], Awaitable[str | None]]  # returns the answer
     sessions: Sessions  # of the policy endpoint
     base_url: str  # of the policy endpoint, without /v1
-    limits: Limits
-    timeout_s: float
+    limits: AgentsSection
     first_prompts: dict[str, int] | None = None  # {row: hash of its first one}; None: not compared
 
     @contextlib.asynccontextmanager
@@ -111,16 +111,17 @@ class AgentRunner:
 
     async def run_until_over(self, call: AgentCall, agent_session: AgentSession) -> str | None:
         """Return the agent's answer, None if a limit has ended it. Raises GymError."""
+        timeout_s = self.limits.timeout_s
         run = asyncio.ensure_future(self.run_agent(call))
         over = asyncio.create_task(agent_session.over.wait())
         try:
             first = asyncio.FIRST_COMPLETED
-            await asyncio.wait({run, over}, timeout=self.timeout_s, return_when=first)
+            await asyncio.wait({run, over}, timeout=timeout_s, return_when=first)
         finally:
             over.cancel()
             run.cancel()
             await asyncio.wait({run})
-        problem = f"the agent did not end within agents.timeout_s={self.timeout_s:g}. Raise it."
+        problem = f"the agent did not end within agents.timeout_s={timeout_s:g}. Raise it."
         error: BaseException | None = GymError("agent_timeout", problem)
         if not run.cancelled():
             error = run.exception()

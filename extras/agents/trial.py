@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kit.recipe.recipe import Recipe
 
 HOST = "127.0.0.1"
-TRIAL_S = 60.0  # then the agent is ended, as at a limit
+TRIAL_S = 60.0  # then the agent is ended
 MAX_MESSAGES = 8
 MAX_CHARACTERS = 100  # of a message
 INDENT = " " * 12
@@ -91,8 +91,8 @@ async def run_episode(
     session: Any = SimpleNamespace(kind="verify", row=task.row)
     assert agents.spec
     function = FunctionAgent(agents.spec, log)
-    runner = agents.make_runner(function, sessions, f"http://{HOST}:{port}", context)
-    runner.limits = runner.limits._replace(timeout_s=TRIAL_S)
+    runner = agents.make_runner(function, sessions, f"http://{HOST}:{port}")
+    runner.limits = runner.limits.model_copy(update={"timeout_s": TRIAL_S})
     try:
         async with (
             serve(context, HOST, port, secrets.token_hex(16), sessions),

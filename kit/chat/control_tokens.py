@@ -10,9 +10,10 @@ Protects: the roles of a conversation, from text that others write.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gym_client import GymError
@@ -87,10 +88,13 @@ def encode_marked_text(
     return ids
 
 
-def count_tokens(pieces: Sequence[str], tokens: Iterable[str]) -> int:
+def count_tokens(pieces: Sequence[str], tokens: Collection[str]) -> int:
     """Count the occurrences of `tokens` in all pieces, without overlaps."""
-    longest_first = sorted(tokens, key=len, reverse=True)
-    if not longest_first:
-        return 0
-    pattern = re.compile("|".join(map(re.escape, longest_first)))
-    return sum(len(pattern.findall(piece)) for piece in pieces)
+    pattern = compile_tokens(tuple(tokens))
+    return sum(len(pattern.findall(piece)) for piece in pieces) if tokens else 0
+
+
+@functools.cache
+def compile_tokens(tokens: Sequence[str]) -> re.Pattern[str]:
+    """Compile the pattern of any of these tokens, the longest ones first."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))

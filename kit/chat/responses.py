@@ -80,10 +80,12 @@ async def find_calls(template: ChatTemplate, ids: list[int], tools: list[Json]) 
         template.tool_format = choose_tool_format(template)
     parsed = await extract_tool_calls(tokenizer, template.tool_format, ids, tools)
     markers = template.markers
-    answer = str(tokenizer.decode(ids, skip_special_tokens=False))
     has_marker = any(markers.start in call.arguments for call in parsed.calls)
-    if not parsed.calls or has_marker or markers.start not in answer:
+    if not parsed.calls or has_marker:
         return parsed  # also if the start marker is not known: "" is in each text
+    answer = str(tokenizer.decode(ids, skip_special_tokens=False))
+    if markers.start not in answer:
+        return parsed
     visible = thoughts.split_text(answer, markers).answer
     visible_ids = tokenizer.encode(visible, add_special_tokens=False)
     return await extract_tool_calls(tokenizer, template.tool_format, visible_ids, tools)

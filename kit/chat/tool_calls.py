@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import regex
 
@@ -112,11 +112,9 @@ def extract_by_vllm(
     limit: SearchLimit,
 ) -> ExtractedCalls:
     """Find the tool calls in the text of a response with vLLM's parser of the format."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
-    body = {"messages": [], "model": "policy", "tools": tools}
-    request: Any = ChatCompletionRequest.model_validate(body)
+    request = make_request(json.dumps(tools))
     parser_class = ToolParserManager.get_tool_parser(tool_format)
     parser = parser_class(tokenizer, request.tools)  # type: ignore[arg-type]  # vLLM's own type
     limit_searches(parser, limit)
@@ -129,6 +127,15 @@ def extract_by_vllm(
     texts = [before, *(piece.text or "" for piece in pieces)]
     calls = list(itertools.chain.from_iterable(piece.calls for piece in pieces))
     return ExtractedCalls("".join(texts), calls)
+
+
+@functools.lru_cache(maxsize=64)
+def make_request(tools: str) -> ChatCompletionRequest:
+    """Make the request for vLLM's parsers. tools: as JSON text, since few requests differ."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    body = {"messages": [], "model": "policy", "tools": json.loads(tools)}
+    return ChatCompletionRequest.model_validate(body)
 
 
 def read_calls(parser: ToolParser, text: str, request: ChatCompletionRequest) -> ExtractedCalls:

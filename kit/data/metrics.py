@@ -242,6 +242,9 @@ def compute_rollout_metrics(
     metrics |= compute_staleness(kept, step)
     if any(episode.branches for episode in kept):
         metrics["agents/rows_per_episode"] = mean(len(episode.rows) for episode in kept)
+    ignored = max((e.measures.get("agent_ignored_fields", 0.0) for e in kept), default=0.0)
+    if ignored:
+        metrics["agents/ignored_fields"] = ignored
     if verified:
         turns = sum(len(row.turns) for row in list_rows(verified))
         endings = Counter(length=0)  # without a 0, Prometheus would keep the last step's fraction

@@ -236,6 +236,8 @@ async def sample(
     except TimeoutError:
         problem = f"vLLM gave no answer within {context.timeout_s:g} s"
         raise GymError("generate_timeout", problem) from None
+    except OSError as error:
+        raise GymError("aborted", f"vLLM cannot be reached: {error!r}") from error
     ids = list(output.token_ids)
     policy_versions = read_policy_versions(output, context.policy_version)
     check_policy_versions(policy_versions, context)

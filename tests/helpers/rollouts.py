@@ -27,8 +27,10 @@ from kit.engine.sampling import (
     SampleStore,
     repeat_per_group,
 )
+from kit.recipe.load import read_yaml
 from kit.recipe.recipe import Recipe
-from tests.helpers.recipes import make_partial
+from kit.recipe.schema import AgentsSection
+from tests.helpers.recipes import ROOT, make_partial
 
 STOP = 1
 SAMPLING = {"temperature": 0.7, "top_p": 0.9}
@@ -330,6 +332,12 @@ def context_of(client, tokenizer, tool_format="hermes", template=None, **changes
         **changes,
     }
     return RolloutContext(client, template, **settings)
+
+
+def make_limits(**changes) -> AgentsSection:
+    """The section `agents:` of a recipe, with changes."""
+    defaults = read_yaml(str(ROOT / "configs" / "base.yaml"))["agents"]
+    return AgentsSection(**{**defaults, **changes})
 
 
 class HttpReply(NamedTuple):

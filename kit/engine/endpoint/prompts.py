@@ -17,13 +17,7 @@ from gym_client import GymError, Json
 from kit.chat.parsed_response import ParsedResponse, write_call
 from kit.chat.responses import parse_response
 from kit.chat.template import ChatTemplate
-from kit.engine.endpoint.requests import (
-    CONTEXT_CODE,
-    IDS,
-    WHERE,
-    Request,
-    RequestError,
-)
+from kit.engine.endpoint.requests import IDS, WHERE, Request, RequestError, make_overflow
 from kit.engine.endpoint.tree import Call, Chain, Tree
 from kit.engine.sampling import (
     MAX_CHARS_PER_TOKEN,
@@ -46,41 +40,45 @@ class Prompts:
         self.first: dict[bytes, asyncio.Future[list[int]]] = {}
         self.unused: set[str] = set()  # fields of requests that the log has named
 
-    def warn_of_unused(self, names: set[str]) -> None:
-        """Log each field of a request that is not used, once."""
-        new = names - self.unused
-        self.unused |= new
-        if new:
-            known = ", ".join(sorted(new))
-            logger.warning("agents send what is known, and not used here: %s", known)
-
     async def build(self, context: RolloutContext, tree: Tree, request: Request) -> Call:
         """Begin a call, with its prompt. Raises RequestError, before the work for a long one."""
-        self.warn_of_unused(request.unused)
+        new_fields = request.unused - self.unused
+        if new_fields:
+            self.unused |= new_fields
+            known = ", ".join(sorted(new_fields))
+            logger.warning("agents send what is known, and not used here: %s", known)
         messages = request.messages
-        check_characters(messages, context)
+        characters = count_characters(messages)
+        if characters > MAX_CHARS_PER_TOKEN * context.max_length:
+            raise make_overflow(f"{characters} characters are over {context.max_length} tokens")
         arguments = request.template_arguments
         param = env.TEMPLATE_ARGUMENTS
         try:
             template = context.template.with_arguments(arguments, param)
             param = "messages"
-            setup = json.dumps([request.tools, arguments]).encode()
-            chain = Chain(messages, setup)
+            chain = Chain(messages, json.dumps([request.tools, arguments]).encode())
             parent, end = tree.find(chain, messages)
+            new = messages[end:] if parent else []
             if parent:
-                new = messages[end:]
-                last_id = parent.sampled_ids[-1]
-                length = count_characters(new)
-                ids = await run_long(length, template.encode_continuation, new, last_id)
+                encode = template.encode_continuation
+                ids = await run_long(count_characters(new), encode, new, parent.sampled_ids[-1])
             else:
-                new = []
                 if messages[-1]["role"] == "assistant":  # the policy continues this text
                     env.check_end(messages[-1:], WHERE)
                 ids = await self.encode_first(template, request)
         except (env.DataError, GymError) as error:
             raise RequestError(str(error), param) from error
         is_rewritten = not parent and any(IDS in message for message in messages)
-        return Call(parent, new, array("I", ids), bool(request.tools), is_rewritten, chain)
+        before = parent.prompt_length + len(parent.sampled_ids) if parent else 0
+        return Call(
+            parent,
+            new_messages=new,
+            prompt_ids=array("I", ids),
+            prompt_length=before + len(ids),
+            has_tools=bool(request.tools),
+            is_rewritten=is_rewritten,
+            chain=chain,
+        )
 
     async def encode_first(self, template: ChatTemplate, request: Request) -> list[int]:
         """Encode a first prompt, once for equal ones. Raises as `encode_prompt`."""
@@ -105,30 +103,20 @@ async def run_long(length: int, encode: Callable[..., list[int]], *arguments: ob
 
 
 def count_characters(messages: Sequence[Json]) -> int:
-    """Count the characters of messages."""
-    return sum(len(str(message)) for message in messages)
-
-
-def check_characters(messages: Sequence[Json], context: RolloutContext) -> None:
-    """Check that a conversation is not certainly too long. Raises RequestError."""
-    characters = count_characters(messages)
-    if characters > MAX_CHARS_PER_TOKEN * context.max_length:
-        raise make_overflow(f"{characters} characters are over {context.max_length} tokens")
-
-
-def make_overflow(problem: str) -> RequestError:
-    """Make the error for a conversation that is too long, in the words that clients look for."""
-    # Gym's model server takes "context length" for the end of an episode; Claude Code compacts its
-    # history after "prompt is too long".
-    problem = f"prompt is too long. The conversation exceeds the context length: {problem}."
-    return RequestError(problem, "messages", CONTEXT_CODE)
+    """Count the characters in the texts of messages."""
+    return sum(len(message["content"]) for message in messages)
 
 
 # --- responses -----------------------------------------------------------------------------------
 
 
 async def respond(
-    context: RolloutContext, sampling: Sampling, request_id: str, request: Request, call: Call
+    context: RolloutContext,
+    sampling: Sampling,
+    request_id: str,
+    request: Request,
+    call: Call,
+    prompt: list[int],
 ) -> SampledResponse:
     """Sample the response of a call in its room. Raises RequestError, and as `sample`."""
     if request.stop:
@@ -136,7 +124,6 @@ async def respond(
             raise RequestError("stop needs rollout.name=vllm. Remove it.", "stop")
         texts = {"stop": request.stop, "include_stop_str_in_output": True, "detokenize": True}
         sampling = {**sampling, **texts}
-    prompt = call.prompt
     limit = min(request.room, request.max_tokens or request.room)
     sampled = await sample(context, sampling, request_id, prompt, limit)
     response = await parse_offered(context, sampled.ids, request, prompt)
@@ -165,11 +152,6 @@ async def parse_offered(
     """
     response = await parse_response(context.template, ids, request.callable_tools, prompt_ids)
     names = request.callable_names
-    calls: list[Json] = []
-    texts = [response.text]
-    for call in response.calls:
-        if call["name"] in names:
-            calls.append(call)
-        else:
-            texts.append(write_call(call))
-    return response._replace(text="\n".join(texts), calls=calls)
+    kept = [call for call in response.calls if call["name"] in names]
+    others = [write_call(call) for call in response.calls if call["name"] not in names]
+    return response._replace(text="\n".join([response.text, *others]), calls=kept)

@@ -9,13 +9,14 @@ Protects: training, from a field of a request that would be ignored without a me
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import UnionType
 from typing import Any, NamedTuple
 
 import env
-from gym_client import Json, sanitize_json
+from gym_client import Json, find_nested
 from kit.data import fields
 
 WHERE = "the request"  # instead of a row's name, in errors of env.py
@@ -25,6 +26,7 @@ CONTEXT_CODE = "context_length_exceeded"
 OVERFLOW_WORDS = ("context length", "max_tokens")
 IDS = "sampled"  # in a message: what Gym's fields claim, as a tuple of a prompt's and sampled ids
 NAMESPACE = "__"  # between a tool's namespace and its name
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 CUSTOM_SCHEMA = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -33,12 +35,18 @@ CUSTOM_SCHEMA = {
 
 
 class RequestError(ValueError):
-    """A request that is refused. param: the field that is the reason. code: OpenAI's, if any."""
+    """An error that answers a request. With the status 400, the request is refused.
 
-    def __init__(self, problem: str, param: str | None = None, code: str | None = None):
+    param: the field that is the reason. code: OpenAI's, if any.
+    """
+
+    def __init__(
+        self, problem: str, param: str | None = None, code: str | None = None, status: int = 400
+    ):
         super().__init__(problem)
         self.param = param
         self.code = code
+        self.status = status
 
 
 @dataclass
@@ -68,71 +76,115 @@ class Request:
         return {tool["function"]["name"] for tool in self.callable_tools} - self.hidden
 
 
-class Failure(NamedTuple):
-    """An error of a request."""
+def make_overflow(problem: str) -> RequestError:
+    """Make the error for a conversation that is too long, in the words that clients look for."""
+    # Gym's model server takes "context length" for the end of an episode; Claude Code compacts its
+    # history after "prompt is too long".
+    problem = f"prompt is too long. The conversation exceeds the context length: {problem}."
+    return RequestError(problem, "messages", CONTEXT_CODE)
 
-    status: int
-    message: str
-    param: str | None = None
-    code: str | None = None
 
-
-def write_openai_error(failure: Failure) -> Json:
+def write_openai_error(error: RequestError) -> Json:
     """Write an error in the form of OpenAI's APIs."""
-    status, message, param, code = failure
-    if code != CONTEXT_CODE and param != "max_tokens":
+    message = str(error)
+    if error.code != CONTEXT_CODE and error.param != "max_tokens":
         for words in OVERFLOW_WORDS:
             message = message.replace(words, words.replace(" ", "-").replace("_", "-"))
-    kind = "invalid_request_error" if status in (400, 401, 403, 404, 413) else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    kind = "server_error" if error.status in (422, 500) else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
+
+
+# --- conversations that a client continues by an id ----------------------------------------------
+
+
+def resume(body: Json, stored: dict[str, Json]) -> Json:
+    """Return a body with the conversation before it, if it names one. Raises RequestError.
+
+    stored: {id of a reply: its conversation}.
+    """
+    earlier_id = body.get("previous_response_id")
+    earlier_id = earlier_id or find_nested(body, "thread", "previous_message_id")
+    if not earlier_id:
+        return body
+    earlier = stored.get(str(earlier_id))
+    if not earlier:
+        problem = "previous_response_id or thread is not known. Send the whole conversation."
+        raise RequestError(problem, "previous_response_id")
+    key = "input" if "input" in earlier else "messages"
+    return {**earlier, **body, key: earlier[key] + list_items(body.get(key))}
+
+
+def make_resumable(body: Json, reply: Json) -> Json | None:
+    """Return the conversation up to a reply, if the client may continue it by the reply's id."""
+    if reply.get("object") == "response" and body.get("store") is not False:
+        return {"input": list_items(body["input"]) + reply["output"]}
+    if body.get("thread"):
+        answer = {"role": "assistant", "content": reply["content"]}
+        return {**body, "messages": [*body["messages"], answer]}
+    return None
 
 
 # --- reading -------------------------------------------------------------------------------------
 
 
-def check_fields(kind: fields.Fields, body: Json, messages: object) -> set[str]:
-    """Return the fields of a body that are not used. Raises RequestError for a refused one."""
-    refused = fields.find_refused([(kind, body)])
+def read_request(body: Json, kind: fields.Fields, items: object, param: str) -> Request:
+    """Read what the dialects share. Raises RequestError.
+
+    items: the messages, as a list of Responses items and chat messages. param: their field.
+    """
+    objects = list(fields.walk(kind, body, items))
+    refused = fields.find_refused(objects)
     if refused:
         raise RequestError(refused[1], refused[0])
-    return fields.list_unused(fields.walk(kind, body, messages))
+    if not isinstance(items, list) or not items:
+        raise RequestError(f"{param} must be a list with an item. Add one.", param)
+    try:
+        messages = render_items(items)
+    except env.DataError as error:
+        raise RequestError(str(error), param) from error
+    tools = read_tools(json.dumps(body.get("tools")))
+    return Request(
+        messages,
+        tools.functions,
+        choice=read_choice(body.get("tool_choice")),
+        stop=read_stop(body),
+        max_tokens=read_limit(body),
+        forms=tools.forms,
+        unused=fields.list_unused(objects) | tools.ignored,
+    )
 
 
-def read_field(body: Json, name: str, kind: type | UnionType, default: Any) -> Any:  # any JSON
-    """Return a field, or the default if it is null. Raises RequestError for another type."""
+def read_field(body: Json, name: str, kind: type) -> Any:  # of this type, or None
+    """Return a field, or None. Raises RequestError for another type."""
     value = body.get(name)
-    if value is None:
-        return default
-    is_flag = isinstance(value, bool) and kind is not bool
-    if is_flag or not isinstance(value, kind):
+    if value is not None and type(value) is not kind:
         shown = fields.shorten(value)
         raise RequestError(f"{name}={shown} is not of the type {kind}. Correct it.", name)
     return value
 
 
-def read_limit(body: Json, *names: str) -> int | None:
-    """Return the smallest of some limits in tokens. Raises RequestError."""
-    limits = [read_field(body, name, int, None) for name in names]
+def read_limit(body: Json) -> int | None:
+    """Return the smallest limit of the response in tokens. Raises RequestError."""
+    limits = [read_field(body, name, int) for name in LIMITS]
     given = [limit for limit in limits if limit is not None]
     if given and min(given) < 1:
-        raise RequestError(f"{names[0]} must be 1 or more. Raise it.", names[0])
+        raise RequestError("max_tokens must be 1 or more. Raise it.", "max_tokens")
     return min(given, default=None)
 
 
-def read_stop(body: Json, name: str) -> list[str]:
+def read_stop(body: Json) -> list[str]:
     """Return the texts that end a response. Raises RequestError."""
-    stop = body.get(name)
+    stop = body.get("stop") or body.get("stop_sequences")
     texts = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError(f"{name} must be a text or a list of texts. Correct it.", name)
+        raise RequestError("stop must be a text or a list of texts. Correct it.", "stop")
     return texts[:16]
 
 
-def read_choice(body: Json) -> str:
+def read_choice(choice: object) -> str:
     """Return the choice of tools: auto, none, or forced."""
-    choice = body.get("tool_choice")
-    kind = choice.get("type", "forced") if isinstance(choice, dict) else choice
-    return kind if kind in ("auto", "none") else "auto" if kind is None else "forced"
+    kind = choice.get("type") if isinstance(choice, dict) else choice or "auto"
+    return str(kind) if kind in ("auto", "none") else "forced"
 
 
 class Tools(NamedTuple):
@@ -143,13 +195,17 @@ class Tools(NamedTuple):
     ignored: set[str]  # types of hosted tools, which nobody here can run
 
 
-def read_tools(given: object) -> Tools:
-    """Read tools. Those of a namespace have its name before theirs. Raises RequestError."""
-    tools = env.read_json(given) or []
+@functools.lru_cache(maxsize=64)
+def read_tools(text: str) -> Tools:
+    """Read tools from JSON text, since the requests of agents have the same ones.
+
+    Those of a namespace have its name before theirs. Raises RequestError.
+    """
+    tools = env.read_json(json.loads(text)) or []
     flat: list[object] = []
     forms: dict[str, str] = {}
     ignored: set[str] = set()
-    for tool in map(env.flatten_tool, sanitize_json(tools if isinstance(tools, list) else [tools])):
+    for tool in map(env.flatten_tool, tools if isinstance(tools, list) else [tools]):
         kind = tool.get("type") if isinstance(tool, dict) else "function"
         if not isinstance(tool, dict) or kind == "function":
             flat.append(tool)
@@ -169,22 +225,20 @@ def read_tools(given: object) -> Tools:
         raise RequestError(str(error), "tools") from error
 
 
-def read_items(items: object, param: str) -> list[Json]:
-    """Read Responses items and chat messages to chat messages, as `env.render_items` does.
-
-    A message of the assistant keeps its place if it is empty, and the token ids that Gym's fields
-    claim under the key IDS. Raises RequestError.
-    """
-    if not isinstance(items, list) or not items:
-        raise RequestError(f"{param} must be a list with an item. Add one.", param)
-    try:
-        return render_items(sanitize_json(items))
-    except env.DataError as error:
-        raise RequestError(str(error), param) from error
+def list_items(given: object) -> list[Json]:
+    """Return an input as a list of items. Raises RequestError."""
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise RequestError("input must be a text or a list of objects. Correct it.", "input")
+    return items
 
 
 def render_items(items: Sequence[Json]) -> list[Json]:
-    """Render items to chat messages, the consecutive ones of the assistant to one."""
+    """Render items to chat messages, the consecutive ones of the assistant to one.
+
+    As `env.render_items`, but a message of the assistant keeps its place if it is empty, and the
+    token ids that Gym's fields claim under the key IDS. Raises env.DataError.
+    """
     messages: list[Json] = []
     open_calls: dict[str, str] = {}  # {call id: function name}
     for item in items:
@@ -211,14 +265,12 @@ def add_answer(message: Json, item: Json, kind: str) -> None:
     """Add an item to a message of the assistant, with what it claims about token ids."""
     env.extend_assistant_message(message, item, kind, WHERE)
     claims = [item.get(name) for name in fields.TOKEN_FIELDS[:2]]
-    for ids in claims:
-        if ids is not None and not is_ids(ids):
-            raise env.DataError(f"{WHERE}: {fields.TOKEN_FIELDS[0]} must be a list of token ids.")
+    if not all(ids is None or is_ids(ids) for ids in claims):
+        raise env.DataError(f"{WHERE}: {fields.TOKEN_FIELDS[0]} must be a list of token ids.")
     if all(claims):
         message[IDS] = claims
 
 
 def is_ids(value: object) -> bool:
     """Return whether a value is a list of token ids."""
-    is_list = isinstance(value, list)
-    return is_list and all(type(i) is int and 0 <= i < 2**31 for i in value)  # type: ignore[attr-defined]
+    return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)

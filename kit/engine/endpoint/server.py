@@ -15,17 +15,18 @@ import contextlib
 import hashlib
 import json
 import logging
+import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from types import MappingProxyType
 
 from aiohttp import web
 
-from gym_client import GymError, Json
+import env
+from gym_client import GymError, Json, sanitize_json
 from kit.data.fields import shorten
 from kit.engine.endpoint.dialects import Dialect, chat, messages, responses
-from kit.engine.endpoint.prompts import make_overflow
-from kit.engine.endpoint.requests import Failure, RequestError
+from kit.engine.endpoint.requests import RequestError, make_overflow, make_resumable, resume
 from kit.engine.endpoint.sessions import KEY_PREFIX, AgentSession, Flight, Sessions
 from kit.engine.endpoint.shared import SharedClients
 from kit.engine.endpoint.tree import Tree
@@ -38,13 +39,13 @@ MAX_TURNS = 100  # if the recipe has no limit
 MAX_OBJECTS = 10**5  # objects and lists of a request
 KEEP_ALIVE_S = 10.0
 MODEL = "policy"  # the name of the model; requests may use any other, too
-CLIENT = "client"  # of a request
 DIALECTS: MappingProxyType[str, Dialect] = MappingProxyType(
-    {"/v1/chat/completions": chat, "/v1/responses": responses, "/v1/messages": messages}
+    {"v1/chat/completions": chat, "v1/responses": responses, "v1/messages": messages}
 )
+COUNT = "v1/messages/count_tokens"
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # in JSON: half of a character
 
 logger = logging.getLogger(__name__)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint:
@@ -58,58 +59,56 @@ class Endpoint:
 
     def make_app(self) -> web.Application:
         """Make the aiohttp application."""
-        turns = self.context.max_turns or MAX_TURNS
-        limit = self.find_limit(turns)
-        app = web.Application(client_max_size=limit, middlewares=[self.handle_errors])
-        for prefix in ("", "/s/{key}"):
-            for path in DIALECTS:
-                app.router.add_post(prefix + path, self.answer)
-            app.router.add_post(prefix + "/v1/messages/count_tokens", self.count_tokens)
-            app.router.add_get(prefix + "/v1/models", self.list_models)
+        limit = self.find_limit(self.context.max_turns or MAX_TURNS)
+        app = web.Application(client_max_size=limit)
+        for prefix in ("/s/{key}", ""):
+            app.router.add_route("*", prefix + "/{path:.*}", self.handle)
         return app
 
-    @web.middleware
-    async def handle_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the key, and turn errors into JSON."""
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request, or send its error in JSON."""
         if request.method == "HEAD":  # a client looks whether the server is there
             return web.Response()
-        dialect = find_dialect(request)
-        client = self.find_client(request)
-        if not client:
-            # Claude Code repeats requests after a 401, but not after a 403.
-            status = 403 if find_key(request).startswith(KEY_PREFIX) else 401
-            problem = "wrong or missing API key. Use the key of this episode, or POLICY_API_KEY."
-            failure = Failure(status, problem, code="invalid_api_key")
-            return web.json_response(dialect.write_error(failure), status=status)
-        request[CLIENT] = client
+        path = request.match_info["path"]
+        dialect = messages if path == COUNT else DIALECTS.get(path, chat)
+        key = find_key(request)
+        client = self.shared if key == self.api_key else self.sessions.by_key.get(key)
         try:
-            return await handler(request)
+            if not client:
+                # Claude Code repeats requests after a 401, but not after a 403.
+                status = 403 if key.startswith(KEY_PREFIX) else 401
+                problem = "wrong or missing API key. Use the key of this episode, or POLICY_API_KEY"
+                raise RequestError(f"{problem}.", code="invalid_api_key", status=status)
+            if (request.method, path) == ("GET", "v1/models"):
+                model = {"id": MODEL, "object": "model", "created": int(time.time())}
+                data = [{**model, "owned_by": "quintet"}]
+                return web.json_response({"object": "list", "data": data, "has_more": False})
+            if request.method != "POST" or path not in (*DIALECTS, COUNT):
+                raise RequestError(f"there is no route {request.method} /{path}.", status=404)
+            return await self.answer(request, dialect, client)
         except Exception as error:
             failure = describe(error, isinstance(client, AgentSession))
             return web.json_response(dialect.write_error(failure), status=failure.status)
 
-    def find_client(self, request: web.Request) -> AgentSession | SharedClients | None:
-        """Find the client with the key of a request."""
-        key = find_key(request)
-        return self.shared if key == self.api_key else self.sessions.by_key.get(key)
-
-    # --- routes ---
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request for a response of the policy."""
-        dialect = find_dialect(request)
-        client = request[CLIENT]
+    async def answer(
+        self, request: web.Request, dialect: Dialect, client: AgentSession | SharedClients
+    ) -> web.StreamResponse:
+        """Answer a request for a response of the policy, or for the length of a prompt."""
         raw = await request.read()
         if len(raw) > self.find_limit(1) and isinstance(client, AgentSession):
             raise make_overflow(f"the body has {len(raw)} bytes")
         body = parse_body(raw)
+        if request.match_info["path"] == COUNT:
+            call = await self.sessions.prompts.build(self.context, Tree(), dialect.read(body))
+            return web.json_response({"input_tokens": call.prompt_length})
         if isinstance(client, SharedClients):
             flight = Flight(asyncio.ensure_future(complete(client, dialect, body)))
         else:
             flight = join_flight(client, dialect, body, raw, request)
         response: web.StreamResponse
         if body.get("stream"):
-            response = await send_stream(request, dialect, body, flight.task)
+            is_agent = isinstance(client, AgentSession)
+            response = await send_stream(request, dialect, body, flight.task, is_agent)
         else:
             response = web.json_response(await asyncio.shield(flight.task))
         flight.is_answered = request.transport is not None and not request.transport.is_closing()
@@ -119,29 +118,18 @@ class Endpoint:
         """Return the limit of a body in bytes."""
         return OTHER_BYTES + BYTES_PER_TOKEN * self.context.max_length * turns
 
-    async def count_tokens(self, request: web.Request) -> web.Response:
-        """Count the tokens of a prompt."""
-        body = messages.read(parse_body(await request.read()))
-        call = await self.sessions.prompts.build(self.context, Tree(), body)
-        return web.json_response({"input_tokens": call.prompt_length})
-
-    async def list_models(self, request: web.Request) -> web.Response:
-        """List the one model."""
-        model = {"id": MODEL, "object": "model", "created": int(time.time()), "owned_by": "quintet"}
-        return web.json_response({"object": "list", "data": [model], "has_more": False})
-
 
 def parse_body(body: bytes) -> Json:
     """Return the JSON of a request. Raises RequestError."""
     if body.count(b"{") + body.count(b"[") > MAX_OBJECTS:  # slow to parse
         raise RequestError(f"the body has over {MAX_OBJECTS} objects and lists. Remove some.")
     try:
-        parsed = json.loads(body)
+        parsed = env.load_json(body.decode())
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}. Correct it.") from error
     if not isinstance(parsed, dict):
         raise RequestError(f"the body must be a JSON object, not {shorten(parsed)}.")
-    return parsed
+    return sanitize_json(parsed) if SURROGATE.search(body) else parsed
 
 
 def find_key(request: web.Request) -> str:
@@ -151,31 +139,24 @@ def find_key(request: web.Request) -> str:
     return next(filter(None, keys), "")
 
 
-def find_dialect(request: web.Request) -> Dialect:
-    """Find the dialect of a route."""
-    return next((each for path, each in DIALECTS.items() if path in request.path), chat)
-
-
-def describe(error: Exception, is_agent: bool) -> Failure:
+def describe(error: Exception, is_agent: bool) -> RequestError:
     """Describe an error of a request, with the status that ends the client's work.
 
     Gym repeats a request after 404, 408, 429 and 5xx, which would sample again. So a failure is a
     422 for Gym. An agent's session is over then, so it gets a 500.
     """
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        error = make_overflow("the body is too large")
     if isinstance(error, RequestError):
-        return Failure(400, str(error), error.param, error.code)
+        return error
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return make_overflow("the body is too large")
     if isinstance(error, RecursionError):
-        return Failure(400, "the JSON of the request has too many levels. Remove some.")
-    if isinstance(error, web.HTTPException):  # no such route
-        return Failure(error.status, error.reason)
+        return RequestError("the JSON of the request has too many levels. Remove some.")
     if isinstance(error, web.RequestPayloadError):
-        return Failure(400, f"the body cannot be read: {error}. Correct it.")
+        return RequestError(f"the body cannot be read: {error}. Correct it.")
     if isinstance(error, GymError):
-        return Failure(500 if is_agent else 422, str(error), code=error.reason)
+        return RequestError(str(error), code=error.reason, status=500 if is_agent else 422)
     logger.error("the policy endpoint cannot answer a request", exc_info=error)
-    return Failure(500, f"{error!r:.300}")
+    return RequestError(f"{error!r:.300}", status=500)
 
 
 # --- one request ---------------------------------------------------------------------------------
@@ -184,13 +165,14 @@ def describe(error: Exception, is_agent: bool) -> Failure:
 async def complete(client: AgentSession | SharedClients, dialect: Dialect, body: Json) -> Json:
     """Return the body of the reply to a request. Raises as the client's `complete`."""
     stored = client.stored if isinstance(client, AgentSession) else {}
-    whole = dialect.resume(body, stored)
+    whole = resume(body, stored)
     request = dialect.read(whole)
     call = await client.complete(request)
     reply = dialect.write(whole, request, call)
     call.token_fields = {}  # the tree of a batch has the ids once
-    if isinstance(client, AgentSession):
-        client.store(reply["id"], dialect.store(whole, reply))
+    resumable = make_resumable(whole, reply)
+    if resumable and isinstance(client, AgentSession):
+        client.store(reply["id"], resumable)
     return reply
 
 
@@ -214,7 +196,7 @@ def join_flight(
 
 
 async def send_stream(
-    request: web.Request, dialect: Dialect, body: Json, task: asyncio.Future[Json]
+    request: web.Request, dialect: Dialect, body: Json, task: asyncio.Future[Json], is_agent: bool
 ) -> web.StreamResponse:
     """Send a reply as server-sent events when it is sampled, and comments before.
 
@@ -230,8 +212,7 @@ async def send_stream(
         if isinstance(error, Exception):
             if not stream.prepared:
                 raise error
-            failure = describe(error, isinstance(request[CLIENT], AgentSession))
-            events = [("error", dialect.write_error(failure))]
+            events = [("error", dialect.write_error(describe(error, is_agent)))]
         else:
             events = list(dialect.make_events(body, task.result()))
         await stream.prepare(request)

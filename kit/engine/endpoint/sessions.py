@@ -18,9 +18,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from array import array
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
 
 import gym_client
 from gym_client import GymError, Json
@@ -32,6 +31,7 @@ from kit.engine.endpoint.requests import Request, RequestError
 from kit.engine.endpoint.shared import find_row_room
 from kit.engine.endpoint.tree import Call, Tree
 from kit.engine.sampling import RolloutContext, Sampling
+from kit.recipe.schema import AgentsSection
 
 KEY_PREFIX = "agent-"
 LIMIT_TEXT = "Limit reached."
@@ -41,18 +41,6 @@ MAX_STORED = 32  # conversations that a client continues by an id
 logger = logging.getLogger(__name__)
 
 
-class Limits(NamedTuple):
-    """The limits of one episode's session, and how it is trained on."""
-
-    max_calls: int
-    max_tokens: int  # sampled tokens of all rows
-    max_rows: int
-    timeout_s: float
-    on_rewrite: Literal["fork", "fail"]
-    branches: Literal["all", "main"]
-    ignore_tool_choice: bool
-
-
 class AgentSession:
     """The agent of one episode. A client has it by its key."""
 
@@ -60,7 +48,7 @@ class AgentSession:
         self,
         context: RolloutContext,
         sampling: Sampling,
-        limits: Limits,
+        limits: AgentsSection,
         prompts: Prompts,
         request_id: str,
     ):
@@ -70,6 +58,7 @@ class AgentSession:
         self.context = context
         self.sampling = sampling
         self.limits = limits
+        self.max_tokens = limits.max_tokens or limits.max_rows * context.max_response_length
         self.prompts = prompts
         self.request_id = request_id or self.key
         self.tree = Tree()
@@ -77,43 +66,39 @@ class AgentSession:
         self.cut = ""  # why the last call had not the room that it needed
         self.flights: dict[bytes, Flight] = {}  # {hash of a request: its latest call}
         self.stored: dict[str, Json] = {}  # {id of a reply: its conversation, of a dialect}
+        self.unused: set[str] = set()  # fields of requests that are known and ignored
         self.call_count = 0
         self.token_count = 0  # sampled
         self.retry_count = 0
         self.limited_count = 0  # calls after a limit
-        loop = asyncio.get_running_loop()
-        self.timer = loop.call_later(limits.timeout_s, self.end, "length", 0.0)
 
     # --- a call ---
 
     async def complete(self, request: Request) -> Call:
         """Answer a request. Raises RequestError, or another error, which ends the session."""
         self.call_count += 1
+        self.unused |= request.unused
         if self.call_count > self.limits.max_calls:
             self.end("turns")
-        elif self.token_count >= self.limits.max_tokens:
+        elif self.token_count >= self.max_tokens:
             self.end("length")
         if self.limit or self.failure:
             self.limited_count += 1
-            answer = ParsedResponse.of_text(LIMIT_TEXT)
-            return Call(None, [], array("I"), False, False, None, response=answer)
-        self.check(request)
-        try:
-            return await self.sample(request)
-        except RequestError:
-            raise
-        except Exception as error:
-            self.fail(error)
-            raise
-
-    def check(self, request: Request) -> None:
-        """Check what an agent's request must not have. Raises RequestError."""
+            return Call(response=ParsedResponse.of_text(LIMIT_TEXT))
         if request.choice == "forced" and not self.limits.ignore_tool_choice:
             problem = "The policy decides which tools it calls. Use auto, or set"
             raise RequestError(f"{problem} agents.ignore_tool_choice=true.", "tool_choice")
         if request.messages[-1]["role"] == "assistant":
             problem = "the last message is of the assistant. Remove it."
             raise RequestError(problem, "messages")
+        try:
+            return await self.sample(request)
+        except RequestError:
+            raise
+        except Exception as error:
+            self.failure = self.failure or error  # the first one counts
+            self.over.set()
+            raise
 
     async def sample(self, request: Request) -> Call:
         """Sample the response to a request, and record it."""
@@ -130,33 +115,25 @@ class AgentSession:
         except RequestError as error:
             self.cut = str(error)
             raise
-        request.room = min(room, self.limits.max_tokens - self.token_count)
+        request.room = min(room, self.max_tokens - self.token_count)
         request_id = f"{self.request_id}#{self.call_count}"
-        await respond(self.context, self.sampling, request_id, request, call)
+        await respond(self.context, self.sampling, request_id, request, call, call.prompt)
         self.token_count += len(call.sampled_ids)
         self.cut = "the response used all tokens" if call.ended == "length" else ""
         self.tree.add(call)
         return call
 
-    def store(self, reply_id: str, conversation: Json | None) -> None:
+    def store(self, reply_id: str, conversation: Json) -> None:
         """Keep a conversation that the client may continue by the id of a reply."""
-        if conversation is not None:
-            self.stored[reply_id] = conversation
+        self.stored[reply_id] = conversation
         if len(self.stored) > MAX_STORED:
             self.stored.pop(next(iter(self.stored)))
 
-    # --- its end ---
-
-    def end(self, limit: str, grace_s: float = GRACE_S) -> None:
+    def end(self, limit: str) -> None:
         """End the session at a limit: soon, since the agent may end by itself."""
         if not self.limit:
             self.limit = limit
-            asyncio.get_running_loop().call_later(grace_s, self.over.set)
-
-    def fail(self, error: Exception) -> None:
-        """End the session with a failure. The first one counts."""
-        self.failure = self.failure or error
-        self.over.set()
+            asyncio.get_running_loop().call_later(GRACE_S, self.over.set)
 
     # --- its rows ---
 
@@ -187,33 +164,28 @@ class AgentSession:
             episode.branches.append(branch)
         is_cut = bool(self.cut) or main_path[-1].ended == "length"
         episode.ended = self.limit or ("length" if is_cut else "stop")
-        calls = self.tree.calls
-        encoded_count = sum(len(call.prompt_ids) for call in calls)
-        prompt_count = sum(call.prompt_length for call in calls)
         episode.measures |= {
             "agent_calls": float(self.call_count),
-            "agent_rows": float(row_count),
             "agent_rows_dropped": float(row_count - len(rows)),
-            "agent_roots": float(sum(not call.parent for call in calls)),
             "agent_auxiliary": float(len(self.tree.list_auxiliary())),
             "agent_retries": float(self.retry_count),
             "agent_limited": float(self.limited_count),
-            "agent_encoded_frac": encoded_count / max(prompt_count, 1),
+            "agent_ignored_fields": float(len(self.unused)),
         }
 
 
+@dataclass
 class Flight:
     """A call, with the connection that waits for its answer."""
 
-    def __init__(self, task: asyncio.Future[Json]):
-        self.task = task
-        self.transport: asyncio.BaseTransport | None = None
-        self.is_answered = False
+    task: asyncio.Future[Json]
+    transport: asyncio.BaseTransport | None = None
+    is_answered: bool = False
 
     @property
     def is_lost(self) -> bool:
         """Return whether the client left before it had the answer."""
-        is_closed = not self.transport or self.transport.is_closing()
+        is_closed = self.transport is None or self.transport.is_closing()
         return is_closed and not self.is_answered
 
 
@@ -225,7 +197,11 @@ class Sessions:
         self.by_key: dict[str, AgentSession] = {}
 
     def open(
-        self, context: RolloutContext, sampling: Sampling, limits: Limits, request_id: str = ""
+        self,
+        context: RolloutContext,
+        sampling: Sampling,
+        limits: AgentsSection,
+        request_id: str = "",
     ) -> AgentSession:
         """Open the session of an episode. request_id: for the rollout engine, of the episode."""
         session = AgentSession(context, sampling, limits, self.prompts, request_id)
@@ -238,7 +214,6 @@ class Sessions:
         A killed agent's call would go on after the next update of the weights.
         """
         self.by_key.pop(session.key, None)
-        session.timer.cancel()
         for flight in session.flights.values():
             flight.task.cancel()
 

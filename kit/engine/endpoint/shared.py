@@ -16,8 +16,8 @@ import uuid
 
 from gym_client import find_callable_tools
 from kit.data.episode import TOKEN_FIELDS
-from kit.engine.endpoint.prompts import Prompts, make_overflow, respond
-from kit.engine.endpoint.requests import Request, RequestError
+from kit.engine.endpoint.prompts import Prompts, respond
+from kit.engine.endpoint.requests import Request, RequestError, make_overflow
 from kit.engine.endpoint.tree import Call, Tree
 from kit.engine.sampling import RolloutContext
 
@@ -35,7 +35,7 @@ class SharedClients:
     def __init__(self, context: RolloutContext, prompts: Prompts):
         self.context = context
         self.prompts = prompts
-        self.tree = Tree(has_claims=True)
+        self.tree = Tree()
         self.batch = 0  # of the tree
         self.rewritten_count = 0
 
@@ -44,11 +44,16 @@ class SharedClients:
         samples = self.context.samples
         assert samples, "the policy endpoint is in the driver, whose context has a store"
         if samples.batch != self.batch:
-            self.tree = Tree(has_claims=True)
+            self.tree = Tree()
             self.batch = samples.batch
         if request.choice == "forced":
             raise RequestError("The policy decides which tools it calls. Use auto.", "tool_choice")
-        request.hidden = find_hidden(request)
+        # Gym's agents post each call to the route of that name, without a check. A call of
+        # `seed_session` would start the session again, with an answer that the policy wrote. Agents
+        # do not URL-quote the name either, so `verify?x` would reach /verify.
+        names = request.callable_names
+        safe = {name for name in find_callable_tools(names) if not set(name) & set("?#")}
+        request.hidden = names - safe
         tree = self.tree
         call = await self.prompts.build(self.context, tree, request)
         if call.is_rewritten:
@@ -56,27 +61,15 @@ class SharedClients:
             if self.rewritten_count == 1:
                 logger.warning(REWRITTEN)
         request.room = find_room(call, request, self.context)
-        request_id = uuid.uuid4().hex
-        sampled = await respond(self.context, samples.sampling, request_id, request, call)
         prompt = call.prompt
+        request_id = uuid.uuid4().hex
+        sampled = await respond(self.context, samples.sampling, request_id, request, call, prompt)
         if request.for_training:
             samples.add(prompt, sampled)
-            tree.add(call)
+            tree.add(call, (prompt, sampled.ids))
         values = (prompt, sampled.ids, sampled.log_probs)
         call.token_fields = dict(zip(TOKEN_FIELDS, values, strict=True))
         return call
-
-
-def find_hidden(request: Request) -> set[str]:
-    """Find the tools that the policy must not call.
-
-    Gym's agents post each call to the route of that name, without a check. A call of `seed_session`
-    would start the session again, with an answer that the policy wrote. Agents do not URL-quote the
-    name either, so `verify?x` would reach /verify.
-    """
-    names = {tool["function"]["name"] for tool in request.tools}
-    safe = {name for name in find_callable_tools(names) if not set(name) & set("?#")}
-    return names - safe
 
 
 def find_room(call: Call, request: Request, context: RolloutContext) -> int:

@@ -22,17 +22,20 @@ from kit.chat.thoughts import THINK, split_text
 from kit.data.episode import PolicyVersions
 from kit.engine.endpoint.requests import IDS, render_items
 
+encode_sorted = json.JSONEncoder(sort_keys=True).encode
+
 
 @dataclass(slots=True, eq=False)
 class Call:
     """One call of the policy. It keeps only the ids that it adds to the one before."""
 
-    parent: Call | None  # the call that it continues
-    new_messages: list[Json]  # of the prompt, after the parent's response; of a root: none
-    prompt_ids: array[int]  # that the prompt adds to the parent
-    has_tools: bool
-    is_rewritten: bool  # whether a message claims token ids that nothing here has sampled
-    chain: Chain | None  # of its messages, until it is added to a tree
+    parent: Call | None = None  # the call that it continues
+    new_messages: list[Json] = field(default_factory=list)  # after the parent's response
+    prompt_ids: array[int] = field(default_factory=lambda: array("I"))  # after the parent's ids
+    prompt_length: int = 0  # with the parent's ids
+    has_tools: bool = False
+    is_rewritten: bool = False  # whether a message claims token ids that nothing here has sampled
+    chain: Chain | None = None  # of its messages, until it is added to a tree
     sampled_ids: array[int] = field(default_factory=lambda: array("I"))
     log_probs: array[float] = field(default_factory=lambda: array("d"))
     policy_versions: PolicyVersions = field(default_factory=list)
@@ -55,22 +58,11 @@ class Call:
     @property
     def prompt(self) -> list[int]:
         """Return all ids of the prompt."""
-        return [*(self.parent.ids if self.parent else []), *self.prompt_ids]
-
-    @property
-    def ids(self) -> list[int]:
-        """Return all ids up to the end of the response."""
         ids: list[int] = []
-        for call in self.path:
+        for call in self.path[:-1]:
             ids += call.prompt_ids
             ids += call.sampled_ids
-        return ids
-
-    @property
-    def prompt_length(self) -> int:
-        """Return the number of ids of the prompt."""
-        before = sum(len(call.prompt_ids) + len(call.sampled_ids) for call in self.path)
-        return before - len(self.sampled_ids)
+        return [*ids, *self.prompt_ids]
 
 
 @dataclass
@@ -80,7 +72,6 @@ class Tree:
     calls: list[Call] = field(default_factory=list)
     by_chain: dict[bytes, Call] = field(default_factory=dict)  # {hash up to the response: call}
     unseen: list[Call] = field(default_factory=list)  # roots without tools: see list_auxiliary
-    has_claims: bool = False  # whether clients send token ids back, which then identify a response
 
     def find(self, chain: Chain, messages: Sequence[Json]) -> tuple[Call | None, int]:
         """Find the call that a conversation continues -> (call, number of messages up to its end).
@@ -92,11 +83,14 @@ class Tree:
             return None, 0
         return self.by_chain.get(chain.digests[answers[-1]]), answers[-1] + 1
 
-    def add(self, call: Call) -> None:
-        """Add a call that has its response."""
+    def add(self, call: Call, claims: Sequence[Sequence[int]] = ()) -> None:
+        """Add a call that has its response.
+
+        claims: the ids of prompt and response, if the client sends them back with the response.
+        """
         message = render_items(call.response.items)[-1]
-        if self.has_claims:
-            message[IDS] = [call.prompt, call.sampled_ids]
+        if claims:
+            message[IDS] = claims
         assert call.chain
         self.by_chain[call.chain.add(message)] = call
         call.chain = None
@@ -150,7 +144,7 @@ def make_key(message: Json) -> str:
     functions = [call["function"] for call in message.get("tool_calls", [])]
     calls = [(each["name"], normalize(each["arguments"])) for each in functions]
     claims = [digest_ids(ids) for ids in message.get(IDS, [])]
-    return json.dumps([message["role"], text.strip(), calls, claims], sort_keys=True)
+    return encode_sorted([message["role"], text.strip(), calls, claims])
 
 
 def normalize(arguments: str | Json) -> str | Json:
@@ -158,7 +152,7 @@ def normalize(arguments: str | Json) -> str | Json:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
+        return encode_sorted(json.loads(arguments))
     except (ValueError, RecursionError):
         return arguments.strip()
 

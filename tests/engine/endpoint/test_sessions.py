@@ -24,7 +24,8 @@ from gym_client import GymError
 from kit.data.episode import Episode
 from kit.engine.endpoint import server, sessions
 from kit.engine.endpoint.dialects import chat, messages, responses
-from kit.engine.endpoint.sessions import Limits, Sessions
+from kit.engine.endpoint.sessions import Sessions
+from kit.recipe.schema import AgentsSection
 from kit.verify.network import find_free_port
 from tests.helpers.rollouts import (
     TOOL,
@@ -33,13 +34,13 @@ from tests.helpers.rollouts import (
     chatml_tokenizer,
     context_of,
     encode_turns,
+    make_limits,
     one_turn_each,
 )
 
 TOKENIZER = chatml_tokenizer()
 TOOLS = env.render_tools([TOOL], "x:1")
 USER = {"role": "user", "content": "Look it up."}
-LIMITS = Limits(200, 10**6, 32, 600.0, "fork", "all", ignore_tool_choice=False)
 CHAT = "/v1/chat/completions"
 THINKS = "<think>A plan.</think>I look. "
 
@@ -74,13 +75,13 @@ class Agent:
 @contextlib.asynccontextmanager
 async def serving(client, **changes):
     """Serve a policy, and yield an agent. changes: of the limits, or of the context."""
-    limits = {key: changes.pop(key) for key in list(changes) if key in Limits._fields}
+    limits = {key: changes.pop(key) for key in list(changes) if key in AgentsSection.model_fields}
     sampling = changes.pop("sampling", {"detokenize": False})
     opened = Sessions()
     port = find_free_port()
     context = context_of(client, TOKENIZER, **changes)
     async with server.serve(context, "127.0.0.1", port, "the key", opened):
-        session = opened.open(context, sampling, LIMITS._replace(**limits))
+        session = opened.open(context, sampling, make_limits(**limits))
         agent = Agent(session, f"http://127.0.0.1:{port}")
         agent.sessions = opened
         async with agent.http:
@@ -319,9 +320,11 @@ def test_what_is_not_supported_is_refused_in_the_form_of_the_api(path, change, n
 
 def test_smolagents_choice_of_tools_may_be_ignored():
     async def play(agent):
-        await agent.say(USER, tools=TOOLS, tool_choice="required", temperature=0.1)
+        for _ in range(2):
+            await agent.say(USER, tools=TOOLS, tool_choice="required", temperature=0.1)
 
-    assert run(play, "Hi.", ignore_tool_choice=True).turns
+    episode = run(play, "Hi.", "Hi.", ignore_tool_choice=True)
+    assert episode.turns and episode.measures["agent_ignored_fields"] == 1
 
 
 def test_a_long_prompt_is_an_error_on_which_claude_code_compacts():
@@ -344,7 +347,7 @@ def test_a_key_is_of_one_episode_and_ends_with_it():
     """Another agent's key, a closed one and none are refused before anything is sampled."""
 
     async def play(agent):
-        other = agent.sessions.open(agent.session.context, {}, LIMITS)
+        other = agent.sessions.open(agent.session.context, {}, make_limits())
         await agent.say(path=f"/s/{other.key}{CHAT}")
         with pytest.raises(GymError, match="no call"):
             agent.fill()  # the call is of the other episode
@@ -430,7 +433,7 @@ def test_a_stream_says_that_it_lives(monkeypatch):
 
 @pytest.mark.parametrize(
     ("limits", "ended"),
-    [({"max_calls": 3}, "turns"), ({"max_tokens": 15}, "length"), ({"timeout_s": 0.5}, "length")],
+    [({"max_calls": 3}, "turns"), ({"max_tokens": 15}, "length")],
 )
 def test_an_agent_that_never_stops_is_ended(monkeypatch, limits, ended):
     monkeypatch.setattr(sessions, "GRACE_S", 0.1)
@@ -450,7 +453,7 @@ def test_an_agent_that_never_stops_is_ended(monkeypatch, limits, ended):
     episode = run(play, *["Again."] * 200, **limits)
     assert episode.ended == ended and episode.measures["agent_limited"] >= 1
     assert "Limit" not in json.dumps(episode.output)
-    assert len(episode.turns) == 3 or "timeout_s" in limits
+    assert len(episode.turns) == 3
 
 
 def test_a_failure_of_the_engine_fails_the_episode():
@@ -463,6 +466,19 @@ def test_a_failure_of_the_engine_fails_the_episode():
     with pytest.raises(GymError, match="without an answer") as caught:
         run(play, client=client)
     assert caught.value.reason == "aborted"
+
+
+def test_an_engine_that_is_not_reached_is_named():
+    class Gone(Script):
+        async def generate(self, *arguments, **options):
+            raise ConnectionResetError("closed")
+
+    async def play(agent):
+        status, reply = await agent.post(CHAT, {"messages": [USER], "stream": True})
+        assert status == 500 and reply["error"]["code"] == "aborted"
+
+    with pytest.raises(GymError, match=r"vLLM cannot be reached: .*closed"):
+        run(play, client=Gone([]))
 
 
 def test_an_agent_without_a_call_fails():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import subprocess
 import sys
@@ -27,12 +26,12 @@ from extras.agents.processes import FunctionAgent, run_command
 from extras.agents.runner import AgentRunner
 from kit.data.episode import Episode
 from kit.engine.endpoint.server import serve
-from kit.engine.endpoint.sessions import Limits, Sessions
+from kit.engine.endpoint.sessions import Sessions
 from kit.engine.sampling import request_group
 from kit.recipe.load import read_yaml
 from kit.recipe.schema import AgentSpec
 from kit.verify.network import find_free_port
-from tests.helpers.rollouts import chatml_tokenizer, context_of, encode_turns
+from tests.helpers.rollouts import chatml_tokenizer, context_of, encode_turns, make_limits
 from tests.helpers.verifiers import make_router
 
 TOKENIZER = chatml_tokenizer()
@@ -103,12 +102,11 @@ def run_episodes(
     context = context_of(policy, TOKENIZER, **LENGTHS, timeout_s=2000.0)
     sessions = Sessions()
     port = find_free_port()
-    limits = Limits(max_calls, 10**6, 8, math.inf, "fork", "all", False)
+    limits = make_limits(max_calls=max_calls, max_rows=8, timeout_s=timeout_s)
     function = FunctionAgent(spec, folder / "agent.log")
     agent: Any = function.run if spec.function else partial(run_command, spec, True)
-    context.agent = AgentRunner(
-        agent, sessions, f"http://127.0.0.1:{port}", limits, timeout_s, first_prompts={}
-    )
+    url = f"http://127.0.0.1:{port}"
+    context.agent = AgentRunner(agent, sessions, url, limits, first_prompts={})
     requests = []
     for number, row in enumerate(rows):
         messages, _ = env.render_row(row, "rows:1")

@@ -31,6 +31,7 @@ from kit.recipe.settings import make_settings
 from tests.extras.agents import scripted
 from tests.helpers.http import ScriptedServer, watch_event_loop
 from tests.helpers.recipes import load
+from tests.helpers.rollouts import make_limits
 
 POLICY = "the policy's text"  # its last one
 AGENTS = """
@@ -120,8 +121,8 @@ async def play(
 ) -> Read:
     """Run the turns of an episode, and return what its verifier reads. changes: of the session."""
     endpoint: Any = Endpoint(**changes)
-    limits: Any = None
-    runner = AgentRunner(run_agent, endpoint, "http://127.0.0.1:9", limits, timeout_s)
+    limits = make_limits(timeout_s=timeout_s)
+    runner = AgentRunner(run_agent, endpoint, "http://127.0.0.1:9", limits)
     task = Task("rows:1", row, "s", [{"role": "user", "content": "What is 'x'?"}], [])
     episode = Episode(task.row_id, "0/0", task.server, [], row=row)
     session: Any = SimpleNamespace(kind="verify", row=row)

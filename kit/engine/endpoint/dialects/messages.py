@@ -11,19 +11,9 @@ import uuid
 from collections.abc import Iterator
 
 import env
-from gym_client import Json
+from gym_client import Json, find_nested
 from kit.data.fields import NOT_SUPPORTED, Fields, list_objects
-from kit.engine.endpoint.requests import (
-    Failure,
-    Request,
-    RequestError,
-    check_fields,
-    read_choice,
-    read_items,
-    read_limit,
-    read_stop,
-    read_tools,
-)
+from kit.engine.endpoint.requests import Request, RequestError, read_request
 from kit.engine.endpoint.tree import Call
 
 FIELDS = Fields(
@@ -33,36 +23,25 @@ FIELDS = Fields(
 )
 ENDED = {"stop": "end_turn", "calls": "tool_use", "length": "max_tokens"}
 BILLING = "x-anthropic-billing-header:"  # of Claude Code; it has a hash that changes
-SKIPPED = ("thinking", "redacted_thinking", "tool_reference")
+# Blocks without a text for the policy, or whose text is read as a call or an output.
+SKIPPED = ("thinking", "redacted_thinking", "tool_reference", "tool_use", "tool_result")
 ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error"}
 ERRORS |= {404: "not_found_error", 413: "request_too_large"}
 
 
 def read(body: Json) -> Request:
     """Read the body of a request. Raises RequestError."""
-    unused = check_fields(FIELDS, {**body, "tools": None}, None)
-    form = (body.get("output_config") or {}).get("format")
-    if form:
+    if find_nested(body, "output_config", "format"):
         raise RequestError("The policy's text is not constrained. Remove it.", "output_config")
-    items = []
-    system = read_text(body.get("system"), "system")
-    if system:
-        items.append({"role": "system", "content": system})
+    system = read_text(body.get("system"))
+    items = [{"role": "system", "content": system}] if system else []
     for message in list_objects(body.get("messages")):
         items += read_message(message)
-    given = [read_tool(tool) for tool in list_objects(body.get("tools"))]
-    tools, _, ignored = read_tools(given)
-    return Request(
-        read_items(items, "messages"),
-        tools,
-        choice=read_choice(body),
-        stop=read_stop(body, "stop_sequences"),
-        max_tokens=read_limit(body, "max_tokens"),
-        unused=unused | ignored,
-    )
+    tools = [read_tool(tool) for tool in list_objects(body.get("tools"))]
+    return read_request({**body, "tools": tools}, FIELDS, items, "messages")
 
 
-def read_text(content: object, param: str) -> str:
+def read_text(content: object) -> str:
     """Return the text of a content: a text, or blocks of text. Raises RequestError."""
     texts = [content] if isinstance(content, str) else []
     for block in list_objects(content):
@@ -70,26 +49,24 @@ def read_text(content: object, param: str) -> str:
             texts.append(str(block.get("text")))
         elif block.get("type") not in SKIPPED:
             problem = f"blocks of type {block.get('type')} are not supported here. Remove it."
-            raise RequestError(problem, param)
+            raise RequestError(problem, "messages")
     kept = [each.partition("\n")[2] if each.startswith(BILLING) else each for each in texts]
     return "\n".join(filter(None, kept))
 
 
 def read_message(message: Json) -> Iterator[Json]:
     """Yield a message as messages of a chat: the outputs of tools, then the rest."""
-    content = message.get("content")
-    blocks = list_objects(content)
+    blocks = list_objects(message.get("content"))
     results = [block for block in blocks if block.get("type") == "tool_result"]
     for block in results:
-        text = read_text(block.get("content"), "messages")
+        text = read_text(block.get("content"))
         yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
     calls = []
     for block in blocks:
         if block.get("type") == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "function": function})
-    others = [each for each in blocks if each.get("type") not in ("tool_result", "tool_use")]
-    text = read_text(others if isinstance(content, list) else content, "messages")
+    text = read_text(message.get("content"))
     if text or calls or not results:
         yield {"role": message.get("role"), "content": text, "tool_calls": calls}
 
@@ -100,26 +77,6 @@ def read_tool(tool: Json) -> Json:
         return tool  # hosted
     kept: Json = {key: tool[key] for key in ("name", "description") if key in tool}
     return {**kept, "type": "function", "parameters": tool.get("input_schema")}
-
-
-def resume(body: Json, stored: dict[str, Json]) -> Json:
-    """Return the body with the thread that it continues."""
-    thread = body.get("thread")
-    if not isinstance(thread, dict) or thread.get("type") != "continue":
-        return body
-    earlier = stored.get(str(thread.get("previous_message_id")))
-    if not earlier:
-        raise RequestError("the thread is not known. Send the whole conversation.", "thread")
-    messages = earlier["messages"] + list_objects(body.get("messages"))
-    return {**earlier, **body, "messages": messages}
-
-
-def store(body: Json, reply: Json) -> Json | None:
-    """Return the request with the reply, if it is a thread."""
-    if not body.get("thread"):
-        return None
-    answer = {"role": "assistant", "content": reply["content"]}
-    return {**body, "messages": [*body["messages"], answer]}
 
 
 def write(body: Json, request: Request, call: Call) -> Json:
@@ -155,14 +112,13 @@ def make_events(body: Json, reply: Json) -> Iterator[tuple[str, Json]]:
     started = {**reply, "content": [], "stop_reason": None, "stop_sequence": None}
     events: list[Json] = [{"type": "message_start", "message": started}]
     for index, block in enumerate(reply["content"]):
-        if block["type"] == "tool_use":
-            blank: Json = {"input": {}}
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        else:
-            key = str(block["type"])
-            blank = {key: ""}
-            delta = {"type": f"{key}_delta", key: block[key]}
-        start = {"type": "content_block_start", "content_block": {**block, **blank}}
+        key = {"tool_use": "input"}.get(block["type"], block["type"])
+        blank: object = ""
+        delta = {"type": f"{key}_delta", key: block[key]}
+        if key == "input":
+            blank = {}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block[key])}
+        start = {"type": "content_block_start", "content_block": {**block, key: blank}}
         events.append({**start, "index": index})
         events.append({"type": "content_block_delta", "delta": delta, "index": index})
         events.append({"type": "content_block_stop", "index": index})
@@ -172,7 +128,7 @@ def make_events(body: Json, reply: Json) -> Iterator[tuple[str, Json]]:
         yield str(event["type"]), event
 
 
-def write_error(failure: Failure) -> Json:
+def write_error(error: RequestError) -> Json:
     """Write an error."""
-    kind = ERRORS.get(failure.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": failure.message}}
+    kind = ERRORS.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
