@@ -172,7 +172,10 @@ def list_recipes() -> dict[str, list[str]]:
     for path in sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("configs/algorithms/*.yaml")]):
         if path.stem == "base":
             continue
-        is_task = bool((yaml.safe_load(path.read_text()).get("env") or {}).get("train_files"))
+        section = yaml.safe_load(path.read_text()).get("env") or {}
+        if section.get("agent") or section.get("environment"):  # need more packages, and no GPU
+            continue
+        is_task = bool(section.get("train_files"))
         recipes[path.stem] = [path.stem] if is_task else ["math", path.stem]
     for name in ("deterministic", "gpu_24gb", "gpu_16gb"):
         recipes[name] = ["math", name]
