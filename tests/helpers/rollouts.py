@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from kit.engine.sampling import (
 from kit.recipe.load import read_yaml
 from kit.recipe.recipe import Recipe
 from kit.recipe.schema import AgentsSection
-from tests.helpers.recipes import ROOT, make_partial
+from tests.helpers.recipes import make_partial
 
 STOP = 1
 SAMPLING = {"temperature": 0.7, "top_p": 0.9}
@@ -334,10 +335,14 @@ def context_of(client, tokenizer, tool_format="hermes", template=None, **changes
     return RolloutContext(client, template, **settings)
 
 
+@functools.cache
+def read_limits() -> dict:
+    return read_yaml("base")["agents"]
+
+
 def make_limits(**changes) -> AgentsSection:
     """The section `agents:` of a recipe, with changes."""
-    defaults = read_yaml(str(ROOT / "configs" / "base.yaml"))["agents"]
-    return AgentsSection(**{**defaults, **changes})
+    return AgentsSection(**{**read_limits(), **changes})
 
 
 class HttpReply(NamedTuple):
