@@ -188,7 +188,7 @@ def parse_arguments() -> argparse.Namespace:
         help="a recipe; later ones override earlier ones",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="check everything and print it; start nothing"
+        "--dry-run", action="store_true", help="check everything and print it; start no run"
     )
     parser.add_argument(
         "--try",

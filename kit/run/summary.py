@@ -52,7 +52,7 @@ def summarize(
             lines += check.dry_run_lines(recipe, inputs)
         ids = f"{sorted(inputs.stop_ids)}, pad id {inputs.tokenizer.pad_token_id} (masked)"
         lines += [f"stop ids    {ids}", *describe_changes(recipe)]
-        lines.append("dry run: model, files, sizes and servers are valid; nothing was started")
+        lines.append("dry run: model, files, sizes and servers are valid; no run was started")
     return "\n".join(lines)
 
 

@@ -168,7 +168,7 @@ def test_dry_run_checks_everything_and_starts_nothing(workspace, monkeypatch, ca
     call_command(words, workspace, monkeypatch)
     printed = capsys.readouterr().out
     assert "say 7" in printed
-    assert printed.endswith("nothing was started\n")
+    assert printed.endswith("no run was started\n")
     changed_keys = re.findall(r"^    ([\w.]+): .* \(verl: .*\)$", printed, re.MULTILINE)
     assert "actor_rollout_ref.rollout.max_model_len" in changed_keys  # it follows from others
     # values of configs/base.yaml, the recipe's file, an argument, and the recipe for CPUs
