@@ -10,11 +10,12 @@ from __future__ import annotations
 
 
 class Accounts:
-    """Move money until both accounts have the same amount."""
+    """Move money until the right account has the goal, or as much as the left one."""
 
-    def reset(self, left: int, right: int, **_: object) -> None:
+    def reset(self, left: int, right: int, goal: int | None = None, **_: object) -> None:
         self.left = left
         self.right = right
+        self.goal = goal
 
     def move(self, amount: int) -> str:
         """Move money from the left account to the right one.
@@ -29,4 +30,4 @@ class Accounts:
         return f"left {self.left}, right {self.right}"
 
     def get_reward(self) -> float:
-        return float(self.left == self.right)
+        return float(self.right == (self.left if self.goal is None else self.goal))

@@ -1,6 +1,7 @@
 """Write the rows of small tasks in configs/tasks (others: reasoning_gym_rows.py and judged.py).
 
-    python configs/tasks/rows.py people instructions apples guess increment drawers [--out data]
+    python configs/tasks/rows.py [--out data] people instructions apples guess increment drawers \
+        transfers
 
 The files are NAME_train and NAME_validation, as JSON lines or Parquet, and NAME_warm.jsonl with
 answers for a supervised warm-up. No prompt is in two files. But in `guess` the prompt is always the
@@ -168,6 +169,24 @@ def drawers() -> list[Pair]:
     return pairs
 
 
+def transfers() -> list[Pair]:
+    """Make amounts, in words, to move to an account with a tool of templates/trl_environment.py."""
+    function = {"name": "move", "arguments": '{"amount": 211}'}
+    example = [
+        {"role": "user", "content": "Move two hundred eleven to the right account."},
+        {"type": "function_call", "call_id": "1", **function},
+        {"type": "function_call_output", "call_id": "1", "output": "left 789, right 211"},
+        {"role": "assistant", "content": "Done."},
+    ]
+    pairs: list[Pair] = []
+    for number in range(100, 1000):
+        prompt = f"Move {spell(number)} to the right account."
+        question = [*example, {"role": "user", "content": prompt}]
+        row = {"responses_create_params": {"input": question}, "left": 1000, "right": 0}
+        pairs.append(Pair({**row, "goal": number}, {"prompt": prompt, "response": "Done."}))
+    return pairs
+
+
 def spell(number: int) -> str:
     """Return a number from 100 to 999 in words."""
     units = UNITS.split()
@@ -182,7 +201,10 @@ def spell(number: int) -> str:
     return " ".join(words)
 
 
-TASKS = {task.__name__: task for task in (people, instructions, apples, guess, increment, drawers)}
+TASKS = {
+    task.__name__: task
+    for task in (people, instructions, apples, guess, increment, drawers, transfers)
+}
 
 
 def write(path: Path, rows: list[Json]) -> None:
