@@ -62,8 +62,11 @@ class V0:
 
 
 def watch(rubric: Any) -> None:  # a Rubric
-    """Remember the exceptions of reward functions, for which verifiers returns 0."""
-    rubric.funcs = [remember(function) for function in rubric.funcs]
+    """Remember the exceptions of reward functions with a weight, for which verifiers returns 0."""
+    rubric.funcs = [
+        remember(function) if weight else function
+        for function, weight in zip(rubric.funcs, rubric.weights, strict=True)
+    ]
     environments = getattr(rubric, "env_map", {}).values()  # of EnvGroup
     for part in (*getattr(rubric, "rubrics", ()), *(each.rubric for each in environments)):
         watch(part)

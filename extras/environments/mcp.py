@@ -175,12 +175,25 @@ class McpSession(EpisodeSession):
             if isinstance(error, MCPError) and error.code in POLICY_ERRORS:
                 return f"Error: {error}"
             raise explain(error, self.source.settings, self.source.log) from None
-        texts = [getattr(part, "text", f"<{part.type}>") for part in result.content]
-        return gym_client.cut_middle("\n".join(texts), gym_client.MAX_TOOL_CHARS)
+        return gym_client.cut_middle(show_result(result), gym_client.MAX_TOOL_CHARS)
 
     async def verify(self, body: Json, response: ParsedResponse) -> VerifyResult:
         """Return the verifier's reward. Raises GymError."""
         return await self.verifier.verify(body, response)
+
+
+def show_result(result: mcp_types.CallToolResult) -> str:
+    """Return the text of a tool's result. Of an image or a sound, only its type is text."""
+    if not result.content and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    texts = []
+    for part in result.content:
+        if isinstance(part, mcp_types.ResourceLink):
+            texts.append(f"<{part.type} {part.name}: {part.uri}>")
+        else:
+            embedded = getattr(part, "resource", part)
+            texts.append(getattr(embedded, "text", f"<{part.type}>"))
+    return "\n".join(texts)
 
 
 def list_tools(settings: McpSettings, recipe: Settings) -> list[Json]:

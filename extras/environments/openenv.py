@@ -264,10 +264,19 @@ class OpenEnvSession(EpisodeSession):
         answer = gym_client.parse_json(message.data.encode(), at)
         body = gym_client.find_nested(answer, "data")
         if gym_client.find_nested(answer, "type") == "error" and isinstance(body, dict):
-            details = {"code": body.get("code"), "message": str(body.get("message"))}
+            details = {"code": body.get("code"), "message": describe_error(body)}
             problem = f"{at}: {details['code']}: {details['message']:.300}"
             raise GymError("raised", problem, details=details)
         return gym_client.validate(StepData, body, at)
+
+
+def describe_error(body: Json) -> str:
+    """Return the message of a server's error, with what is wrong in each field of an action."""
+    texts = [str(body.get("message"))]
+    for error in body.get("errors") or []:
+        field = ".".join(str(part) for part in error["loc"])
+        texts.append(f"{field}: {error['msg']}")
+    return "\n".join(texts)
 
 
 def find_text_field(properties: Json) -> str:

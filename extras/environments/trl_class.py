@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import types
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kit.errors import ConfigError, UserFunctionError
@@ -32,9 +30,8 @@ class TrlEnvironment:
         self.tools = find_tools(type(self.environment))
 
     async def reset(self, row: Json) -> object:
-        """Pass the columns of the row, without the prompt. Return the first observation."""
-        columns = {key: value for key, value in row.items() if key != "responses_create_params"}
-        return await finish(self.environment.reset(**columns))
+        """Pass the columns of the row. Return the first observation."""
+        return await finish(self.environment.reset(**read_columns(row)))
 
     async def call_tool(self, name: str, arguments: str) -> str:
         """Return the output of a tool, or its exception as text. Raises OSError."""
@@ -52,16 +49,21 @@ class TrlEnvironment:
         """Return the reward. Raises what the class or the reward function raises."""
         if self.reward is None:
             return await finish(self.environment.get_reward())
-        columns = dict(extra_info["row"])
-        prompt = columns.pop("responses_create_params").get("input")
+        columns = read_columns(extra_info["row"])
         message = {"role": "assistant", "content": solution_str}
-        batch = {name: [value] for name, value in columns.items()}
+        batch = {name: [value] for name, value in columns.items() if name != "prompt"}
+        metrics: dict[str, object] = {}
         rewards = await finish(
             self.reward(
-                prompts=[prompt], completions=[[message]], environments=[self.environment], **batch
+                prompts=[columns["prompt"]],
+                completions=[[message]],
+                environments=[self.environment],
+                log_metric=metrics.__setitem__,
+                log_extra=lambda column, values: None,
+                **batch,
             )
         )
-        return rewards[0]  # type: ignore[index]  # a list, as in TRL
+        return {**metrics, "score": rewards[0]}  # type: ignore[index]  # a list, as in TRL
 
     async def close(self) -> None:
         """End what the environment started, if it has such a method."""
@@ -69,19 +71,21 @@ class TrlEnvironment:
             await finish(self.environment.close())
 
 
+def read_columns(row: Json) -> Json:
+    """Return the columns of the row, as in a data set for TRL."""
+    columns = {key: value for key, value in row.items() if key != "responses_create_params"}
+    return {"prompt": row["responses_create_params"].get("input"), **columns}
+
+
 async def finish(value: object) -> object:
     """Return the value, or the result of an async function."""
     return await value if inspect.isawaitable(value) else value
 
 
-def find_tools(trl_class: object) -> dict[str, Callable[..., object]]:
-    """Return {name: function} of the tools of a class."""
-    functions = inspect.getmembers(trl_class, inspect.isfunction)
-    return {
-        name: function
-        for name, function in functions
-        if not name.startswith("_") and name not in (*NO_TOOLS, "close")
-    }
+def find_tools(trl_class: object) -> list[str]:
+    """Return the names of the tools of a class."""
+    names = [name for name, _ in inspect.getmembers(trl_class, inspect.isfunction)]
+    return [n for n in names if not n.startswith("_") and n not in (*NO_TOOLS, "close")]
 
 
 def describe_tools(reference: str, reward: str | None, key: str) -> list[Json]:
@@ -100,9 +104,10 @@ def describe_tools(reference: str, reward: str | None, key: str) -> list[Json]:
             hint = " or name a reward function as `reward`" if name == "get_reward" else ""
             raise ConfigError(f"{key}={reference} has no {name}. Write it{hint}.")
     described = []
-    for name, function in find_tools(trl_class).items():
+    for name in find_tools(trl_class):
+        method = inspect.getattr_static(trl_class, name).__get__(object())  # without `self`
         try:
-            described.append(get_json_schema(types.MethodType(function, object())))
+            described.append(get_json_schema(method))
         except Exception as error:  # its classes have no common one
             message = " ".join(str(error).split())
             raise ConfigError(

@@ -55,10 +55,20 @@ class Counter:
     def __init__(self):
         self.count = 0
 
-    def reset(self, target=3, **_):
+    def reset(self, prompt, target=3, **_):
         if target < 0:
             raise ConnectionError("no database")
         self.target = target
+        self.prompt = prompt
+
+    @staticmethod
+    def double(number: int) -> int:
+        """Double a number.
+
+        Args:
+            number: any
+        """
+        return 2 * number
 
     async def add(self, amount: int) -> dict:
         """Add to the count.
@@ -91,7 +101,9 @@ class Unrewarded:
         pass
 
 
-def equal_counts(prompts, completions, environments, **columns):
+def equal_counts(prompts, completions, environments, log_metric, log_extra, **columns):
+    log_extra("same", [e.prompt == prompt for e, prompt in zip(environments, prompts)])
+    log_metric("count", environments[0].count)
     return [2.0 * (e.count == target) for e, target in zip(environments, columns["target"])]
 '''
 TRL = {"trl_class": "my.py:Counter"}
@@ -202,7 +214,7 @@ def test_openenv_takes_the_last_reward_and_shows_the_policys_errors(folder, open
     settings["action"] = "nonsense"  # a field that the schema does not have
     (episode,) = play(make_router(folder, settings), ["1", "2"], SEED, max_turns=2)
     assert (episode.status, episode.reward) == ("ok", 0.0)
-    assert list_outputs(episode)[0].startswith("Error: ")
+    assert list_outputs(episode)[0].startswith("Error: Invalid message\nguess: Field required")
 
 
 def test_a_full_openenv_server_is_waited_for(folder, openenv_url):
@@ -287,10 +299,19 @@ def find_servers(name):
 HTTP_SERVER = """
 import os
 from mcp.server.fastmcp import FastMCP
+from mcp.types import *
 server = FastMCP("s", host="127.0.0.1", port={port}, stateless_http=True)
 @server.tool()
 def add(a: str, b: str) -> str:
     return a + b
+@server.tool()
+def find() -> CallToolResult:
+    note = EmbeddedResource(type="resource", resource=TextResourceContents(uri="n://1", text="Hi."))
+    link = ResourceLink(type="resource_link", name="more", uri="n://2")
+    return CallToolResult(content=[note, link, ImageContent(type="image", data="", mimeType="i/p")])
+@server.tool()
+def count() -> CallToolResult:
+    return CallToolResult(content=[], structuredContent={"found": 3})
 @server.tool()
 def die() -> str:
     os._exit(3)
@@ -299,7 +320,8 @@ server.run("streamable-http")
 
 
 def test_mcp_over_http(folder):
-    texts = [call('{"a": "x", "b": "y"}', "add"), call("{}", "add"), "7"]
+    texts = [call('{"a": "x", "b": "y"}', "add"), call("{}", "add"), call("{}", "find")]
+    texts += [call("{}", "count"), "7"]
     with running_server("-c", HTTP_SERVER) as port:
         settings = {"mcp": f"http://127.0.0.1:{port}/mcp"}
         (episode,) = play(make_router(folder, settings, "my.py:pay_for_seven", 20.0), texts)
@@ -307,7 +329,9 @@ def test_mcp_over_http(folder):
         (lost,) = play(router, [call("{}", "die")])
     assert (lost.status, lost.reward) == ("session_lost", None)
     assert (episode.status, episode.reward) == ("ok", 1.0)
-    assert list_outputs(episode)[0] == "xy" and "Field required" in list_outputs(episode)[1]
+    outputs = list_outputs(episode)
+    assert outputs[0] == "xy" and "Field required" in outputs[1]
+    assert outputs[2:] == ["Hi.\n<resource_link more: n://2>\n<image>", '{"found": 3}']
 
 
 @pytest.mark.parametrize(
@@ -315,6 +339,7 @@ def test_mcp_over_http(folder):
     [
         ([call('{"amount": 3}', "add"), "done"], {}, "ok", 1.0, "{'count': 3}"),
         ([call("{}", "fail"), "done"], {}, "ok", 0.0, "broken tool"),
+        ([call('{"number": 2}', "double"), "done"], {}, "ok", 0.0, "4"),
         ([call("{}", "add"), "done"], {}, "ok", 0.0, "missing 1 required"),
         (["done"], {"target": 0}, "bad_answer", None, "returned None"),
         ([call("{}", "connect")], {}, "raised", None, "in Counter.connect: ConnectionError: no"),
@@ -331,7 +356,7 @@ def test_a_reward_function_of_trl_gets_the_environment(folder):
     settings = {**TRL, "reward": "my.py:equal_counts"}
     texts = [call('{"amount": 3}', "add"), "done"]
     (episode,) = play(make_router(folder, settings), texts, {"target": 3})
-    assert episode.reward == 2.0
+    assert (episode.reward, episode.reward_components) == (2.0, {"count": 3.0})
 
 
 # --- before the run ------------------------------------------------------------------------------
@@ -382,10 +407,10 @@ def test_rows_get_the_tools_and_a_dry_run_shows_them(folder, workspace):
         *use_rows(workspace / "train"),
     )
     names = {tool["function"]["name"] for tool in prepared.inputs.train[0].tools}
-    assert names == {"add", "fail", "connect"}
+    assert names == {"add", "fail", "connect", "double"}
     assert prepared.inputs.train[0].server == "TrlEnvironment"
     (feature,) = [each for each in prepared.features.checks if hasattr(each, "tools")]
-    assert [*feature.dry_run_lines(*prepared[:2])] == ["tools       add, connect, fail"]
+    assert [*feature.dry_run_lines(*prepared[:2])] == ["tools       add, connect, double, fail"]
 
 
 def test_a_dry_run_shows_the_first_observation(folder, workspace, openenv_url):

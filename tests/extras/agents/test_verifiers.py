@@ -36,10 +36,15 @@ def correct(completion, answer, **_):
     return None if answer == "none" else float(answer in completion[-1]["content"])
 
 
+def describe(completion, **_):
+    return {"length": len(completion)}  # no number, but it has no weight
+
+
 def load_environment(answers):
     rows = [{"question": f"6 times 7? {answer}", "answer": answer} for answer in answers]
     data = Dataset.from_list(rows)
-    return vf.ToolEnv(dataset=data, tools=[multiply], rubric=vf.Rubric(funcs=[correct]))
+    rubric = vf.Rubric(funcs=[correct, describe], weights=[1.0, 0.0])
+    return vf.ToolEnv(dataset=data, tools=[multiply], rubric=rubric)
 '''
 ANSWERS = ["42", "43", "broken", "none", "outage"]
 TURNS = [scripted.make_call("multiply", a="6", b="7"), "The answer is 42."]
