@@ -234,6 +234,19 @@ def test_the_types_of_the_sdks_accept_each_reply_and_event(dialect, text):
     run(ask, text)
 
 
+def test_text_and_calls_of_a_chat_are_in_different_chunks():
+    """AutoGen skips the calls in a chunk that has text, and would end its episode there."""
+    body = {"messages": [{**USER, "name": "user"}], "tools": TOOLS, "tool_choice": "auto"}
+
+    async def ask(agent):
+        reply = await server.complete(agent.session, chat, body)
+        chunks = [event["choices"][0] for _, event in chat.make_events(body, reply)]
+        assert [list(chunk["delta"]) for chunk in chunks] == [["role"], ["content"], ["tool_calls"]]
+        assert [chunk["finish_reason"] for chunk in chunks] == [None, None, "tool_calls"]
+
+    run(ask, "I look." + call())
+
+
 def test_codex_tools_of_a_namespace_and_of_one_text():
     spawn = {**TOOL, "name": "spawn"}
     tools = [

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import env
 from gym_client import Json
-from kit.data.episode import TOKEN_FIELDS
 from kit.data.fields import REQUEST
 from kit.engine.endpoint import requests
 from kit.engine.endpoint.requests import Request, RequestError
@@ -69,13 +68,18 @@ def write(body: Json, request: Request, call: Call) -> Json:
 
 
 def make_events(body: Json, reply: Json) -> Iterator[tuple[str, Json]]:
-    """Yield the chunks of a stream: one with the token ids, one with the rest of the message."""
+    """Yield the chunks of a stream: the role and token ids, then the thought, the text, the calls.
+
+    Each has its own chunk, since a client may skip the calls in a chunk that has text.
+    """
     choice = reply["choices"][0]
-    rest = dict(choice["message"])
-    rest["tool_calls"] = [{"index": i, **call} for i, call in enumerate(rest["tool_calls"])]
-    first = {key: rest.pop(key) for key in ("role", *TOKEN_FIELDS) if key in rest}
+    first = dict(choice["message"])
+    first["tool_calls"] = [{"index": i, **call} for i, call in enumerate(first["tool_calls"])]
+    names = ("reasoning_content", "content", "tool_calls")
+    parts = [{name: first.pop(name)} for name in names if name in first]
     shared = {**reply, "object": "chat.completion.chunk", "usage": None}
-    for delta, reason in ((first, None), (rest, choice["finish_reason"])):
+    for delta in (first, *parts):
+        reason = choice["finish_reason"] if delta is parts[-1] else None
         part = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
         yield "", {**shared, "choices": [part]}
     if (body.get("stream_options") or {}).get("include_usage"):
