@@ -92,6 +92,7 @@ class Endpoint:
         session = SimpleNamespace(
             key=f"key-{self.count}", over=asyncio.Event(), failure=None, limit="", cut=""
         )
+        session.tree = SimpleNamespace(calls=[])
         session.fill = fill
         vars(session).update(self.changes)
         self.keys.add(session.key)
