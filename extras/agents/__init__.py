@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kit.engine.inputs import RunInputs
     from kit.engine.sampling import Agent, RolloutContext
     from kit.recipe.recipe import Recipe
+    from kit.recipe.schema import AgentSpec, AgentsSection
     from kit.run.launch import Launch
 
 MAX_PROBLEM = 500  # characters
@@ -108,26 +109,29 @@ class Agents(RecipeCheck, RunPart, RunOutput):
         function = processes.FunctionAgent(self.spec, launch.logs / "agent.log")
         launch.stack.callback(function.close)
         base_url = launch.policy["base_url"].removesuffix("/v1")
-        return self.make_runner(function, launch.sessions, base_url)
-
-    def make_runner(
-        self, function: FunctionAgent, sessions: Sessions, base_url: str
-    ) -> AgentRunner:
-        """Make the agent's runner. function: its process, unused by other kinds of agents."""
-        from extras.agents import processes, runner
-
-        assert self.spec
-        settings = self.settings
-        run = function.run
-        if self.spec.command:
-            run = partial(processes.run_command, self.spec, settings.exit_code == "fail")
-        elif self.spec.url:
-            run = partial(runner.call_url, self.spec.url)
-        first_prompts: dict[str, int] | None = {} if self.spec.function else None
-        return runner.AgentRunner(run, sessions, base_url, settings, first_prompts)
+        return make_agent_runner(self.spec, self.settings, function, launch.sessions, base_url)
 
     def describe_episodes(self, episodes: Sequence[Episode]) -> Iterable[str]:
         """Return the calls and the training rows of the episode with most calls."""
         from extras.agents.tree import describe_longest
 
         return describe_longest(episodes)
+
+
+def make_agent_runner(
+    spec: AgentSpec,
+    settings: AgentsSection,
+    function: FunctionAgent,
+    sessions: Sessions,
+    base_url: str,
+) -> AgentRunner:
+    """Make the runner of an agent. function: its process, unused by other kinds of agents."""
+    from extras.agents import processes, runner
+
+    run = function.run
+    if spec.command:
+        run = partial(processes.run_command, spec, settings.exit_code == "fail")
+    elif spec.url:
+        run = partial(runner.call_url, spec.url)
+    first_prompts: dict[str, int] | None = {} if spec.function else None
+    return runner.AgentRunner(run, sessions, base_url, settings, first_prompts)

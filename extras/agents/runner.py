@@ -121,7 +121,11 @@ class AgentRunner:
             over.cancel()
             run.cancel()
             await asyncio.wait({run})
-        problem = f"the agent did not end within agents.timeout_s={timeout_s:g}. Raise it."
+        calls = len(agent_session.tree.calls)
+        problem = (
+            f"the agent did not end within agents.timeout_s={timeout_s:g} (calls of the policy: "
+            f"{calls}). Raise it."
+        )
         error: BaseException | None = GymError("agent_timeout", problem)
         if not run.cancelled():
             error = run.exception()

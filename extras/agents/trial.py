@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import tempfile
 from collections.abc import Iterator
@@ -11,11 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from extras.agents.processes import MAX_ERRORS, FunctionAgent, read_end
+import gym_client
+from extras.agents import make_agent_runner
+from extras.agents.processes import FunctionAgent, read_end
 from gym_client import GymError
 from kit.data.episode import Episode
 from kit.engine.endpoint.prompts import Prompts
-from kit.engine.endpoint.requests import Request
 from kit.engine.endpoint.server import serve
 from kit.engine.endpoint.sessions import Sessions
 from kit.engine.sampling import build_sampling_params, make_rollout_context
@@ -25,27 +25,28 @@ from kit.verify.network import find_free_port
 
 if TYPE_CHECKING:
     from extras.agents import Agents
+    from kit.engine.endpoint.requests import Request
     from kit.engine.endpoint.tree import Call, Tree
     from kit.engine.inputs import RunInputs
     from kit.engine.sampling import RolloutContext
     from kit.recipe.recipe import Recipe
 
 HOST = "127.0.0.1"
-TRIAL_S = 60.0  # then the agent is ended
-MAX_MESSAGES = 8
-MAX_CHARACTERS = 100  # of a message
-INDENT = " " * 12
+TRIAL_S = 120.0  # then the agent is ended
+MAX_PROMPT = 6000  # characters
+MAX_OUTPUT = 2000
 
 
 class RecordingPrompts(Prompts):
-    """Keeps the first request."""
+    """Keeps the first prompt."""
 
-    first_request: Request | None = None
+    first_ids: list[int] | None = None
 
     async def build(self, context: RolloutContext, tree: Tree, request: Request) -> Call:
-        """Keep the request, and build its prompt. Raises as `Prompts.build`."""
-        self.first_request = self.first_request or dataclasses.replace(request)
-        return await super().build(context, tree, request)
+        """Build the prompt of a request, and keep it. Raises as `Prompts.build`."""
+        call = await super().build(context, tree, request)
+        self.first_ids = self.first_ids or call.prompt
+        return call
 
 
 async def answer(ids: list[int], *, sampling_params: dict[str, Any], **_: object) -> object:
@@ -56,7 +57,7 @@ async def answer(ids: list[int], *, sampling_params: dict[str, Any], **_: object
 
 
 def try_agent(agents: Agents, recipe: Recipe, inputs: RunInputs) -> Iterator[str]:
-    """Call the agent with the first row. Yield lines about its first request and its failure."""
+    """Call the agent with the first row. Yield its first prompt, its output and its failure."""
     prompts = RecordingPrompts()
     failure = ""
     with tempfile.TemporaryDirectory() as folder, make_runner() as loop:
@@ -66,13 +67,16 @@ def try_agent(agents: Agents, recipe: Recipe, inputs: RunInputs) -> Iterator[str
         except GymError as error:
             failure = str(error)
             if error.reason == "agent_lost":
-                failure = f"the function's process ended: {read_end(log, MAX_ERRORS)}"
+                failure = "the function's process ended"
+        output = read_end(log, MAX_OUTPUT)
     row_id = inputs.tasks[0].row_id
-    yield f"request     of the agent on row {row_id}, if the policy answers {RESPONSE!r}:"
-    if prompts.first_request:
-        yield from describe(prompts.first_request)
-    if failure:
-        yield f"{INDENT}failed: {' '.join(failure.split())}"
+    if prompts.first_ids:
+        yield f"the agent's first prompt ({row_id}, {len(prompts.first_ids)} tokens):"
+        yield gym_client.cut_middle(str(inputs.tokenizer.decode(prompts.first_ids)), MAX_PROMPT)
+    if output:
+        yield f"the agent's output:\n{output}"
+    result = f"FAILED: {' '.join(failure.split())}" if failure else "it ends"
+    yield f"agent       on row {row_id}, if the policy answers {RESPONSE!r}: {result}"
 
 
 async def run_episode(
@@ -91,8 +95,8 @@ async def run_episode(
     session: Any = SimpleNamespace(kind="verify", row=task.row)
     assert agents.spec
     function = FunctionAgent(agents.spec, log)
-    runner = agents.make_runner(function, sessions, f"http://{HOST}:{port}")
-    runner.limits = runner.limits.model_copy(update={"timeout_s": TRIAL_S})
+    limits = agents.settings.model_copy(update={"timeout_s": TRIAL_S})
+    runner = make_agent_runner(agents.spec, limits, function, sessions, f"http://{HOST}:{port}")
     try:
         async with (
             serve(context, HOST, port, secrets.token_hex(16), sessions),
@@ -101,16 +105,5 @@ async def run_episode(
             pass
     finally:
         function.close()
-
-
-def describe(request: Request) -> Iterator[str]:
-    """Yield a line about each of the first messages of a request, then the names of its tools."""
-    for message in request.messages[:MAX_MESSAGES]:
-        functions = [call["function"] for call in message.get("tool_calls", [])]
-        calls = [f"{each['name']}({each['arguments']})" for each in functions]
-        text = " ".join(" ".join([str(message["content"]), *calls]).split())
-        yield f"{INDENT}{message['role']}: {text[:MAX_CHARACTERS]}"
-    if len(request.messages) > MAX_MESSAGES:
-        yield f"{INDENT}... {len(request.messages) - MAX_MESSAGES} more messages"
-    names = [tool["function"]["name"] for tool in request.tools]
-    yield f"{INDENT}tools: {', '.join(names) or 'none'}"
+        if function.process:
+            await function.process.wait()

@@ -252,6 +252,9 @@ def compute_rollout_metrics(
         for reason, count in endings.items():
             metrics[f"rollout/ended/{reason}_frac"] = count / len(verified)
         metrics["rollout/turns/mean"] = turns / len(verified)
+        items = (item for episode in verified for item in episode.output)
+        calls = sum(item["type"] == "function_call" for item in items)
+        metrics["rollout/tool_calls/mean"] = calls / len(verified)
         metrics["rollout/reward/mean"] = mean(e.reward or 0.0 for e in verified)
         metrics |= compute_measures(verified, "rollout")
     latencies = [e.timings["verify_call"] for e in verified if "verify_call" in e.timings]

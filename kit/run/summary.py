@@ -48,10 +48,10 @@ def summarize(
     lines += [f"WARNING     {text}" for text in list_warnings(recipe, inputs, checks)]
     lines += [*notes, *describe_settings(recipe, inputs, checks)]
     if is_dry_run:
-        for check in checks:
-            lines += check.dry_run_lines(recipe, inputs)
         ids = f"{sorted(inputs.stop_ids)}, pad id {inputs.tokenizer.pad_token_id} (masked)"
         lines += [f"stop ids    {ids}", *describe_changes(recipe)]
+        for check in checks:
+            lines += check.dry_run_lines(recipe, inputs)
         lines.append("dry run: model, files, sizes and servers are valid; no run was started")
     return "\n".join(lines)
 

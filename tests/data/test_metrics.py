@@ -186,6 +186,7 @@ def test_all_metrics_of_a_step():
             "rollout/ended/stop_frac": 0.75,
             "rollout/ended/length_frac": 0.25,
             "rollout/turns/mean": 1.25,
+            "rollout/tool_calls/mean": 0.0,
             "rollout/reward/mean": 0.625,
             "verify/latency_s/p50": 2.0,
             "verify/latency_s/p95": 2.9,

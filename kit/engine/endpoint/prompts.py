@@ -153,5 +153,7 @@ async def parse_offered(
     response = await parse_response(context.template, ids, request.callable_tools, prompt_ids)
     names = request.callable_names
     kept = [call for call in response.calls if call["name"] in names]
+    if not kept:
+        return response._replace(text=response.written, calls=[])
     others = [write_call(call) for call in response.calls if call["name"] not in names]
     return response._replace(text="\n".join([response.text, *others]), calls=kept)
