@@ -272,8 +272,9 @@ def test_mcp(folder, texts, reward, text):
     ],
 )
 def test_an_mcp_process_that_dies_or_hangs_fails_the_episode(folder, name, action, expected):
-    shell = f"sleep 1000.5 >/dev/null & exec {BIN}/mcp-server-git --repository {{dir}}"
-    settings = {**GIT, "mcp": {"command": ["sh", "-c", shell]}}
+    shell = f"sleep 1000.5 >/dev/null & exec {BIN}/mcp-server-git --repository ."
+    (folder / "my_server.sh").write_text(shell)
+    settings = {**GIT, "mcp": {"command": ["sh", "my_server.sh"]}}
     router = make_router(folder, settings, "my.py:count_branches", 10.0)
 
     async def call_tool():
