@@ -60,6 +60,7 @@ class Counter:
             raise ConnectionError("no database")
         self.target = target
         self.prompt = prompt
+        return "Count."
 
     @staticmethod
     def double(number: int) -> int:
@@ -415,12 +416,11 @@ def test_rows_get_the_tools_and_a_dry_run_shows_them(folder, workspace):
 
 
 def test_a_dry_run_shows_the_first_observation(folder, workspace, openenv_url):
-    changes = [
-        f"env.environment={{openenv: '{openenv_url}', observation: hint}}",
-        *use_rows(workspace / "train"),
-    ]
-    prepared = load(workspace, *changes)
-    assert "after the first observation 'Guess.'" in prepared.inputs.trials[0].result
+    of_openenv = f"{{openenv: '{openenv_url}', observation: hint}}"
+    for environment, text in ((of_openenv, "Guess."), ("{trl_class: 'my.py:Counter'}", "Count.")):
+        changes = [f"env.environment={environment}", *use_rows(workspace / "train")]
+        prepared = load(workspace, *changes)
+        assert f"after the first observation {text!r}" in prepared.inputs.trials[0].result
 
 
 def test_a_tool_of_a_row_that_the_environment_does_not_have_is_an_error(folder, workspace):
