@@ -343,6 +343,7 @@ def test_mcp_over_http(folder):
         ([call("{}", "fail"), "done"], {}, "ok", 0.0, "broken tool"),
         ([call('{"number": 2}', "double"), "done"], {}, "ok", 0.0, "4"),
         ([call("{}", "add"), "done"], {}, "ok", 0.0, "missing 1 required"),
+        ([call("[3]", "add"), "done"], {}, "ok", 0.0, "must be a JSON object, not list"),
         (["done"], {"target": 0}, "bad_answer", None, "returned None"),
         ([call("{}", "connect")], {}, "raised", None, "in Counter.connect: ConnectionError: no"),
         (["done"], {"target": -1}, "raised", None, "in Counter.reset: ConnectionError"),
