@@ -360,6 +360,8 @@ def test_a_reward_function_of_trl_gets_the_environment(folder):
     texts = [call('{"amount": 3}', "add"), "done"]
     (episode,) = play(make_router(folder, settings), texts, {"target": 3})
     assert (episode.reward, episode.reward_components) == (2.0, {"count": 3.0})
+    assert episode.question == "Begin.\nCount."
+    assert [tool["name"] for tool in episode.tools] == ["add"]
 
 
 # --- before the run ------------------------------------------------------------------------------
