@@ -359,7 +359,7 @@ def parse_params(params: Any, row_id: str) -> Json:  # any JSON
     return parsed
 
 
-def flatten_tool(tool: object) -> object:
+def flatten_tool(tool: Any) -> Any:  # any JSON
     """Return a tool of the chat format in the Responses format. Other values stay."""
     tool = read_json(tool)
     function = read_json(tool.get("function")) if isinstance(tool, dict) else None

@@ -124,6 +124,8 @@ def build_prompt(episode: Episode, task: Task, session: Session, context: Rollou
     Raises GymError('no_prompt' | 'prompt_too_long').
     """
     observation = session.observation
+    episode.tools = [env.flatten_tool(tool) for tool in task.tools]
+    episode.observation = observation or ""
     if task.prompt_ids and not observation:
         return
     if not task.messages and not observation:

@@ -55,7 +55,7 @@ async def connect(
             folder.mkdir()
         if isinstance(address, Command):
             words = [word.replace("{dir}", str(folder)) for word in address.command]
-            program, *arguments = processes.wrap(words)
+            program, *arguments = processes.wrap(words, folder)
             parameters = StdioServerParameters(
                 command=program,
                 args=arguments,

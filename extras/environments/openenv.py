@@ -111,7 +111,7 @@ class OpenEnvClient:
         variables = self.recipe.env.verifier_pool.env
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *processes.wrap(words),
+                *processes.wrap(words, Path.cwd()),
                 env=list_public_variables(variables),
                 stdin=DEVNULL,
                 stdout=log,

@@ -23,12 +23,18 @@ WRAPPER = (
 )
 
 
-def wrap(command: Sequence[str]) -> list[str]:
-    """Return a command that runs a program until the run ends, in any folder. Raises GymError."""
+def wrap(command: Sequence[str], folder: Path) -> list[str]:
+    """Return a command that runs a program in `folder` until the run ends. Raises GymError.
+
+    The words that name a file of the folder of the run, and none of `folder`, become absolute.
+    """
     program = shutil.which(command[0])
     if program is None:
         raise GymError("died", f"the command {command[0]} is not found")
-    words = [str(Path(program).absolute()), *command[1:]]
+    words = [str(Path(program).absolute())]
+    for word in command[1:]:
+        is_outside = os.path.exists(word) and not (folder / word).exists()
+        words.append(os.path.abspath(word) if is_outside else word)
     return [sys.executable, "-P", "-c", WRAPPER, str(os.getpid()), *words]
 
 

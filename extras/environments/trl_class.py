@@ -38,8 +38,11 @@ class TrlEnvironment:
         if name not in self.tools:
             return json.dumps({"error": f"Tool {name} not found."})
         try:
-            tool = getattr(self.environment, name)
-            return str(await finish(tool(**json.loads(arguments))))
+            parsed = json.loads(arguments)
+            if not isinstance(parsed, dict):
+                kind = type(parsed).__name__
+                raise TypeError(f"the arguments must be a JSON object, not {kind}")
+            return str(await finish(getattr(self.environment, name)(**parsed)))
         except OSError:  # also TimeoutError: the environment failed, not the policy
             raise
         except Exception as error:  # as in TRL

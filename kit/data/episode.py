@@ -104,6 +104,8 @@ class Episode:
     session_lost: bool = False  # the Gym server stopped during the episode
     timings: dict[str, float] = field(default_factory=dict)  # seconds of generate, tools, verify
     row: Json = field(default_factory=dict)  # the task's row, unchanged
+    tools: list[Json] = field(default_factory=list)  # Responses format: that the policy was offered
+    observation: str = ""  # the environment's first one, the end of the prompt
     images: list[str] = field(default_factory=list)  # addresses of the task's images, in order
     record_index: RecordIndex = NOT_WRITTEN
 
@@ -125,14 +127,12 @@ class Episode:
 
     @property
     def question(self) -> str:
-        """Return the text of the row's last input message, or "" if the environment writes it."""
+        """Return the text of the row's last input message, and the first observation."""
         messages = self.row.get("responses_create_params", {}).get("input") or ""
-        if isinstance(messages, str):
-            return messages
-        content = messages[-1].get("content") or ""
-        if isinstance(content, str):
-            return content
-        return "".join(part.get("text", "") for part in content)
+        content = messages if isinstance(messages, str) else messages[-1].get("content") or ""
+        if not isinstance(content, str):
+            content = "".join(part.get("text", "") for part in content)
+        return "\n".join(text for text in (content, self.observation) if text)
 
     @property
     def response(self) -> str:

@@ -4,7 +4,8 @@ The files rollouts/step_<N>.jsonl, rollouts/val_<N>.jsonl, rollouts.jsonl and ev
 one episode per line, in the format of Gym's own collector:
 
 - the fields of the row;
-- `response`: the output items, with token ids and log-probs on the last item of each model call;
+- `response`: the output items, with token ids and log-probs on the last item of each model call,
+  and the tools that the policy was offered;
 - `reward` and the other fields that the verifier returned;
 - `_ng_task_index` and `_ng_rollout_index`;
 - `_branches`, if an agent's episode has further training rows: the output items of each, with token
@@ -112,7 +113,7 @@ def to_record(episode: Episode, task_index: int, rollout_index: int) -> Json:
     }
     if episode.scale != UNKNOWN:
         summary["scale"] = episode.scale
-    for name in ("failure", "measures"):
+    for name in ("failure", "measures", "observation"):
         if getattr(episode, name):
             summary[name] = getattr(episode, name)
     summary["prompt_tokens"] = len(episode.prompt_ids)
@@ -120,6 +121,7 @@ def to_record(episode: Episode, task_index: int, rollout_index: int) -> Json:
     record: Json = {"_episode": None}  # the first key of a line; a row's field of that name is lost
     record |= replace_images_by_hash(episode.row)
     record["response"] = gym_client.make_response(add_token_fields(episode))
+    record["response"]["tools"] = episode.tools
     record["reward"] = episode.reward
     if episode.reward_components or "reward_components" in episode.row:
         record["reward_components"] = episode.reward_components
@@ -182,6 +184,8 @@ def from_record(record: Json, row: Json) -> Episode:
     episode.failure = saved.get("failure", {})
     episode.scale = read_scale(saved)
     episode.measures = saved.get("measures", {})
+    episode.observation = saved.get("observation", "")
+    episode.tools = record["response"].get("tools", [])
     episode.reward_components = record.get("reward_components") or {}
     other_fields = {*RECORD_FIELDS, *row}
     episode.verify_result = {k: value for k, value in record.items() if k not in other_fields}

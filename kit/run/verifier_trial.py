@@ -132,10 +132,12 @@ async def try_once(router: VerifierRouter, task: Task, response: str) -> Attempt
     parsed = ParsedResponse("", answer, [], answer, response)
     try:
         async with router.session(task.server, task.row) as session:
+            reward = None
             if session.kind == "verify":
                 body = gym_client.message_response(response)
-                return Attempt((await session.verify(body, parsed)).reward)
-            reward = (await session.step({}, parsed)).reward if pool else None
+                reward = (await session.verify(body, parsed)).reward
+            elif pool:
+                reward = (await session.step({}, parsed)).reward
             observation = session.observation
         return Attempt(reward, observation)
     except GymError as error:

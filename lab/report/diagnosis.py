@@ -314,9 +314,12 @@ def get_sampled_metric(run: RunFolder, name: str, fill: float | None = None) -> 
 
 
 def select_trained_episodes(run: RunFolder) -> pd.DataFrame:
-    """Select the episodes of training steps that did not fail."""
-    episodes = run.episodes
-    return episodes[(episodes.status == "ok") & episodes.file.str.startswith("step")]
+    """Select the episodes of training steps that did not fail, else those of `rollout`."""
+    episodes = run.episodes[run.episodes.status == "ok"]
+    trained = episodes[episodes.file.str.startswith("step")]
+    if len(trained):
+        return trained
+    return episodes[episodes.file == "rollouts"].assign(step=0)  # as in metrics.jsonl
 
 
 def is_reward_shaped(run: RunFolder) -> bool:

@@ -51,6 +51,8 @@ def episode(group_id="3/0", **changes) -> Episode:
         "reward_components": {"a": 1.5},
         "verify_result": {"extracted": "7"},
         "row": row(),
+        "tools": [{"type": "function", "name": "add", "parameters": {}}],
+        "observation": "Count.",
     }
     return Episode("rows.jsonl:1", group_id, "reasoning_gym", [1, 2, 3], **{**fields, **changes})
 
@@ -149,7 +151,9 @@ def test_a_record_has_the_format_of_gym_and_begins_with_a_summary():
         "answer",
         "reward",
     ]
-    assert record["_episode"]["prompt"] == "say 7" and record["_episode"]["prompt_tokens"] == 3
+    assert record["response"]["tools"] == episode().tools
+    assert record["_episode"]["prompt"] == "say 7\nCount."
+    assert record["_episode"]["prompt_tokens"] == 3
     assert record["_episode"]["response_tokens"] == 4
     assert (record["extracted"], record["question"]) == ("7", "say 7")
     assert (record["_ng_task_index"], record["_ng_rollout_index"]) == (3, 5)

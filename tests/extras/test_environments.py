@@ -60,6 +60,7 @@ class Counter:
             raise ConnectionError("no database")
         self.target = target
         self.prompt = prompt
+        return "Count."
 
     @staticmethod
     def double(number: int) -> int:
@@ -272,8 +273,9 @@ def test_mcp(folder, texts, reward, text):
     ],
 )
 def test_an_mcp_process_that_dies_or_hangs_fails_the_episode(folder, name, action, expected):
-    shell = f"sleep 1000.5 >/dev/null & exec {BIN}/mcp-server-git --repository {{dir}}"
-    settings = {**GIT, "mcp": {"command": ["sh", "-c", shell]}}
+    shell = f"sleep 1000.5 >/dev/null & exec {BIN}/mcp-server-git --repository ."
+    (folder / "my_server.sh").write_text(shell)
+    settings = {**GIT, "mcp": {"command": ["sh", "my_server.sh"]}}
     router = make_router(folder, settings, "my.py:count_branches", 10.0)
 
     async def call_tool():
@@ -341,6 +343,7 @@ def test_mcp_over_http(folder):
         ([call("{}", "fail"), "done"], {}, "ok", 0.0, "broken tool"),
         ([call('{"number": 2}', "double"), "done"], {}, "ok", 0.0, "4"),
         ([call("{}", "add"), "done"], {}, "ok", 0.0, "missing 1 required"),
+        ([call("[3]", "add"), "done"], {}, "ok", 0.0, "must be a JSON object, not list"),
         (["done"], {"target": 0}, "bad_answer", None, "returned None"),
         ([call("{}", "connect")], {}, "raised", None, "in Counter.connect: ConnectionError: no"),
         (["done"], {"target": -1}, "raised", None, "in Counter.reset: ConnectionError"),
@@ -357,6 +360,8 @@ def test_a_reward_function_of_trl_gets_the_environment(folder):
     texts = [call('{"amount": 3}', "add"), "done"]
     (episode,) = play(make_router(folder, settings), texts, {"target": 3})
     assert (episode.reward, episode.reward_components) == (2.0, {"count": 3.0})
+    assert episode.question == "Begin.\nCount."
+    assert [tool["name"] for tool in episode.tools] == ["add"]
 
 
 # --- before the run ------------------------------------------------------------------------------
@@ -414,12 +419,11 @@ def test_rows_get_the_tools_and_a_dry_run_shows_them(folder, workspace):
 
 
 def test_a_dry_run_shows_the_first_observation(folder, workspace, openenv_url):
-    changes = [
-        f"env.environment={{openenv: '{openenv_url}', observation: hint}}",
-        *use_rows(workspace / "train"),
-    ]
-    prepared = load(workspace, *changes)
-    assert "after the first observation 'Guess.'" in prepared.inputs.trials[0].result
+    of_openenv = f"{{openenv: '{openenv_url}', observation: hint}}"
+    for environment, text in ((of_openenv, "Guess."), ("{trl_class: 'my.py:Counter'}", "Count.")):
+        changes = [f"env.environment={environment}", *use_rows(workspace / "train")]
+        prepared = load(workspace, *changes)
+        assert f"after the first observation {text!r}" in prepared.inputs.trials[0].result
 
 
 def test_a_tool_of_a_row_that_the_environment_does_not_have_is_an_error(folder, workspace):

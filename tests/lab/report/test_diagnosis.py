@@ -215,3 +215,8 @@ def test_groups_without_variance_are_solved_or_not(tmp_path, solved, cause):
     run = write_run(tmp_path, {"actor_rollout_ref": {"rollout": {"n": 2}}}, columns, episodes)
     [finding] = diagnosis.find_zero_variance_groups(run)
     assert cause in finding.problem
+    (tmp_path / "rollouts/step_6.jsonl").rename(tmp_path / "rollouts.jsonl")  # as `rollout` does
+    step = {"step": 0, **dict.fromkeys(columns, 8.0), "rollout/failed_frac": 0.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n")
+    [finding] = diagnosis.find_zero_variance_groups(RunFolder(tmp_path))
+    assert cause in finding.problem and f"mostly {solved / 8:g}" in finding.problem
