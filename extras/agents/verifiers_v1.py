@@ -24,11 +24,12 @@ class V1:
         config = {"taskset": {"id": name, **arguments}, "agent": agent}
         self.env = loaders.load_environment(loaders.resolve_env_config(config))
         self.tasks = list(self.env.taskset)
-        self.serving: asyncio.Future[None] | None = None  # tools of all tasks
+        self.shared_tools = self.env.serving()  # without a reference, Python would close them
+        self.serving: asyncio.Future[None] | None = None
 
     async def play(self, task: Any, url: str, key_variable: str) -> dict[str, float]:
         """Play a task, and return its metrics and its reward. Raises RuntimeError."""
-        self.serving = self.serving or asyncio.ensure_future(self.env.serving().__aenter__())
+        self.serving = self.serving or asyncio.ensure_future(self.shared_tools.__aenter__())
         await asyncio.shield(self.serving)
         client = v1.EvalClientConfig(base_url=url, api_key_var=key_variable)
         episode = await self.env.run_episode(task, v1.ModelContext(model="policy", client=client))
