@@ -5,7 +5,6 @@ Protects: scores, from episodes that failed, copies of rows, and chance (interva
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -253,7 +252,7 @@ def compute_rollout_metrics(
         for reason, count in endings.items():
             metrics[f"rollout/ended/{reason}_frac"] = count / len(verified)
         metrics["rollout/turns/mean"] = turns / len(verified)
-        items = itertools.chain.from_iterable(episode.output for episode in verified)
+        items = chain.from_iterable(episode.output for episode in verified)
         calls = sum(item["type"] == "function_call" for item in items)
         metrics["rollout/tool_calls/mean"] = calls / len(verified)
         metrics["rollout/reward/mean"] = mean(e.reward or 0.0 for e in verified)
