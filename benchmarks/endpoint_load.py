@@ -127,7 +127,7 @@ async def main(args: Args) -> None:
     from kit.recipe.schema import AgentsSection
     from kit.verify.network import find_free_port
 
-    limits = AgentsSection(**read_yaml(str(ROOT / "configs/base.yaml"))["agents"])
+    limits = AgentsSection(**read_yaml("base")["agents"])
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     template = ChatTemplate(TextProcessor(tokenizer), {tokenizer.eos_token_id})
     template.tool_format = "hermes"

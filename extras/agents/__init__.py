@@ -89,7 +89,7 @@ class Agents(RecipeCheck, RunPart, RunOutput):
         yield f"agent       {what}: at most {limits} an episode"
 
     def dry_run_lines(self, recipe: Recipe, inputs: RunInputs) -> Iterable[str]:
-        """Call the agent once, and describe its first request. A server may not run yet."""
+        """Call the agent once, and show its first prompt. A server may not run yet."""
         from extras.agents.trial import try_agent
 
         assert self.spec

@@ -90,8 +90,10 @@ def encode_marked_text(
 
 def count_tokens(pieces: Sequence[str], tokens: Collection[str]) -> int:
     """Count the occurrences of `tokens` in all pieces, without overlaps."""
+    if not tokens:
+        return 0
     pattern = compile_tokens(tuple(tokens))
-    return sum(len(pattern.findall(piece)) for piece in pieces) if tokens else 0
+    return sum(len(pattern.findall(piece)) for piece in pieces)
 
 
 @functools.cache

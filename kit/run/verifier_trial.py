@@ -144,8 +144,9 @@ async def try_once(router: VerifierRouter, task: Task, response: str) -> Attempt
         if error.reason in ("masked", "no_reward"):
             return Attempt(None)
         if pool:
-            trial = f" (tried on row {task.row_id} with the response {response!r})"
-            trial = "" if error.reason == "connect" else trial
+            trial = ""
+            if error.reason != "connect":
+                trial = f" (tried on row {task.row_id} with the response {response!r})"
             raise UserFunctionError(f"{pool.spec.key}={error}{trial}") from None
         if error.reason.startswith("http_5"):
             raise
