@@ -15,6 +15,7 @@ import torch
 
 import training
 from kit.run.workers import optional_roles, start_roles, start_workers
+from tests.helpers.recipes import WORDS, row, write_rows
 from tests.helpers.stack import AGREE, NO_EVALUATION, kill_workers, with_values
 
 
@@ -64,8 +65,14 @@ def test_baselines_a_reward_model_a_kl_penalty_and_correction_work_together(stac
 
 
 def test_dapo_refills_the_batch_and_reports_how_many_batches_it_sampled(stack):
-    """Dynamic sampling, filters, reward shaping and a curriculum."""
+    """Dynamic sampling, filters, reward shaping and a curriculum.
+
+    The model cannot write the answer of five of eight rows, so each batch of four is refilled.
+    """
+    rows = [row(f"{word} 7", "impossible" if i < 5 else "7") for i, word in enumerate(WORDS)]
+    write_rows(stack.workspace / "hard.jsonl", rows)
     changes = [
+        "env.train_files=[{path: hard.jsonl, server: reasoning_gym}]",
         "data.train_batch_size=4",
         "trainer.total_training_steps=3",
         "actor_rollout_ref.rollout.n=4",
@@ -78,7 +85,7 @@ def test_dapo_refills_the_batch_and_reports_how_many_batches_it_sampled(stack):
         state = torch.load(trainer.run.files.checkpoint / "data.pt", weights_only=True)
     batches = [m["rollout/prompt_batches"] for m in steps]
     assert set(batches) <= {1.0, 2.0, 3.0}
-    assert max(batches) > 1
+    assert min(batches) > 1
     # the file has the episodes of all batches
     assert [len(records) for records in files] == [16 * count for count in batches]
     for records in files:  # Gym's tools identify an episode by these two indices
