@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
 import ray
 import torch
@@ -11,10 +12,15 @@ import torch
 import env
 import inference
 import training
+from kit.data.episode import Episode
+from kit.engine.endpoint.server import serve
+from kit.engine.endpoint.sessions import Sessions
 from kit.engine.sampling import build_sampling_params, repeat_per_group
 from kit.errors import RunError
+from kit.verify.network import find_free_port
 from tests.helpers.models import ACTIONS, END
 from tests.helpers.recipes import GYM_PYTHON, make_counter_row, row
+from tests.helpers.rollouts import make_limits
 
 # Bound on the mean |log-prob difference| of sampled tokens. Both sides compute in float32, so only
 # rounding differs.
@@ -158,6 +164,39 @@ def play(session, servers, row, server, n, *actions, **changes):
     prompt_ids = env.encode_messages(messages, tools, tokenizer)
     task = env.Task("x:1", row, server, messages, prompt_ids, tools=tools)
     return servers.rollout(repeat_per_group([task] * n, 1, "x"), sampling)
+
+
+def test_a_response_ends_at_a_stop_text_of_its_request(stack, session, multi_turn_servers):
+    """The text ends before it. All its tokens are in the row, which the next request continues."""
+    context = multi_turn_servers.context
+    ids = session.inputs.tokenizer.convert_tokens_to_ids(["a", "b"])
+    sampling = build_sampling_params(session.recipe, is_validation=False)
+    sampling |= {"allowed_token_ids": ids}
+    sessions = Sessions()
+    agent = sessions.open(context, sampling, make_limits())
+    port = find_free_port()
+
+    async def ask_twice():
+        replies = []
+        messages = [{"role": "user", "content": "say a"}]
+        url = f"http://127.0.0.1:{port}/s/{agent.key}/v1/messages"
+        serving = serve(context, "127.0.0.1", port, "own key", sessions)
+        async with serving, httpx.AsyncClient(timeout=60) as client:
+            for _ in range(2):
+                body = {"max_tokens": 200, "messages": messages, "stop_sequences": ["ba"]}
+                replies.append((await client.post(url, json=body)).json())
+                answer = {"role": "assistant", "content": replies[-1]["content"]}
+                messages = [*messages, answer, {"role": "user", "content": "again"}]
+        return replies
+
+    replies = stack.servers.loop.run(ask_twice())
+    episode = Episode("x:1", "x/1", "reasoning_gym", [])
+    agent.fill(episode)
+    for reply, (start, end, _) in zip(replies, episode.turns, strict=True):
+        assert (reply["stop_reason"], reply["stop_sequence"]) == ("stop_sequence", "ba")
+        written = session.inputs.tokenizer.decode(episode.response_ids[start:end])
+        assert written == reply["content"][0]["text"] + "ba"
+    assert not episode.branches
 
 
 def test_trainer_and_vllm_agree_around_observations(session, multi_turn_servers):

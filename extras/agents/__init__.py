@@ -12,6 +12,7 @@ answer that the agent returns. docs/guides/agents.md has examples.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
 import shutil
 import subprocess
@@ -102,12 +103,14 @@ class Agents(RecipeCheck, RunPart, RunOutput):
     def make_agent(self, launch: Launch, context: RolloutContext) -> Agent:
         """Make the agent, and limit the episodes that run at the same time."""
         from extras.agents import processes
+        from kit.run.launch import enter
 
-        assert self.spec and launch.policy
+        loop = launch.run.stages.loop
+        assert self.spec and launch.policy and loop
         if self.settings.concurrency:
             context.episode_slots = asyncio.Semaphore(self.settings.concurrency)
         function = processes.FunctionAgent(self.spec, launch.logs / "agent.log")
-        launch.stack.callback(function.close)
+        enter(contextlib.aclosing(function), loop, launch.stack)
         base_url = launch.policy["base_url"].removesuffix("/v1")
         return make_agent_runner(self.spec, self.settings, function, launch.sessions, base_url)
 

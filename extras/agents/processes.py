@@ -18,7 +18,6 @@ from extras.agents.runner import WORK, AgentCall
 from gym_client import GymError
 from kit.recipe.schema import AgentSpec
 from kit.verify.python_verifiers.pool import kill_process
-from kit.verify.python_verifiers.process import kill_tree
 from kit.verify.servers import list_public_variables
 
 MAX_ANSWER_BYTES = 2**26
@@ -119,10 +118,10 @@ class FunctionAgent:
             )
             await kill_process(process)
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Kill the process."""
         if self.process:
-            kill_tree(self.process.pid)
+            await kill_process(self.process)
             shutil.rmtree(self.socket.parent, ignore_errors=True)
 
 

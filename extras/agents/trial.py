@@ -104,6 +104,4 @@ async def run_episode(
         ):
             pass
     finally:
-        function.close()
-        if function.process:
-            await function.process.wait()
+        await function.aclose()

@@ -119,7 +119,7 @@ def run_episodes(
             async with router, serve(context, "127.0.0.1", port, "own key", sessions):
                 return await inference.rollout(requests, {}, context, router)
         finally:
-            function.close()
+            await function.aclose()
 
     return asyncio.run(run())
 

@@ -146,7 +146,7 @@ def run(agent: Any, row: dict[str, Any], **options: Any) -> Read:
         try:
             return await play(agent.run, row, **options)
         finally:
-            agent.close()
+            await agent.aclose()
 
     return asyncio.run(run_and_close())
 
@@ -190,7 +190,7 @@ def test_hundreds_of_episodes_run_at_the_same_time_in_one_process(functions):
             assert time.monotonic() - began < 10  # one after another: 30 s
             return reads
         finally:
-            agent.close()
+            await agent.aclose()
 
     answers = [json.loads(read.answer) for read in asyncio.run(run_all())]
     assert [answer["number"] for answer in answers] == list(range(300))
@@ -227,7 +227,7 @@ def test_an_agent_that_blocks_its_loop_meets_its_deadline_and_is_replaced(functi
         results = await asyncio.gather(neighbor, blocker, return_exceptions=True)
         agent.spec = functions("echo").spec
         assert (await play(agent.run, {"number": 3})).answer
-        agent.close()
+        await agent.aclose()
         return list(results)
 
     results: list[Any] = []
