@@ -8,8 +8,6 @@ import re
 import sys
 import uuid
 
-import nbclient
-import nbformat
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -85,6 +83,9 @@ def test_a_notebook_trains_and_the_command_resumes_its_run(workspace, monkeypatc
 
 def run_notebook(workspace, loop: str, monkeypatch) -> str:
     """Run the loop in a Jupyter kernel, and return its output. Assert that no process stays."""
+    import nbclient  # .venv-gpu does not have these two
+    import nbformat
+
     mark = uuid.uuid4().hex
     with monkeypatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
