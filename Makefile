@@ -6,16 +6,16 @@
 #                  FLASH_ATTN=file.whl: install that wheel. ARGS='key=value ...': further arguments of the run.
 #                  FORCE=1: continue although the check of the node found a problem.
 # make fast        Run the linters, and the tests that start no model stack, server or command; a few minutes.
-# make test        Run the linters and all tests but those of `make docs` and `make soak`; 30 minutes.
+# make test        Run the linters and all tests but those of `make docs` and `make soak`; 20 minutes.
 # make gym         Install NeMo Gym's servers.
 # make coding-agents  Get Codex and opencode (docs/guides/agents.md), 350 MB; needs npm.
 # make gemma       Get a second model, gemma-3-270m (Google's terms: https://ai.google.dev/gemma/terms).
 # make gpu-check   Install the GPU environment, test there all that needs no GPU (docs/backends.md), and train a few
-#                  steps if there is one; 1 hour.
+#                  steps if there is one; 20 minutes.
 # make bench       Measure a step, the startup time, the driver and TRL (docs/performance.md); 1 hour.
 # make algorithms  Run each recipe of docs/algorithms.md on a small task with three seeds; 110 minutes.
 # make docs        Write docs/reference.md and the tables of docs/hardware.md, run the code blocks of all pages, and open
-#                  the site in a browser; 20 minutes.
+#                  the site in a browser; 5 minutes.
 # make site        Build the documentation site in site/, and fail if a link is dead; 1 minute.
 # make site-serve  Build it, serve it at http://127.0.0.1:8000, and build it again if a page changes.
 # make soak        Run make gpu-check, then the long tests: 300 steps with faults, losses, ranks, nodes

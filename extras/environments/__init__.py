@@ -87,7 +87,10 @@ def parse(value: Json) -> EnvironmentSettings:
     """Parse env.environment. Raises ConfigError."""
     kinds = [kind for kind in KINDS if kind in value]
     if len(kinds) != 1:
-        raise ConfigError(f"{KEY}={value} must have one of {', '.join(KINDS)}. Change it.")
+        raise ConfigError(
+            f"{KEY}={value} must have one of {', '.join(KINDS)}. Change it. An environment of the "
+            "library verifiers is an agent: add --config verifiers (docs/guides/verifiers_hub.md)."
+        )
     try:
         return KINDS[kinds[0]].model_validate(value)
     except ValidationError as error:
