@@ -132,7 +132,7 @@ async def main(args: Args) -> None:
     template = ChatTemplate(TextProcessor(tokenizer), {tokenizer.eos_token_id})
     template.tool_format = "hermes"
     client: Any = Engine(tokenizer)
-    context = RolloutContext(client, template, 4096, 4096, None, 4096, 60.0)
+    context = RolloutContext(client, template, 8192, 4096, None, 4096, 60.0)
     opened = Sessions()
     app = web.Application()
     app.router.add_post("/", answer_plainly)

@@ -37,7 +37,7 @@ class Prompts:
     """Builds the prompts of an endpoint, and keeps the first ones."""
 
     def __init__(self) -> None:
-        self.first: dict[bytes, asyncio.Future[list[int]]] = {}
+        self.first: dict[bytes, asyncio.Future[array[int]]] = {}
         self.unused: set[str] = set()  # fields of requests that the log has named
 
     async def build(self, context: RolloutContext, tree: Tree, request: Request) -> Call:
@@ -73,14 +73,14 @@ class Prompts:
         return Call(
             parent,
             new_messages=new,
-            prompt_ids=array("I", ids),
+            prompt_ids=ids,
             prompt_length=before + len(ids),
             has_tools=bool(request.tools),
             is_rewritten=is_rewritten,
             chain=chain,
         )
 
-    async def encode_first(self, template: ChatTemplate, request: Request) -> list[int]:
+    async def encode_first(self, template: ChatTemplate, request: Request) -> array[int]:
         """Encode a first prompt, once for equal ones. Raises as `encode_prompt`."""
         messages = env.render_items(request.messages, WHERE)  # without empty answers
         content = json.dumps([messages, request.tools, dict(template.arguments)])
@@ -95,11 +95,11 @@ class Prompts:
         return await asyncio.shield(encoding)
 
 
-async def run_long(length: int, encode: Callable[..., list[int]], *arguments: object) -> list[int]:
+async def run_long(length: int, encode: Callable[..., list[int]], *arguments: object) -> array[int]:
     """Encode a text of some characters, in a thread if it is long."""
     if length > THREAD_CHARS:
-        return await asyncio.to_thread(encode, *arguments)
-    return encode(*arguments)
+        return array("I", await asyncio.to_thread(encode, *arguments))
+    return array("I", encode(*arguments))
 
 
 def count_characters(messages: Sequence[Json]) -> int:
