@@ -21,6 +21,7 @@ from kit.data.episode import (
     TurnSpan,
     append_tokens,
 )
+from kit.data.reward_scale import RewardScale
 from kit.errors import ConfigError
 from tests.helpers.recipes import row
 
@@ -96,6 +97,13 @@ def test_an_episode_that_is_written_and_read_is_the_same_bit_for_bit(tmp_path):
     damaged = episode(log_probs=[-math.inf, math.nan, 0.0, -1.0])
     ((again,),) = write_and_load(tmp_path / "step_1.jsonl", damaged)
     assert str(again) == str(damaged)
+
+
+def test_the_fast_writer_takes_all_fields_of_an_episode(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_files, "shortest_floats", None)  # the slow one needs it
+    one = episode(scale=RewardScale(0.1, 0.9))
+    ((again,),) = write_and_load(tmp_path / "step_1.jsonl", one)
+    assert again == one
 
 
 def test_the_branches_of_an_episode_are_written_and_read(tmp_path):
