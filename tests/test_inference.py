@@ -279,6 +279,7 @@ def test_an_agents_model_calls_are_joined_to_one_episode():
     assert episode.prompt_ids == [1, 2] and episode.response_ids == [3, stop, 7, 8, 9, stop]
     assert episode.response_mask == [1, 1, 0, 0, 1, 1] and episode.turns == [(0, 2, 1), (4, 6, 3)]
     assert episode.ended == "stop"
+    assert [response.text for response in episode.responses] == ["text", "text"]
     assert not any("token_ids" in key for item in episode.output for key in item)
 
 
@@ -646,7 +647,7 @@ def make_servers(monkeypatch):
     monkeypatch.setattr(inference, "WeightSync", Mock())
     monkeypatch.setattr(inference.weight_proof, "attach_to_group", Mock())
 
-    def make(workers) -> inference.Servers:
+    def make(workers, trains=True) -> inference.Servers:
         context = make_context(None)
         # as for a model whose image tokens must not be sampled
         processor: Any = SimpleNamespace(sampling_params=lambda: {"logit_bias": {9: -100.0}})
@@ -654,7 +655,9 @@ def make_servers(monkeypatch):
         doubles: Any = [Mock() for _ in range(3)]
         manager, actor, gym = doubles
         loop = asyncio.Runner()
-        return inference.Servers(make_recipe(), manager, actor, context, gym, loop, workers)
+        recipe = make_recipe()
+        group = actor if trains else None
+        return inference.Servers(recipe, manager, group, context, gym, loop, workers)
 
     return make
 
@@ -692,19 +695,29 @@ def test_a_rollout_runs_here_or_in_the_workers_with_the_sampling_of_the_call(
     assert servers.context.samples.sampling == sampling
 
 
+def test_servers_without_a_trainer_have_no_weights_to_send(make_servers):
+    servers = make_servers(None, trains=False)
+    servers.sleep()
+    assert not servers.is_asleep and servers.update_weights(4) == {}
+
+
 def test_no_replica_samples_before_its_weights_are_proved(monkeypatch):
     """verl lets the replicas sample again at the end of a sync."""
+    monkeypatch.setattr(inference.CheckpointEngineManager, "update_weights", AsyncMock())
     replica = AsyncMock()
     settings: Any = Mock(backend="naive", custom_backend_module=None)
     sync = inference.WeightSync(settings, Mock(), [replica])
     ask = AsyncMock(side_effect=[RunError("replica 0"), {"proved": 1.0}])
     monkeypatch.setattr(inference.weight_proof, "ask_replicas", ask)
-    sync.step = 3
-    sync.is_proved = False
+    sync.resume_generation_replicas()  # before the first sync
+    assert replica.mock_calls == [mock.call.resume_generation()] and not ask.mock_calls
     with pytest.raises(RunError):
-        sync.resume_generation_replicas()
-    assert not replica.mock_calls
+        sync.update_weights(3)
+    assert len(replica.mock_calls) == 1
     for _ in range(2):
         sync.resume_generation_replicas()
     assert sync.proof == {"proved": 1.0} and ask.mock_calls == [mock.call([replica], 3)] * 2
-    assert replica.mock_calls == [mock.call.resume_generation()] * 2
+    assert replica.mock_calls == [mock.call.resume_generation()] * 3
+    sync.is_checked = False
+    sync.update_weights(4)
+    assert len(ask.mock_calls) == 2
