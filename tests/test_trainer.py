@@ -16,7 +16,7 @@ import algorithm
 import training
 from kit.errors import ConfigError, NonFiniteStep, RunError, SkippedStep
 from kit.recipe.schedule import POSITION
-from kit.run import checkpoints
+from kit.run import checkpoints, finite_check
 from kit.run.checkpoints import LoopState
 from tests.helpers.recipes import row, write_rows
 from tests.helpers.trainer import (
@@ -76,6 +76,32 @@ def test_a_run_that_ends_before_its_last_step_exports_nothing(start, recorder, c
         pass
     assert recorder.calls == ["sleep", "update_weights 0"]
     assert "Finished in" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ([], 0.0),  # the old log-probs are the sampler's, so the trainer computes others
+        (["algorithm.recompute_old_log_probs=true"], -0.5),
+        (["algorithm.recompute_old_log_probs=true", f"{CORRECTION}.bypass_mode=true"], 0.0),
+    ],
+    ids=["on policy", "recomputed", "bypassed"],
+)
+def test_the_engines_are_compared_once_before_the_first_update(
+    start, recorder, changes, difference
+):
+    recorder.record(finite_check, "raise_if_engines_differ", lambda *_: None)
+    with start(*changes) as trainer:
+        trainer.step_or_skip()
+        trainer.step_or_skip()
+    compared = [
+        name for name in recorder.calls if name in ("raise_if_engines_differ", "update_actor")
+    ]
+    assert compared == ["raise_if_engines_differ", "update_actor", "update_actor"]
+    batch, log_probs, model_type, _ = recorder.arguments["raise_if_engines_differ"]
+    is_sampled = batch.batch["response_mask"].bool()
+    differences = (log_probs - batch.batch["rollout_log_probs"])[is_sampled]
+    assert set(differences.tolist()) == {difference} and model_type == "llama"
 
 
 def test_a_resumed_run_has_the_state_of_its_checkpoint(start, recorder, tmp_path, capsys):
