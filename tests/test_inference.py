@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import random
@@ -275,11 +276,16 @@ def test_an_agents_model_calls_are_joined_to_one_episode():
     stop = TOKENIZER.eos_token_id
     output = make_items(([1, 2], [3, stop]), ([1, 2, 3, stop, 7, 8], [9, stop]))
     output.insert(1, gym_client.function_call_output("c", "seen"))
+    output[2]["content"][0]["text"] = "last"
     episode = read_response({"output": output})
     assert episode.prompt_ids == [1, 2] and episode.response_ids == [3, stop, 7, 8, 9, stop]
     assert episode.response_mask == [1, 1, 0, 0, 1, 1] and episode.turns == [(0, 2, 1), (4, 6, 3)]
     assert episode.ended == "stop"
-    assert [response.text for response in episode.responses] == ["text", "text"]
+    assert [(each.written, each.calls) for each in episode.responses] == [
+        ("text", []),
+        ("last", []),
+    ]
+    assert episode.response == "last"
     assert not any("token_ids" in key for item in episode.output for key in item)
 
 
@@ -360,6 +366,14 @@ def test_each_episode_has_its_task_its_group_its_request_and_its_result():
         assert e.timings["verify_call"] == 0.25 and e.policy_versions == [(2, 3)]
     assert gym.open_count == 0
     assert gym.responses[0]["output"][0]["content"][0]["text"] == "five"
+
+
+def test_the_garbage_collector_pauses_during_a_rollout():
+    collects = []
+    run_rollout(
+        RecordingClient(), FixedRewards(1.0), on_done=lambda *_: collects.append(gc.isenabled())
+    )
+    assert collects == [False] and gc.isenabled()
 
 
 @pytest.mark.parametrize("kind", ["verify", "agent"])

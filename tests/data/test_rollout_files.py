@@ -83,6 +83,7 @@ def test_an_episode_that_is_written_and_read_is_the_same_bit_for_bit(tmp_path):
         response_ids=[],
         response_mask=[],
         log_probs=[],
+        failure={"failure_reason": "down"},
     )
     failed = dataclasses.replace(failed, turns=[], output=[], turn_rewards=[], prompt_ids=[])
     ((again,),) = write_and_load(tmp_path / "step_1.jsonl", failed)

@@ -47,6 +47,19 @@ def test_sampling_follows_the_recipe_in_training_and_in_validation():
         assert "detokenize" not in sampling.build_sampling_params(make_recipe(name=other), False)
 
 
+def test_a_response_can_be_taken_once_and_only_in_its_batch():
+    store = sampling.SampleStore()
+    sampled = sampling.SampledResponse([5, STOP], [-1.0, -2.0], [])
+    store.begin_batch({})
+    store.add([1, 2], sampled)
+    assert store.take([1, 2], [5, STOP]) is sampled
+    store.add([1, 2], sampled)
+    store.begin_batch({})
+    with pytest.raises(GymError, match="2 token ids after a prompt of 2") as caught:
+        store.take([1, 2], [5, STOP])
+    assert caught.value.reason == "not_sampled"
+
+
 def sample(client, request_id="4/0-1#2", max_tokens=9, image_inputs=None, **changes):
     context = make_context(client, **changes)
     inputs = image_inputs or {}
