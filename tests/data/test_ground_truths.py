@@ -85,3 +85,5 @@ def test_a_word_that_stands_for_no_answer_in_many_rows_is_found():
     rows = [{"answer": str(n)} for n in range(20)] + [{"answer": "unsolved"}, {"answer": "yes"}] * 3
     assert ground_truths.find_marks(rows) == {"unsolved": 3}
     assert ground_truths.find_marks([{"answer": "Paris"}] * 20) == {}
+    frequent = [{"answer": str(n % 20)} for n in range(160)] + [{"answer": "left"}] * 7
+    assert ground_truths.find_marks(frequent) == {}  # as frequent as other answers
