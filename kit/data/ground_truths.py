@@ -43,7 +43,7 @@ PLACES = ("reward_model.ground_truth", *GROUND_TRUTH_KEYS, "extra_info")  # for 
 MISSING = re.compile(r"None|nan|NaN|<NA>|NaT|null|(?i:n/a|not[ _]?found|proof)")
 WORDS = re.compile(r"[^\W\d_]{3,}( [^\W\d_]+)*")  # no value that a parser of mathematics reads
 VERDICTS = ("yes", "true", "false")  # answers that many rows may share
-MARK_FACTOR = 2.0
+MARK_FACTOR = 2.0  # times as many rows as the mean of the other answers
 LIST_STARTS = ('["', "['")  # of a list of texts that was written as text
 BOX = "\\boxed{"
 SPACED_BOX = re.compile(r"\\boxed\s+\{")
@@ -96,16 +96,16 @@ def is_empty(value: object) -> bool:
 def find_marks(rows: Sequence[Json]) -> dict[str, int]:
     """Find words that are the ground truth of many rows, while most have a value: {word: rows}.
 
-    Such a word may be a mark of the data set for a row without an answer. It is more frequent than
-    answers are: MARK_FACTOR times their mean.
+    Such a word may be a mark of the data set for a row without an answer. It has MARK_FACTOR
+    times as many rows as other answers have on average.
     """
     values = [find_ground_truth(row) for row in rows]
     texts = [value.strip() for value in values if isinstance(value, str)]
     words = Counter(text for text in texts if WORDS.fullmatch(text))
     if words.total() >= len(values) / 2:
         return {}
-    answers = Counter(str(value) for value in values if value not in words)
-    mean = answers.total() / max(len(answers), 1)
+    others = {str(value).strip() for value in values} - words.keys()  # a value may be a list
+    mean = (len(values) - words.total()) / max(len(others), 1)
     least = max(3, 0.01 * len(values), MARK_FACTOR * mean)
     return {word: n for word, n in words.items() if n >= least and word.lower() not in VERDICTS}
 

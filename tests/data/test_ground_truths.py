@@ -87,3 +87,5 @@ def test_a_word_that_stands_for_no_answer_in_many_rows_is_found():
     assert ground_truths.find_marks([{"answer": "Paris"}] * 20) == {}
     frequent = [{"answer": str(n % 20)} for n in range(160)] + [{"answer": "left"}] * 7
     assert ground_truths.find_marks(frequent) == {}  # as frequent as other answers
+    lists = [{"answer": [str(n), {"n": n}]} for n in range(20)] + [{"answer": " unsolved"}] * 3
+    assert ground_truths.find_marks(lists) == {"unsolved": 3}
