@@ -225,8 +225,8 @@ def write_record(out: IO[bytes], record: Json) -> None:
     try:
         if not math.isfinite(sum(sums, record.get("reward") or 0.0)):
             raise TypeError("not finite")
-        # `tuple` converts named tuples
-        line = orjson.dumps(record, tuple, orjson.OPT_SERIALIZE_NUMPY)
+        # default: for named tuples
+        line = orjson.dumps(record, default=tuple, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:
         text = json.dumps(record, ensure_ascii=False, default=shortest_floats)
         line = text.encode(errors="backslashreplace")

@@ -11,6 +11,7 @@ import pytest
 from gym_client import GymError
 from kit.chat.processor import TextProcessor
 from kit.chat.template import ChatTemplate
+from kit.data.reward_scale import RewardScale
 from kit.engine import sampling
 from kit.errors import RunError
 from tests.helpers.rollouts import SAMPLING, STOP, RecordingClient, make_context, make_recipe
@@ -19,9 +20,11 @@ from tests.helpers.rollouts import SAMPLING, STOP, RecordingClient, make_context
 def test_a_context_has_the_limits_of_the_recipe():
     template = ChatTemplate(TextProcessor("tokenizer"), {3, 4})
     model = SimpleNamespace(vocab_size=1000)
-    inputs = SimpleNamespace(template=template, model=model, scales={})
+    scales = {("server", "None"): RewardScale(0.1, 0.9)}
+    inputs = SimpleNamespace(template=template, model=model, scales=scales)
     context = sampling.make_rollout_context(make_recipe(), "client", inputs, 77.0)
     assert (context.client, context.tokenizer, context.stop_ids) == ("client", "tokenizer", {3, 4})
+    assert context.scales is scales
     assert context.template is template and context.processor is template.processor
     assert (context.max_prompt_length, context.max_response_length) == (123, 456)
     assert (context.max_turns, context.max_tool_chars) == (6, 99)

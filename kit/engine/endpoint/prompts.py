@@ -98,8 +98,10 @@ class Prompts:
 async def run_long(length: int, encode: Callable[..., list[int]], *arguments: object) -> array[int]:
     """Encode a text of some characters, in a thread if it is long."""
     if length > THREAD_CHARS:
-        return array("I", await asyncio.to_thread(encode, *arguments))
-    return array("I", encode(*arguments))
+        ids = await asyncio.to_thread(encode, *arguments)
+    else:
+        ids = encode(*arguments)
+    return array("I", ids)
 
 
 def count_characters(messages: Sequence[Json]) -> int:
